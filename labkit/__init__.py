@@ -1,0 +1,42 @@
+"""An interactive lab for distributed training in JupyterLab."""
+
+from typing import TYPE_CHECKING
+from typing import Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from labkit.lab import Lab as Lab
+    from labkit.lab import current_lab as current_lab
+    from labkit.notebook.failure import RankError as RankError
+    from labkit.notebook.runs import Run as Run
+
+__version__ = "0.1.0"
+
+# Names are loaded when first used, so that `import labkit` stays cheap.
+_HOMES = {
+    "Lab": "labkit.lab",
+    "current_lab": "labkit.lab",
+    "RankError": "labkit.notebook.failure",
+    "Run": "labkit.notebook.runs",
+}
+__all__ = [*_HOMES, "__version__", "load_ipython_extension"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'labkit' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+def load_ipython_extension(shell: "InteractiveShell") -> None:
+    """Register the magics; IPython calls this on `%load_ext labkit`."""
+    from labkit.magics import LabMagics
+
+    shell.register_magics(LabMagics)

@@ -1,0 +1,105 @@
+"""What crosses from rank to notebook: the one shared vocabulary."""
+
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import numpy as np
+
+KEY = "labkit"
+"""The metadata key of a request, the name of a published message, and the prefix of
+the control requests that labkit adds to an engine."""
+
+RECORD = np.dtype(
+    [
+        ("metric", "u2"),  # index into the batch's names
+        ("step", "i8"),  # optimizer steps taken in this run
+        ("seconds", "f8"),  # since the cell began on this rank
+        ("memory_bytes", "i8"),  # in use on the rank's device when it was logged
+        ("value", "f8"),
+    ]
+)
+"""One logged scalar of one rank."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank stands: what `%dist_start` decided for one engine."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: str
+    """A torch device such as "cuda:1" or "cpu"."""
+    backend: str
+    """The process group's backend: "nccl" or "gloo"."""
+    num_threads: int | None = 1
+    """torch's intra-op threads on this rank; None leaves torch's own choice."""
+    group_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """How ranks are to run one cell; travels in the request's metadata."""
+
+    execution_count: int
+    """The notebook's cell number, so that tracebacks on ranks name the same cell."""
+    strategy: str | None = None
+    """The strategy of `%%dist_train`, or None for a plain `%%dist` cell."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training loop has come, where the length is known."""
+
+    epoch: int = 0
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Records of one rank since its last batch, in the order of logging."""
+
+    sequence: int
+    """Counts this rank's batches of the run from 0; a gap would show a loss."""
+    names: list[str]
+    records: np.ndarray  # (num_records,) of RECORD
+    progress: Progress
+    step: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell ended on one rank: the last message about it."""
+
+    rank: int
+    status: str
+    """"ok", "error", "interrupted" or "died"."""
+    ename: str = ""
+    evalue: str = ""
+    where: str = ""
+    """The line of the cell that was running, as "line 3: dist.all_reduce(x)"."""
+    num_batches: int = 0
+    group_in_place: bool = True
+    """Whether the process group that labkit formed is still the default one."""
+    group_sequence: int = 0
+    """Collectives started in the group; unequal counts mean that ranks diverged."""
+    traceback: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line for a rank that is named but not shown in full."""
+        place = f" at {self.where}" if self.where else ""
+        if self.status == "ok":
+            return f"rank {self.rank}: finished"
+        if self.status == "interrupted":
+            return f"rank {self.rank}: stopped{place}"
+        lines = self.evalue.strip().splitlines()
+        message = f": {lines[0]}" if lines else ""
+        return f"rank {self.rank}: {self.ename}{message}{place}"
+
+
+def message(name: str, value: Any) -> dict[str, Any]:
+    """A published message, told apart from a user's own by its key."""
+    return {KEY: (name, value)}
