@@ -13,7 +13,8 @@ import hashlib
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -22,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ KEY = "labkit"
 """The metadata key of a request, the name of a published message, and the prefix of
 the control requests that labkit adds to an engine."""
 
+FUNCTION_NAME = "__labkit_function__"
+"""What a function from the notebook is called by on a rank."""
+
 RECORD = np.dtype(
     [
         ("metric", "u2"),  # index into the batch's names
@@ -84,8 +87,6 @@ class Outcome:
     num_batches: int = 0
     group_in_place: bool = True
     """Whether the process group that labkit formed is still the default one."""
-    group_sequence: int = 0
-    """Collectives started in the group; unequal counts mean that ranks diverged."""
     traceback: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
@@ -96,8 +97,15 @@ class Outcome:
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{place}"
         lines = self.evalue.strip().splitlines()
-        message = f": {lines[0]}" if lines else ""
+        message = f": {shorten(lines[0], 160)}" if lines else ""
         return f"rank {self.rank}: {self.ename}{message}{place}"
+
+
+def shorten(text: str, num_characters: int) -> str:
+    """`text`, cut off with an ellipsis where it is longer."""
+    if len(text) <= num_characters:
+        return text
+    return text[: num_characters - 3] + "..."
 
 
 def message(name: str, value: Any) -> dict[str, Any]:

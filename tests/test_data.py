@@ -8,7 +8,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
 
     handler = partial(Handler, directory=str(served))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{httpd.server_port}/", served, asked
         httpd.shutdown()
 
@@ -469,5 +470,10 @@ def test_tinyshakespeare_is_windowed_whole() -> None:
 def test_import_needs_no_notebook_and_no_download_library() -> None:
     heavy = ["IPython", "ipyparallel", "matplotlib", "sklearn", "pooch"]
     code = f"import sys, labkit.data; print([m for m in {heavy} if m in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
     assert ran.stdout == "[]\n", ran.stderr

@@ -1,0 +1,480 @@
+"""Lab: the notebook-side session. Joins cluster, collector, view and runs."""
+
+import contextlib
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from typing import Any
+
+from labkit import portable
+from labkit.notebook.functions import pack_function
+from labkit.notebook.output import format_ranks
+from labkit.notebook.placement import place_ranks
+from labkit.records import FUNCTION_NAME
+from labkit.records import CellSpec
+from labkit.records import Outcome
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labkit.notebook.cluster import Cluster
+    from labkit.notebook.dispatch import Dispatch
+    from labkit.notebook.runs import Run
+
+_CELL = "labkit.rank.cell"
+_TRANSFER = "labkit.rank.transfer"
+
+PROOF_TIMEOUT_S = 2.0
+
+Ranks = str | int | Sequence[int] | None
+
+_current: "Lab | None" = None
+
+
+class Lab:
+    """A cluster of ranks in one process group, ready when it exists.
+
+    `num_ranks` is one per visible GPU by default, else 2 on the CPU. As a context
+    manager it stops at the end; otherwise call `stop`. Whatever happens to this
+    process, its ranks end with it.
+
+    Raises ValueError for a placement that cannot be, before anything is started, and
+    RuntimeError if engines do not start.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int | None = None,
+        *,
+        backend: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        group_timeout_s: float = 1800.0,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.placements = place_ranks(
+            num_ranks,
+            backend=backend,
+            device=device,
+            threads=threads,
+            group_timeout_s=group_timeout_s,
+        )
+        self.runs: list[Run] = []
+        """Training runs, newest last."""
+        self._busy = threading.Lock()
+        self._group_is_whole = False
+        from labkit.notebook.cluster import Cluster
+
+        environment = {}
+        if self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
+        self._cluster: Cluster | None = Cluster(
+            len(self.placements), environment=environment, on_progress=on_progress
+        )
+        try:
+            on_progress("forming the process group")
+            self._install(range(self.world_size))
+            self._form_group()
+            self._cluster.call(f"{_CELL}:warm_up", ranks=range(self.world_size))
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        if self._cluster is None:
+            return "<Lab: stopped>"
+        return f"<Lab: {self.describe()}>"
+
+    @property
+    def world_size(self) -> int:
+        return len(self.placements)
+
+    @property
+    def backend(self) -> str:
+        return self.placements[0].backend
+
+    @property
+    def device(self) -> str:
+        """The kind of the ranks' devices: "cuda" or "cpu"."""
+        return self.placements[0].device.split(":")[0]
+
+    @property
+    def is_running(self) -> bool:
+        return self._cluster is not None
+
+    def describe(self) -> str:
+        """The lab in a few words: "2 ranks on the CPU, gloo"."""
+        devices = sorted({placement.device for placement in self.placements})
+        where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
+        noun = "rank" if self.world_size == 1 else "ranks"
+        return f"{self.world_size} {noun} on {where}, {self.backend}"
+
+    # ---- cells ----
+
+    def run(
+        self, code: str, ranks: Ranks = None, *, timeout: float | None = None
+    ) -> None:
+        """Run `code` on `ranks` ("0", "0,2", "1-3"; all by default).
+
+        Output appears by rank, equal output once. Raises RankError when a rank
+        failed, Interrupted on KeyboardInterrupt and CellTimeoutError after `timeout`
+        seconds; every rank has stopped then and keeps its variables.
+        """
+        check_timeout(timeout)
+        targets = parse_ranks(ranks, self.world_size)
+        with self._working() as cluster:
+            from labkit.notebook.dispatch import Dispatch
+
+            dispatch = Dispatch(
+                cluster,
+                code,
+                CellSpec(execution_count=execution_count()),
+                targets,
+                on_batch=lambda rank, batch: None,
+                on_tick=lambda: None,
+            )
+            self._finish(dispatch, timeout)
+
+    def train(
+        self,
+        strategy: str,
+        code_or_function: str | Callable[..., Any],
+        *,
+        name: str | None = None,
+        seed: int = 0,
+        timeout: float | None = None,
+        live: bool = True,
+    ) -> "Run":
+        """Run a training cell, or function, under `strategy` on every rank.
+
+        A function is called as `f()` or `f(rank, world_size)`, as its signature says.
+        `name` is the run's ("run-1", "run-2", ... by default), `seed` what every
+        rank is seeded with, `timeout` a limit in seconds; `live` shows loss and
+        memory while it runs. Raises as `run` does; the run is in `runs` all the same.
+        """
+        from labkit.notebook.collector import Collector
+        from labkit.notebook.dispatch import Dispatch
+        from labkit.notebook.live_view import LiveView
+        from labkit.notebook.runs import Run
+        from labkit.strategies import find_strategy
+
+        is_single = find_strategy(strategy).is_single
+        check_timeout(timeout)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed is {seed!r}; it must be a whole number from 0")
+        name = self._run_name(name)
+        targets = [0] if is_single else list(range(self.world_size))
+        code, function = code_or_function, None
+        if callable(code_or_function):
+            function = pack_function(code_or_function)
+            code = f"{FUNCTION_NAME}()"
+        assert isinstance(code, str)
+        with self._working() as cluster:
+            if function is not None:
+                cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
+            collector = Collector(targets)
+            run = Run(name, strategy, code, collector)
+            self.runs.append(run)
+            view = LiveView(run) if live else None
+            dispatch = Dispatch(
+                cluster,
+                code,
+                CellSpec(execution_count(), strategy=strategy, seed=seed),
+                targets,
+                on_batch=collector.add,
+                on_tick=view.tick if view else lambda: None,
+            )
+            try:
+                self._finish(dispatch, timeout, run)
+            finally:
+                if view:
+                    view.close()
+        return run
+
+    def push(self, ranks: Ranks = None, **values: Any) -> None:
+        """Set variables on ranks: `lab.push(lr=0.1)`.
+
+        Functions and classes of the notebook go with all that they refer to.
+        """
+        targets = parse_ranks(ranks, self.world_size)
+        payload = portable.dumps(values)
+        with self._working() as cluster:
+            cluster.call(f"{_TRANSFER}:push", payload, ranks=targets)
+
+    def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
+        """The value of a variable on a rank; a list of them, by rank, for several.
+
+        `full` gathers what is sharded: a model gives its whole state dict, loadable
+        in the plain model; a DTensor the whole tensor. Tensors come to the CPU.
+        Raises NameError where a rank has no such variable.
+        """
+        targets = parse_ranks(ranks, self.world_size)
+        everyone = range(self.world_size)
+        with self._working() as cluster:
+            asked = everyone if full else targets
+            missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=asked)
+            without = [r for r, names in zip(asked, missing, strict=True) if names]
+            if without:
+                raise NameError(
+                    f"{format_ranks(without)}: no variable {name!r}; a cell that "
+                    "begins with %%dist sets one"
+                )
+            values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
+        by_rank = dict(zip(asked, values, strict=True))
+        if isinstance(ranks, int) or len(targets) == 1:
+            return portable.loads(by_rank[targets[0]])
+        return [portable.loads(by_rank[rank]) for rank in targets]
+
+    def status(self) -> "pd.DataFrame":
+        """One row a rank: host, pid, device, state, memory (bytes), last run, step."""
+        import pandas as pd
+
+        cluster = self._running_cluster()
+        alive = [rank for rank in range(self.world_size) if cluster.is_alive(rank)]
+        described = cluster.call(f"{_CELL}:describe_rank", ranks=alive)
+        facts = dict(zip(alive, described, strict=True))
+        run = self.runs[-1] if self.runs else None
+        rows = []
+        for placement in self.placements:
+            rank = placement.rank
+            row = {"rank": rank, "device": placement.device, "state": "idle"}
+            if rank in facts:
+                row.update(facts[rank])
+            else:
+                row.update(pid=cluster.pids[rank], state="dead")
+            if run is not None:
+                row.update(run=run.name, step=run.collector.steps.get(rank))
+            rows.append(row)
+        columns = ["host", "pid", "device", "state", "memory_used", "memory_total"]
+        columns += ["run", "step"] if run is not None else []
+        table = pd.DataFrame(rows).set_index("rank").reindex(columns=columns)
+        whole = [
+            name for name in ("memory_used", "memory_total", "step") if name in table
+        ]
+        return table.astype(dict.fromkeys(whole, "Int64"))
+
+    def restart(self, *, everyone: bool = False) -> list[int]:
+        """Bring dead ranks back, or all of them; the ranks that were started.
+
+        They get their rank and device again; the group is formed anew. The others
+        keep their variables.
+        """
+        cluster = self._running_cluster()
+        with self._lock():
+            ranks = list(range(self.world_size)) if everyone else self._dead_ranks()
+            if ranks:
+                self._group_is_whole = False
+                cluster.end_engines(ranks)
+                cluster.start_engines(ranks, on_progress=lambda text: None)
+                self._install(ranks)
+            if not self._group_is_whole:
+                self._form_group()
+        return ranks
+
+    def stop(self) -> None:
+        """End all that this lab started; does nothing the second time."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.stop()
+
+    # ---- the group and its ranks ----
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "the lab is running another cell; wait for it, or stop it"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextlib.contextmanager
+    def _working(self) -> "Iterator[Cluster]":
+        """The cluster, all of its ranks alive and in one group, for one cell."""
+        cluster = self._running_cluster()
+        with self._lock():
+            if dead := self._dead_ranks():
+                raise RuntimeError(
+                    f"{format_ranks(dead)}: dead; %dist_restart (lab.restart()) brings "
+                    "back what is dead, %dist_restart --all every rank"
+                )
+            if not self._group_is_whole:
+                self._form_group()
+            yield cluster
+
+    def _running_cluster(self) -> "Cluster":
+        if self._cluster is None:
+            raise RuntimeError("the lab is stopped; %dist_start begins another")
+        return self._cluster
+
+    def _dead_ranks(self) -> list[int]:
+        cluster = self._running_cluster()
+        return [rank for rank in range(self.world_size) if not cluster.is_alive(rank)]
+
+    def _install(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._running_cluster().call(
+                f"{_CELL}:install", self.placements[rank], ranks=[rank]
+            )
+
+    def _form_group(self) -> None:
+        """Form the process group anew on all ranks, and see that it works."""
+        cluster = self._running_cluster()
+        self._group_is_whole = False
+        everyone = range(self.world_size)
+        [port] = cluster.call(f"{_CELL}:host_group", ranks=[0])
+        pids = [cluster.pids[rank] for rank in everyone]
+        sums = cluster.call(f"{_CELL}:join_group", port, pids, ranks=everyone)
+        if sums != [self._right_sum] * self.world_size:
+            raise RuntimeError(
+                f"the process group does not work: the ranks sum to {self._right_sum}, "
+                f"the all-reduce gave {sums}; %dist_restart --all begins anew"
+            )
+        self._group_is_whole = True
+
+    @property
+    def _right_sum(self) -> float:
+        return float(sum(range(self.world_size)))
+
+    def _finish(
+        self, dispatch: "Dispatch", timeout: float | None, run: "Run | None" = None
+    ) -> None:
+        """See a cell to its end on every rank, then say how it ended."""
+        from labkit.notebook.failure import CellTimeoutError
+        from labkit.notebook.failure import Interrupted
+        from labkit.notebook.failure import RankError
+        from labkit.notebook.failure import first_failure
+
+        state = "interrupted"
+        try:
+            outcomes = dispatch.wait(timeout)
+            first = first_failure(dispatch.outcomes)
+            if dispatch.was_interrupted or dispatch.timed_out:
+                first = first if first and first.status == "died" else None
+            elif first is not None:
+                state = "failed"
+            else:
+                state = "finished"
+        finally:
+            if run is not None:
+                run.end(state)
+        self._settle(outcomes)
+        if first is not None:
+            raise RankError(first, outcomes)
+        if dispatch.timed_out:
+            assert timeout is not None
+            raise CellTimeoutError(outcomes, timeout)
+        if dispatch.was_interrupted:
+            raise Interrupted(outcomes, "Interrupted; every rank keeps its variables.")
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Form the group anew where a cell left it of no use.
+
+        After a failure on which the ranks agree it is as good as before, and what
+        was wrapped in it stays usable.
+        """
+        failed = any(outcome.status != "ok" for outcome in outcomes)
+        in_place = all(outcome.group_in_place for outcome in outcomes)
+        if in_place and not failed:
+            return
+        self._group_is_whole = False
+        if self._dead_ranks():
+            return
+        if in_place and self._group_works():
+            self._group_is_whole = True
+        else:
+            self._form_group()
+
+    def _group_works(self) -> bool:
+        """Whether the group, as it is, gives a right all-reduce on every rank."""
+        cluster = self._running_cluster()
+        everyone = range(self.world_size)
+        counts = cluster.call(f"{_CELL}:group_sequence", ranks=everyone)
+        if len(set(counts)) > 1:
+            return False
+        sums = cluster.call(f"{_CELL}:prove_group", PROOF_TIMEOUT_S, ranks=everyone)
+        return sums == [self._right_sum] * self.world_size
+
+    def _run_name(self, name: str | None) -> str:
+        taken = {run.name for run in self.runs}
+        if name is None:
+            number = len(self.runs) + 1
+            while f"run-{number}" in taken:
+                number += 1
+            return f"run-{number}"
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"run name {name!r}; use letters, digits, '.', '-' and '_' only"
+            )
+        if name in taken:
+            raise ValueError(f"a run called {name!r} exists; choose another name")
+        return name
+
+
+def current_lab() -> Lab:
+    """The Lab that the magics use; RuntimeError where none is running."""
+    if _current is None or not _current.is_running:
+        raise RuntimeError("no lab is running; %dist_start starts one")
+    return _current
+
+
+def set_current_lab(lab: Lab | None) -> None:
+    """Make `lab` the one that the magics use."""
+    global _current
+    _current = lab
+
+
+def parse_ranks(ranks: Ranks, world_size: int) -> list[int]:
+    """Ranks from "0", "0,2", "1-3", "all", a number, numbers or None (all), in order.
+
+    Raises ValueError for what is not there.
+    """
+    everyone = range(world_size)
+    if ranks is None or ranks == "all":
+        return list(everyone)
+    found: set[int] = set()
+    if isinstance(ranks, str):
+        for part in ranks.split(","):
+            match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+            if not match or (match[2] and int(match[2]) < int(match[1])):
+                raise ValueError(
+                    f"cannot read the ranks {ranks!r}; write 0, or 0,2, or 1-3, or all"
+                )
+            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    else:
+        found.update([ranks] if isinstance(ranks, int) else ranks)
+    if not found or not found <= set(everyone):
+        raise ValueError(
+            f"ranks {ranks!r}: this lab has the ranks {', '.join(map(str, everyone))}"
+        )
+    return sorted(found)
+
+
+def check_timeout(timeout: float | None) -> None:
+    """ValueError unless `timeout` is None or a number of seconds."""
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout is {timeout:g}; it must be a number of seconds > 0")
+
+
+def execution_count() -> int:
+    """The number of the notebook's running cell; 1 outside IPython."""
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            return shell.execution_count
+    return 1

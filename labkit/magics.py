@@ -1,0 +1,295 @@
+"""The magics: parse, delegate to the Lab, show."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics
+from IPython.core.magic import cell_magic
+from IPython.core.magic import line_cell_magic
+from IPython.core.magic import line_magic
+from IPython.core.magic import magics_class
+from IPython.core.magic_arguments import argument
+from IPython.core.magic_arguments import magic_arguments
+from IPython.core.magic_arguments import parse_argstring
+
+from labkit.lab import Lab
+from labkit.lab import current_lab
+from labkit.lab import set_current_lab
+from labkit.notebook.output import format_ranks
+from labkit.notebook.placement import BACKENDS
+from labkit.notebook.placement import DEVICES
+from labkit.strategies import STRATEGIES
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """What a user wrote wrong is one line, without a traceback through labkit."""
+    from labkit.notebook.failure import RankError
+
+    try:
+        yield
+    except RankError:
+        raise
+    except (ValueError, NameError, RuntimeError) as error:
+        raise UsageError(str(error)) from None
+
+
+class ProgressLine:
+    """One line that is rewritten while something starts."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def __call__(self, text: str, end: str = "") -> None:
+        sys.stdout.write("\r" + text.ljust(self._width) + end)
+        sys.stdout.flush()
+        self._width = len(text)
+
+
+@magics_class
+class LabMagics(Magics):
+    """The magics of labkit."""
+
+    @magic_arguments()
+    @argument(
+        "-n",
+        "--num-ranks",
+        type=int,
+        metavar="N",
+        help="how many ranks; one per visible GPU by default, else 2",
+    )
+    @argument(
+        "--backend",
+        default="auto",
+        choices=BACKENDS,
+        help="nccl needs a GPU for each rank; with gloo ranks may share one",
+    )
+    @argument(
+        "--device",
+        default="auto",
+        choices=DEVICES,
+        help="cuda where there is a GPU by default; cpu leaves it alone",
+    )
+    @argument(
+        "--threads",
+        type=int,
+        metavar="T",
+        help="torch threads of a CPU rank (default: 1, or OMP_NUM_THREADS)",
+    )
+    @line_magic
+    def dist_start(self, line: str) -> None:
+        """Start a cluster: one engine a rank, all in one process group."""
+        args = parse_argstring(self.dist_start, line)
+        with usage_errors():
+            lab = running_lab()
+            if lab is None:
+                progress = ProgressLine()
+                lab = Lab(
+                    args.num_ranks,
+                    backend=args.backend,
+                    device=args.device,
+                    threads=args.threads,
+                    on_progress=progress,
+                )
+                set_current_lab(lab)
+                progress(ready_line(lab), end="\n")
+                return
+            if args.num_ranks not in (None, lab.world_size):
+                raise ValueError(
+                    f"a lab of {lab.describe()} is running; %dist_stop it before you "
+                    f"start one with -n {args.num_ranks}"
+                )
+            if args.backend not in ("auto", lab.backend) or args.device not in (
+                "auto",
+                lab.device,
+            ):
+                raise ValueError(
+                    f"a lab of {lab.describe()} is running; %dist_stop it before you "
+                    "start another kind"
+                )
+            print(ready_line(lab))
+
+    @magic_arguments()
+    @argument(
+        "ranks",
+        nargs="?",
+        default="all",
+        help="0, or 0,2, or 1-3; all ranks by default",
+    )
+    @argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="stop the cell after so long; no limit by default",
+    )
+    @cell_magic
+    def dist(self, line: str, cell: str) -> None:
+        """Run the cell on ranks; they keep their variables from cell to cell."""
+        args = parse_argstring(self.dist, line)
+        with usage_errors():
+            code = numbered_like_notebook("dist", line, cell)
+            current_lab().run(code, args.ranks, timeout=args.timeout)
+
+    @magic_arguments()
+    @argument("strategy", metavar="STRATEGY", help="one of: " + ", ".join(STRATEGIES))
+    @argument(
+        "function",
+        nargs="?",
+        metavar="FUNCTION",
+        help="with %%dist_train: a function of the notebook, called as f() or "
+        "f(rank, world_size)",
+    )
+    @argument("--name", help="what to call the run (default: run-1, run-2, ...)")
+    @argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="every rank begins with this seed (default: 0)",
+    )
+    @argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="stop the run after so long; no limit by default",
+    )
+    @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @line_cell_magic
+    def dist_train(self, line: str, cell: str | None = None) -> Any:
+        """Train under a strategy, plotted live; returns the Run."""
+        args = parse_argstring(self.dist_train, line)
+        with usage_errors():
+            work = self._work_of(args, line, cell)
+            return current_lab().train(
+                args.strategy,
+                work,
+                name=args.name,
+                seed=args.seed,
+                timeout=args.timeout,
+                live=not args.no_live,
+            )
+
+    def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:
+        """The cell to run, or the notebook's function."""
+        if cell is not None:
+            if args.function is not None:
+                raise ValueError(
+                    "%%dist_train trains with the cell below it; what does "
+                    f"{args.function!r} mean? For a function write %dist_train STRATEGY FUNCTION"
+                )
+            return numbered_like_notebook("dist_train", line, cell)
+        if args.function is None:
+            raise ValueError(
+                "%dist_train takes a strategy and a function, as %dist_train ddp f; "
+                "to train with a cell begin it with %%dist_train STRATEGY"
+            )
+        return self._variable(args.function, callable, "function")
+
+    @magic_arguments()
+    @argument("names", nargs="+", metavar="NAME", help="variables of the notebook")
+    @argument("--ranks", default="all", help="0, or 0,2, or 1-3; all by default")
+    @line_magic
+    def dist_push(self, line: str) -> None:
+        """Copy variables from the notebook to ranks."""
+        args = parse_argstring(self.dist_push, line)
+        with usage_errors():
+            values = {name: self._variable(name) for name in args.names}
+            current_lab().push(args.ranks, **values)
+
+    @magic_arguments()
+    @argument("name", metavar="NAME", help="a variable that ranks have")
+    @argument("--rank", type=int, metavar="R", help="from this rank (default: 0)")
+    @argument("--all", action="store_true", help="from every rank, as a list by rank")
+    @argument(
+        "--full",
+        action="store_true",
+        help="gather what is sharded; a model gives its whole state dict",
+    )
+    @line_magic
+    def dist_pull(self, line: str) -> None:
+        """Copy a variable from a rank to the notebook, under the same name."""
+        args = parse_argstring(self.dist_pull, line)
+        with usage_errors():
+            if args.all and args.rank is not None:
+                raise ValueError("--all and --rank: choose one of them")
+            ranks = "all" if args.all else args.rank or 0
+            value = current_lab().pull(args.name, ranks, full=args.full)
+            if args.all and current_lab().world_size == 1:
+                value = [value]
+            self.shell.user_ns[args.name] = value
+
+    @magic_arguments()
+    @line_magic
+    def dist_status(self, line: str) -> Any:
+        """A table by rank: host, pid, device, state, memory, current run and step."""
+        parse_argstring(self.dist_status, line)
+        with usage_errors():
+            table = current_lab().status()
+        for column in ("memory_used", "memory_total"):
+            table[column] = [format_bytes(value) for value in table[column]]
+        return table
+
+    @magic_arguments()
+    @argument("--all", action="store_true", help="every rank, dead or alive")
+    @line_magic
+    def dist_restart(self, line: str) -> None:
+        """Bring dead ranks back in their places and form the group anew."""
+        args = parse_argstring(self.dist_restart, line)
+        with usage_errors():
+            started = current_lab().restart(everyone=args.all)
+            what = format_ranks(started) + " restarted; " if started else ""
+            print(what + ready_line(current_lab()))
+
+    @magic_arguments()
+    @line_magic
+    def dist_stop(self, line: str) -> None:
+        """Stop everything that %dist_start started."""
+        parse_argstring(self.dist_stop, line)
+        if (lab := running_lab()) is not None:
+            lab.stop()
+        set_current_lab(None)
+
+    def _variable(
+        self, name: str, check: Any = lambda value: True, what: str = "variable"
+    ) -> Any:
+        """A variable of the notebook; NameError where there is none such."""
+        if name not in self.shell.user_ns or not check(self.shell.user_ns[name]):
+            raise NameError(f"the notebook has no {what} {name!r}")
+        return self.shell.user_ns[name]
+
+
+def running_lab() -> Lab | None:
+    """The magics' lab, or None where none is running."""
+    try:
+        return current_lab()
+    except RuntimeError:
+        return None
+
+
+def ready_line(lab: Lab) -> str:
+    """One line that says what was seen to work."""
+    return (
+        f"Ready: {lab.describe()}; every rank answered, and one all-reduce was right."
+    )
+
+
+def numbered_like_notebook(magic: str, line: str, cell: str) -> str:
+    """The cell with a first line in place of the magic's, so that the line numbers
+    of a traceback are the notebook's. A cell magic must stay the first line."""
+    if cell.startswith("%%"):
+        return cell
+    return f"# %%{magic} {line}\n{cell}"
+
+
+def format_bytes(value: float) -> str:
+    """Bytes in GiB or MiB, to three digits; "" for none."""
+    if value is pd.NA:
+        return ""
+    if value >= 2**30:
+        return f"{value / 2**30:.3g} GiB"
+    return f"{value / 2**20:.3g} MiB"

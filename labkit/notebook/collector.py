@@ -1,0 +1,84 @@
+"""Receives the ranks' records of one run and keeps its history."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from labkit.records import RECORD
+from labkit.records import Batch
+from labkit.records import Progress
+
+_LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
+
+
+class Collector:
+    """The records of a run, by rank, in the order in which they were logged."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self.progress = dict.fromkeys(ranks, Progress())
+        self.steps = dict.fromkeys(ranks, 0)
+        self.num_records = dict.fromkeys(ranks, 0)
+        self.num_lost = 0
+        """Batches that never came, by their sequence numbers."""
+        self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
+        self._chunks: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
+        self._next_sequence = dict.fromkeys(ranks, 0)
+
+    def add(self, rank: int, batch: Batch) -> None:
+        """Take one batch of a rank."""
+        self.num_lost += batch.sequence - self._next_sequence[rank]
+        self._next_sequence[rank] = batch.sequence + 1
+        self.progress[rank] = batch.progress
+        self.steps[rank] = batch.step
+        self._names[rank] = batch.names
+        if len(batch.records):
+            self._chunks[rank].append(batch.records)
+            self.num_records[rank] += len(batch.records)
+
+    def records(self, rank: int) -> np.ndarray:
+        """All records of a rank so far: (num_records,) of `records.RECORD`."""
+        chunks = self._chunks[rank]
+        if len(chunks) != 1:
+            joined = np.concatenate(chunks) if chunks else _empty()
+            self._chunks[rank] = chunks = [joined]
+        return chunks[0]
+
+    def series(self, rank: int, metric: str) -> np.ndarray:
+        """The records of one metric of a rank, in order; empty where it has none."""
+        names = self._names[rank]
+        if metric not in names:
+            return _empty()
+        records = self.records(rank)
+        return records[records["metric"] == names.index(metric)]
+
+    def history(self) -> pd.DataFrame:
+        """One row a rank and step: step, rank, seconds, loss, memory_bytes, metrics.
+
+        A metric that was logged twice at one step has a row for each time.
+        """
+        frames = [self._history_of(rank) for rank in self.ranks]
+        frame = pd.concat([f for f in frames if len(f)] or frames, ignore_index=True)
+        frame = frame.sort_values(["step", "rank"], kind="stable", ignore_index=True)
+        others = [name for name in frame.columns if name not in _LEADING]
+        return frame[[*_LEADING, *others]]
+
+    def _history_of(self, rank: int) -> pd.DataFrame:
+        records = pd.DataFrame(self.records(rank))
+        if records.empty:
+            return pd.DataFrame(columns=_LEADING)
+        names = self._names[rank]
+        again = records.groupby(["metric", "step"]).cumcount()
+        rows = records.assign(again=again).groupby(["step", "again"])
+        values = records.assign(again=again).pivot(
+            index=["step", "again"], columns="metric", values="value"
+        )
+        values.columns = pd.Index([names[int(metric)] for metric in values.columns])
+        frame = values.join(rows[["seconds", "memory_bytes"]].last()).reset_index()
+        frame = frame.drop(columns="again").assign(rank=rank)
+        return frame.reindex(columns=[*dict.fromkeys([*_LEADING, *frame.columns])])
+
+
+def _empty() -> np.ndarray:
+    return np.empty(0, dtype=RECORD)

@@ -1,0 +1,157 @@
+"""Sends a cell to ranks and waits until it has ended on every one of them."""
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from labkit.notebook.cluster import Cluster
+from labkit.notebook.output import OutputMerger
+from labkit.records import Batch
+from labkit.records import CellSpec
+from labkit.records import Outcome
+
+GRACE_S = 0.2
+"""How long the others may go on after the first failure; a rank that failed at the
+same line needs no interrupt, and the group then stays as it is."""
+
+REPEAT_S = 0.5
+KILL_AFTER_S = 15.0
+"""A rank that has not answered interrupts for so long holds the GIL for good."""
+
+_TICK_S = 0.05
+
+
+class Dispatch:
+    """One cell on its way through the ranks; `wait` sees it to its end."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        code: str,
+        spec: CellSpec,
+        ranks: Sequence[int],
+        *,
+        on_batch: Callable[[int, Batch], None],
+        on_tick: Callable[[], None],
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        """In the order in which the ranks ended."""
+        self.was_interrupted = False
+        self.timed_out = False
+        self._cluster = cluster
+        self._on_batch = on_batch
+        self._on_tick = on_tick
+        self._pending = set(ranks)
+        self._tracebacks: dict[int, list[str]] = {}
+        self._output = OutputMerger(ranks)
+        self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._stop_since: float | None = None
+        self._next_interrupt = 0.0
+        self._code = code
+        self._spec = dataclasses.asdict(spec)
+        self._ranks = ranks
+
+    def _send(self, rank: int) -> None:
+        post = partial(self._post, rank)
+        future = self._cluster.execute(rank, self._code, self._spec, post)
+        future.add_done_callback(partial(self._post_reply, rank))
+
+    def _post(self, rank: int, kind: str, content: Any) -> None:
+        self._events.put((rank, kind, content))
+
+    def _post_reply(self, rank: int, future: Any) -> None:
+        self._events.put((rank, "reply", future.result()))
+
+    def wait(self, timeout_s: float | None = None) -> list[Outcome]:
+        """Run to the end on every rank; how it ended there, in order of rank.
+
+        A KeyboardInterrupt in this thread stops the ranks, and so does the first
+        failure of one of them, and `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        to_send = list(self._ranks)
+        while self._pending:
+            try:
+                while to_send:
+                    self._send(to_send.pop(0))
+                while self._pending:
+                    self._take_events()
+                    self._output.write_ready()
+                    self._on_tick()
+                    if deadline is not None and time.monotonic() > deadline:
+                        self.timed_out = True
+                        self._stop_ranks_from(time.monotonic())
+                    self._interrupt_where_due()
+            except KeyboardInterrupt:
+                # Here, and not around the loop: the ranks are to end first.
+                self.was_interrupted = True
+                self._stop_ranks_from(time.monotonic())
+        self._output.finish()
+        return sorted(self.outcomes, key=lambda outcome: outcome.rank)
+
+    def _take_events(self) -> None:
+        """Handle what has come; wait for the first event, but not long."""
+        timeout = _TICK_S
+        while self._pending:
+            try:
+                rank, kind, content = self._events.get(timeout=timeout)
+            except queue.Empty:
+                return
+            timeout = 0.0
+            if kind == "batch":
+                self._on_batch(rank, content)
+            elif kind == "error":
+                self._tracebacks[rank] = content["traceback"]
+            elif kind == "outcome":
+                self._end(rank, content)
+            elif kind == "reply":
+                self._take_reply(rank, content)
+            else:
+                self._output.add_message(rank, kind, content)
+
+    def _end(self, rank: int, outcome: Outcome) -> None:
+        if rank not in self._pending:
+            return
+        self._pending.discard(rank)
+        traceback = self._tracebacks.get(rank, [])
+        self.outcomes.append(dataclasses.replace(outcome, traceback=traceback))
+        if outcome.status != "ok" and self._stop_since is None:
+            self._stop_ranks_from(time.monotonic() + GRACE_S)
+
+    def _take_reply(self, rank: int, reply: Any) -> None:
+        if not self._cluster.is_alive(rank):
+            self._end(rank, self._died(rank))
+        elif self._cluster.was_dropped(reply):
+            self._send(rank)
+        # Otherwise the outcome, which travels on another channel, has come or will.
+
+    def _died(self, rank: int) -> Outcome:
+        pid = self._cluster.pids[rank]
+        cause = self._cluster.cause_of_death(rank)
+        return Outcome(
+            rank=rank,
+            status="died",
+            ename="the process died",
+            evalue=f"pid {pid}, {cause}; %dist_restart brings it back",
+            group_in_place=False,
+        )
+
+    def _stop_ranks_from(self, when: float) -> None:
+        if self._stop_since is None or when < self._stop_since:
+            self._stop_since = when
+            self._next_interrupt = when
+
+    def _interrupt_where_due(self) -> None:
+        now = time.monotonic()
+        if self._stop_since is None or now < self._next_interrupt:
+            return
+        self._next_interrupt = now + REPEAT_S
+        for rank in self._pending:
+            if now - self._stop_since > KILL_AFTER_S:
+                self._cluster.kill(rank)
+            else:
+                self._cluster.interrupt(rank, release_after_s=GRACE_S)

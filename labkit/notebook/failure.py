@@ -1,0 +1,99 @@
+"""What a user sees when a cell did not end well on every rank."""
+
+from collections.abc import Sequence
+
+from labkit.notebook.output import format_ranks
+from labkit.records import Outcome
+
+
+class RankError(RuntimeError):
+    """A cell failed on a rank: the first to fail in full, the others in one line.
+
+    `rank` is that rank, `outcomes` how the cell ended on every rank, by rank.
+    """
+
+    def __init__(self, first: Outcome, outcomes: Sequence[Outcome]) -> None:
+        self.rank = first.rank
+        self.outcomes = list(outcomes)
+        self._first = first
+        super().__init__("\n".join([self._headline(), *self._others()]))
+
+    def _headline(self) -> str:
+        return self._first.summary()
+
+    def _others(self) -> list[str]:
+        first = self._first
+        same = [
+            each.rank
+            for each in self.outcomes
+            if each.rank != first.rank and is_same_failure(each, first)
+        ]
+        lines = [f"{format_ranks(same)}: the same"] if same else []
+        for each in self.outcomes:
+            if each.rank == first.rank or each.rank in same:
+                continue
+            because = (
+                f", because rank {first.rank} failed"
+                if each.status == "interrupted"
+                else ""
+            )
+            lines.append(each.summary() + because)
+        return lines
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of our own frames: the rank's traceback."""
+        shown = self._first.traceback or []
+        head = f"On rank {self.rank}:" if shown else self._headline()
+        return [head, *shown, *self._others()]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped a cell; every rank has, and keeps its variables."""
+
+    def __init__(self, outcomes: Sequence[Outcome], reason: str) -> None:
+        self.outcomes = list(outcomes)
+        self._reason = reason
+        super().__init__("\n".join([reason, *self._lines()]))
+
+    def _lines(self) -> list[str]:
+        return [each.summary() for each in self.outcomes]
+
+    def _render_traceback_(self) -> list[str]:
+        return [self._reason, *self._lines()]
+
+
+class CellTimeoutError(TimeoutError):
+    """A cell ran longer than `--timeout` allowed and was stopped on every rank."""
+
+    def __init__(self, outcomes: Sequence[Outcome], timeout_s: float) -> None:
+        self.outcomes = list(outcomes)
+        lines = [each.summary() for each in self.outcomes]
+        reason = f"the cell ran longer than --timeout {timeout_s:g} seconds"
+        super().__init__("\n".join([reason, *lines]))
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+def is_same_failure(one: Outcome, other: Outcome) -> bool:
+    """Whether two ranks failed alike: the same error at the same line."""
+    return (one.status, one.ename, one.evalue, one.where) == (
+        other.status,
+        other.ename,
+        other.evalue,
+        other.where,
+    )
+
+
+def first_failure(in_order: Sequence[Outcome]) -> Outcome | None:
+    """The failure to show in full, of outcomes in the order in which they came.
+
+    A death comes before all: what the other ranks raised follows from it. Of equal
+    failures it is the lowest rank's, so that the same mistake reads the same.
+    """
+    failed = [each for each in in_order if each.status == "died"]
+    failed += [each for each in in_order if each.status == "error"]
+    if not failed:
+        return None
+    alike = [each for each in failed if is_same_failure(each, failed[0])]
+    return min(alike, key=lambda each: each.rank)

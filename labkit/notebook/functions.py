@@ -1,0 +1,66 @@
+"""Packs a function of the notebook for the ranks."""
+
+import inspect
+import linecache
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from labkit import portable
+
+Packed = tuple[bytes, bool, dict[str, tuple[Any, list[str]]]]
+
+
+def pack_function(function: Callable[..., Any]) -> Packed:
+    """What `labkit.rank.cell.receive_function` takes.
+
+    The pickled function, with all of the notebook that it refers to; whether it is
+    called with (rank, world_size); and the notebook's cells, for tracebacks.
+    """
+    with_rank = takes_rank(function)
+    try:
+        payload = portable.dumps(function)
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ValueError(
+            f"{name} cannot be sent to the ranks: {error}. It refers to something that "
+            "belongs to this process; make that inside the function"
+        ) from error
+    return payload, with_rank, _cell_sources()
+
+
+def takes_rank(function: Callable[..., Any]) -> bool:
+    """Whether to call `function(rank, world_size)` rather than `function()`."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+
+    def fits(*args: Any) -> bool:
+        try:
+            signature.bind(*args)
+        except TypeError:
+            return False
+        return True
+
+    if fits() and names[:1] != ["rank"]:
+        return False
+    if fits(0, 1):
+        return True
+    if fits():
+        return False
+    raise ValueError(
+        f"{getattr(function, '__name__', 'the function')}{signature} is called as f() "
+        "or f(rank, world_size); give its other parameters default values"
+    )
+
+
+def _cell_sources() -> dict[str, tuple[Any, list[str]]]:
+    """File name -> (cell number, lines) of the notebook's cells so far."""
+    if "IPython" not in sys.modules:
+        return {}
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        return {}
+    numbers = shell.compile._filename_map
+    return {name: (numbers[name], linecache.getlines(name)) for name in numbers}

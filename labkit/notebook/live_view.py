@@ -1,0 +1,84 @@
+"""Shows a run while it runs: one output, displayed once, updated in place."""
+
+import sys
+import time
+from typing import Any
+
+from labkit.notebook.runs import Run
+
+REFRESH_S = 0.5
+MAX_LOAD = 0.2
+"""The share of a core that drawing may take."""
+
+
+class LiveView:
+    """The live picture of a run in a notebook; a line of text in a terminal.
+
+    Works in every front end: a PNG behind a display id needs no extension, and its
+    last state stays in the saved notebook.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.num_draws = 0
+        self._plot: Any = None
+        self._handle: Any = None
+        self._next_draw = time.monotonic() + REFRESH_S
+        self._num_drawn = -1
+        self._in_notebook = is_notebook()
+        self._in_terminal = not self._in_notebook and sys.stdout.isatty()
+
+    def tick(self) -> None:
+        """Draw if it is time to and there is something new."""
+        if time.monotonic() >= self._next_draw:
+            self._refresh()
+
+    def close(self) -> None:
+        """Draw the last state."""
+        self._num_drawn = -1
+        self._refresh()
+        if self._in_terminal and self.num_draws:
+            print()
+
+    def _refresh(self) -> None:
+        num_records = sum(self.run.collector.num_records.values())
+        if not num_records or num_records == self._num_drawn:
+            return
+        started = time.monotonic()
+        self._num_drawn = num_records
+        if self._in_notebook:
+            self._draw()
+            self.num_draws += 1
+        elif self._in_terminal:
+            print(f"\r{self.run.status_line():<100}", end="", flush=True)
+            self.num_draws += 1
+        took = time.monotonic() - started
+        self._next_draw = time.monotonic() + max(REFRESH_S - took, took / MAX_LOAD)
+
+    def _draw(self) -> None:
+        from IPython.display import display
+
+        from labkit.notebook.plots import RunPlot
+        from labkit.notebook.plots import to_png
+
+        if self._plot is None:
+            self._plot = RunPlot(self.run.collector)
+        self._plot.update(self.run.status_line())
+        bundle = {
+            "image/png": to_png(self._plot.figure),
+            # Constant, because nbval compares it with what the first display had.
+            "text/plain": f"<live picture of {self.run.name}: loss and memory by rank>",
+        }
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def is_notebook() -> bool:
+    """Whether this process is a kernel that shows rich output."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")

@@ -1,0 +1,198 @@
+"""Shows what ranks print and display: in rank order, equal output once."""
+
+import re
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+# A progress bar rewrites its line with "\r": each state of it is a line of its own.
+_LINE = re.compile(r"[^\r\n]*(?:\r?\n|\r)")
+
+HOLD_S = 0.5
+"""How long output waits for the other ranks to say the same."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of a stream, or one rich output."""
+
+    stream: str
+    """"stdout", "stderr" or "display"."""
+    text: str
+    data: dict[str, Any] = field(default_factory=dict, compare=False)
+    transient: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as a user writes them: "rank 2", "ranks 0-3", "ranks 0,2-3"."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+class OutputMerger:
+    """Takes the ranks' output as it comes and writes it, merged, as it may.
+
+    A line that every rank has said is written at once. One that only some have said
+    waits `HOLD_S` for the others, and is then written under the ranks that said it.
+    Nothing is written twice.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._queues: dict[int, list[Item]] = {rank: [] for rank in ranks}
+        self._partial: dict[tuple[int, str], str] = {}
+        self._oldest: float | None = None
+        self._label = ""
+        self._at_line_start = True
+
+    def add_message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        """Take one iopub message of a rank; other kinds than output are ignored."""
+        if kind == "stream":
+            self._add_text(rank, content["name"], content["text"])
+        elif kind in ("display_data", "execute_result", "update_display_data"):
+            data = content["data"]
+            transient = content.get("transient") or {}
+            if kind == "update_display_data":
+                transient = {**transient, "update": True}
+            elif list(data) == ["text/plain"] and not transient:
+                self._end_partial_lines(rank)
+                self._add_text(rank, "stdout", data["text/plain"] + "\n")
+                return
+            self._end_partial_lines(rank)
+            self._append(rank, Item("display", repr(data), data, transient))
+
+    def write_ready(self) -> None:
+        """Write what need not wait any longer."""
+        queues = self._queues.values()
+        common = 0
+        for items in zip(*queues, strict=False):
+            if any(item != items[0] for item in items):
+                break
+            common += 1
+        if common:
+            self._write_merged({rank: q[:common] for rank, q in self._queues.items()})
+            for queue in queues:
+                del queue[:common]
+        if not any(self._queues.values()):
+            self._oldest = None
+        elif self._oldest is not None and time.monotonic() - self._oldest > HOLD_S:
+            self._write_all()
+
+    def finish(self) -> None:
+        """Write everything: no more will come."""
+        for rank in self._queues:
+            self._end_partial_lines(rank)
+        self._write_all()
+
+    # ---- taking ----
+
+    def _add_text(self, rank: int, stream: str, text: str) -> None:
+        text = self._partial.pop((rank, stream), "") + text
+        end = 0
+        for match in _LINE.finditer(text):
+            self._append(rank, Item(stream, match.group()))
+            end = match.end()
+        if end < len(text):
+            self._partial[rank, stream] = text[end:]
+
+    def _end_partial_lines(self, rank: int) -> None:
+        for stream in ("stdout", "stderr"):
+            if rest := self._partial.pop((rank, stream), ""):
+                self._append(rank, Item(stream, rest + "\n"))
+
+    def _append(self, rank: int, item: Item) -> None:
+        self._queues[rank].append(item)
+        if self._oldest is None:
+            self._oldest = time.monotonic()
+
+    # ---- writing ----
+
+    def _write_all(self) -> None:
+        self._write_merged(self._queues)
+        for queue in self._queues.values():
+            queue.clear()
+        self._oldest = None
+
+    def _write_merged(self, queues: dict[int, list[Item]]) -> None:
+        """Write queues so that what all of them hold in common is written once.
+
+        Between two items that all hold, each rank's own are written as one block;
+        ranks with equal blocks share it.
+        """
+        queues = {rank: queue for rank, queue in queues.items() if queue}
+        if not queues:
+            return
+        places = {rank: _places(queue) for rank, queue in queues.items()}
+        starts = dict.fromkeys(queues, 0)
+        first = min(queues)
+        for item in queues[first]:
+            stops = {
+                rank: _next_place(places[rank].get(item, []), starts[rank])
+                for rank in queues
+            }
+            if any(stop is None for stop in stops.values()):
+                continue
+            self._write_blocks(queues, starts, {r: s or 0 for r, s in stops.items()})
+            self._write(queues, [item])
+            starts = {rank: (stop or 0) + 1 for rank, stop in stops.items()}
+        self._write_blocks(queues, starts, {r: len(q) for r, q in queues.items()})
+
+    def _write_blocks(
+        self,
+        queues: dict[int, list[Item]],
+        starts: dict[int, int],
+        stops: dict[int, int],
+    ) -> None:
+        blocks: dict[tuple[Item, ...], list[int]] = {}
+        for rank in sorted(queues):
+            block = tuple(queues[rank][starts[rank] : stops[rank]])
+            if block:
+                blocks.setdefault(block, []).append(rank)
+        for items, ranks in blocks.items():
+            self._write(ranks, items)
+
+    def _write(self, ranks: Iterable[int], items: Iterable[Item]) -> None:
+        label = f"[{format_ranks(ranks)}] "
+        for item in items:
+            if item.stream == "display":
+                self._show(label, item)
+                continue
+            stream = sys.stderr if item.stream == "stderr" else sys.stdout
+            speaker = label + item.stream
+            gutter = label if speaker != self._label else " " * len(label)
+            stream.write(gutter + item.text)
+            # A line that will be rewritten keeps its label, so that it stays there.
+            self._label = "" if item.text.endswith("\r") else speaker
+
+    def _show(self, label: str, item: Item) -> None:
+        from IPython.display import publish_display_data
+
+        transient = dict(item.transient)
+        update = transient.pop("update", False)
+        if not update:
+            print(label.rstrip())
+            sys.stdout.flush()
+        self._label = ""
+        publish_display_data(item.data, transient=transient, update=update)
+
+
+def _places(queue: list[Item]) -> dict[Item, list[int]]:
+    places: dict[Item, list[int]] = {}
+    for index, item in enumerate(queue):
+        places.setdefault(item, []).append(index)
+    return places
+
+
+def _next_place(places: list[int], start: int) -> int | None:
+    at = bisect_left(places, start)
+    return places[at] if at < len(places) else None

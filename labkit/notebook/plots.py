@@ -1,0 +1,127 @@
+"""Draws a run's history as matplotlib figures."""
+
+import io
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from labkit.notebook.collector import Collector
+
+# Okabe and Ito's colours, told apart by the colour-blind too; black comes last.
+RANK_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#000000",
+)
+MAX_POINTS = 1000
+_INK = "#333333"
+
+
+class RunFigure(Figure):
+    """A figure that any notebook shows as a PNG, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return to_png(self)
+
+
+class RunPlot:
+    """Loss and memory per rank, side by side; kept, and updated in place."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+        self.figure = RunFigure(figsize=(9.0, 3.1), dpi=100, facecolor="white")
+        FigureCanvasAgg(self.figure)
+        # Fixed margins: tight_layout would take longer than all the rest.
+        self.figure.subplots_adjust(
+            left=0.075, right=0.9, top=0.86, bottom=0.17, wspace=0.24
+        )
+        self._title = self.figure.text(0.075, 0.94, "", fontsize=10, color=_INK)
+        self._loss = self.figure.add_subplot(1, 2, 1)
+        self._memory = self.figure.add_subplot(1, 2, 2)
+        _dress(self._loss, "loss")
+        _dress(self._memory, "memory (MiB)")
+        self._lines: dict[tuple[Axes, int], Line2D] = {}
+        for place, rank in enumerate(collector.ranks):
+            colour = RANK_COLOURS[place % len(RANK_COLOURS)]
+            # Ranks that lie on each other are seen to be two.
+            style = "-" if place == 0 else (0, (4, 1 + place))
+            for axes in (self._loss, self._memory):
+                (line,) = axes.plot([], [], color=colour, lw=1.4, ls=style)
+                line.set_label(f"rank {rank}")
+                self._lines[axes, rank] = line
+        self._memory.legend(
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            frameon=False,
+            fontsize=8,
+            ncols=1 + (len(collector.ranks) - 1) // 16,
+        )
+
+    def update(self, title: str) -> None:
+        """Bring the figure up to what the collector holds."""
+        self._title.set_text(title)
+        for rank in self.collector.ranks:
+            losses = self.collector.series(rank, "loss")
+            self._lines[self._loss, rank].set_data(
+                *thin(losses["step"], losses["value"])
+            )
+            every = self.collector.records(rank)
+            self._lines[self._memory, rank].set_data(
+                *thin(every["step"], every["memory_bytes"] / 2**20)
+            )
+        for axes in (self._loss, self._memory):
+            axes.relim()
+            axes.autoscale_view()
+        self._memory.set_ylim(bottom=0)
+
+
+def _dress(axes: Axes, label: str) -> None:
+    axes.set_xlabel("optimizer step", fontsize=9, color=_INK)
+    axes.set_ylabel(label, fontsize=9, color=_INK)
+    axes.tick_params(labelsize=8, colors=_INK)
+    axes.grid(True, color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+
+
+def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most `MAX_POINTS` points that keep every peak: the least and greatest of
+    each stretch, in order."""
+    stretch = -(-2 * len(x) // MAX_POINTS)
+    if stretch <= 2:
+        return x, y
+    whole = len(y) // stretch * stretch
+    blocks = y[:whole].reshape(-1, stretch)
+    starts = np.arange(0, whole, stretch)
+    # NaN must not hide a block's other values, and a block of NaN stays one.
+    low = starts + np.argmin(np.where(np.isnan(blocks), np.inf, blocks), axis=1)
+    high = starts + np.argmax(np.where(np.isnan(blocks), -np.inf, blocks), axis=1)
+    last = np.arange(whole, len(y))
+    keep = np.unique(np.concatenate([low, high, last[-1:]]))
+    return x[keep], y[keep]
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG of 64 colours, a quarter of the size of a full one."""
+    canvas: Any = figure.canvas
+    canvas.draw()
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    palette = image.quantize(
+        64, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )
+    buffer = io.BytesIO()
+    palette.save(buffer, "png", compress_level=4)
+    return buffer.getvalue()

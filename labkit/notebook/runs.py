@@ -1,0 +1,139 @@
+"""A training run: what was run, how it ended, and its history."""
+
+import time
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from labkit.notebook.collector import Collector
+
+if TYPE_CHECKING:
+    from labkit.notebook.plots import RunFigure
+
+
+class Run:
+    """One training run on all its ranks.
+
+    `state` is "running", "finished", "failed" or "interrupted".
+    """
+
+    def __init__(
+        self, name: str, strategy: str, code: str, collector: Collector
+    ) -> None:
+        self.name = name
+        self.strategy = strategy
+        self.code = code
+        self.state = "running"
+        self.collector = collector
+        self.seconds = 0.0
+        """How long the cell ran."""
+        self._started = time.monotonic()
+
+    def __repr__(self) -> str:
+        # Nothing here may differ from one run of the notebook to the next.
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return (
+            f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}, "
+            f"{self.num_steps} steps>"
+        )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.collector.ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken, by the rank that took most."""
+        return max(self.collector.steps.values())
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """One row a rank and step: step, rank, seconds, loss, memory_bytes, metrics."""
+        return self.collector.history()
+
+    def end(self, state: str) -> None:
+        self.state = state
+        self.seconds = time.monotonic() - self._started
+
+    def elapsed(self) -> float:
+        """Seconds since the run began, or that it took."""
+        if self.state == "running":
+            return time.monotonic() - self._started
+        return self.seconds
+
+    def steps_per_s(self) -> float | None:
+        """Optimizer steps a second between the first and the last one; None before
+        the second step."""
+        rates = []
+        for rank in self.collector.ranks:
+            records = self.collector.records(rank)
+            if len(records):
+                first, last = records[0], records[-1]
+                seconds = last["seconds"] - first["seconds"]
+                steps = last["step"] - first["step"]
+                if seconds > 0 and steps > 0:
+                    rates.append(float(steps / seconds))
+        return min(rates) if rates else None
+
+    def summary(self) -> pd.DataFrame:
+        """One row a rank: steps, first and last loss, seconds, steps/s, peak memory."""
+        rows = []
+        for rank in self.collector.ranks:
+            losses = self.collector.series(rank, "loss")
+            records = self.collector.records(rank)
+            seconds = float(records["seconds"][-1]) if len(records) else float("nan")
+            steps = self.collector.steps[rank]
+            rows.append(
+                {
+                    "rank": rank,
+                    "steps": steps,
+                    "first_loss": losses["value"][0] if len(losses) else float("nan"),
+                    "last_loss": losses["value"][-1] if len(losses) else float("nan"),
+                    "seconds": seconds,
+                    "steps_per_s": steps / seconds if seconds else float("nan"),
+                    "peak_memory_mib": records["memory_bytes"].max() / 2**20
+                    if len(records)
+                    else float("nan"),
+                }
+            )
+        return pd.DataFrame(rows).set_index("rank")
+
+    def plot(self) -> "RunFigure":
+        """Loss and memory per rank, as the live picture showed them at the end."""
+        from labkit.notebook.plots import RunPlot
+
+        plot = RunPlot(self.collector)
+        plot.update(self.status_line())
+        return plot.figure
+
+    def status_line(self) -> str:
+        """How far the run has come: "ddp, 2 ranks: epoch 2/3, step 40/69, ..."."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        parts = [f"{self.name}: {self.strategy} on {ranks}"]
+        if self.state != "running":
+            parts.append(self.state)
+        progress = self.collector.progress[self.collector.ranks[0]]
+        step = self.num_steps
+        total = None
+        if progress.epochs and progress.steps_per_epoch:
+            total = progress.epochs * progress.steps_per_epoch
+        if progress.epoch:
+            of = f"/{progress.epochs}" if progress.epochs else ""
+            parts.append(f"epoch {progress.epoch}{of}")
+        if total:
+            parts.append(f"step {step}/{total}")
+        elif progress.steps_per_epoch:
+            in_epoch = step - (progress.epoch - 1) * progress.steps_per_epoch
+            parts.append(f"step {in_epoch}/{progress.steps_per_epoch} of the epoch")
+        else:
+            parts.append(f"step {step}")
+        rate = self.steps_per_s()
+        if rate is not None:
+            parts.append(f"{rate:.3g} steps/s")
+            if self.state == "running" and total:
+                parts.append(f"{max(0.0, (total - step) / rate):.0f} s left")
+        if self.state != "running":
+            parts.append(f"{self.seconds:.1f} s")
+        if self.collector.num_lost:
+            parts.append(f"{self.collector.num_lost} batches of records lost")
+        return ", ".join(parts)

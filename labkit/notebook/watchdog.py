@@ -1,0 +1,73 @@
+"""Ends a lab's processes when its notebook kernel is gone, however it went.
+
+Run as a process of its own: `python watchdog.py TOKEN FOLDER`, its stdin a pipe from
+the kernel. It imports nothing of labkit's, so that it starts at once and stays small.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+import psutil
+
+TOKEN_VARIABLE = "LABKIT_LAB"
+"""Set in the environment of every process that a lab starts, and so in those that
+they start: it tells our processes from all others, by what only we could know."""
+
+TERM_SECONDS = 2.0
+
+
+def find_processes(token: str) -> list[psutil.Process]:
+    """The processes of the lab with this token."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.pid != os.getpid()
+                and process.environ().get(TOKEN_VARIABLE) == token
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # gone, or another user's
+    return found
+
+
+def end_processes(token: str) -> None:
+    """Terminate, then kill, until none is left."""
+    processes = find_processes(token)
+    for process in processes:
+        _send(process, signal.SIGTERM)
+    psutil.wait_procs(processes, timeout=TERM_SECONDS)
+    while processes := find_processes(token):
+        for process in processes:
+            _send(process, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=TERM_SECONDS)
+        time.sleep(0.05)
+
+
+def _send(process: psutil.Process, signum: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(signum)  # psutil compares the creation time first
+
+
+def main(token: str, folder: str) -> None:
+    """Wait until the kernel closes the pipe or dies; then leave nothing behind."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    parent = os.getppid()
+    # The pipe alone would not do: a child that the kernel forked may hold it open.
+    while os.getppid() == parent:
+        readable, _, _ = select.select([sys.stdin], [], [], 0.5)
+        if readable and not os.read(sys.stdin.fileno(), 1):
+            break
+    end_processes(token)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

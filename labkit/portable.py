@@ -1,0 +1,41 @@
+"""Values as bytes, for a process that has not their GPU, group or classes."""
+
+import io
+import sys
+from typing import Any
+
+import cloudpickle
+
+
+class PortablePickler(cloudpickle.Pickler):
+    """Pickles functions and classes of a notebook by value, and torch's by content.
+
+    A tensor goes by way of the CPU, a model wrapped in DistributedDataParallel as
+    the plain model: neither could be loaded elsewhere as it is.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and not isinstance(value, type):
+            if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+                return _same, (value.module,)
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                return value.detach().cpu().__reduce_ex__(_PROTOCOL)
+        return super().reducer_override(value)
+
+
+_PROTOCOL = 5
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def dumps(value: Any) -> bytes:
+    """`value` as bytes; `loads` makes it again, in any process with labkit."""
+    buffer = io.BytesIO()
+    PortablePickler(buffer, protocol=_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+loads = cloudpickle.loads

@@ -1,0 +1,354 @@
+"""Runs one cell on this rank: names, hooks, interrupts, and how it ended."""
+
+import asyncio
+import contextlib
+import importlib
+import linecache
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit import portable
+from labkit.rank.emitter import Emitter
+from labkit.rank.memory import memory_reader
+from labkit.rank.memory import memory_total
+from labkit.rank.process_group import Membership
+from labkit.rank.session import Session
+from labkit.records import FUNCTION_NAME
+from labkit.records import KEY
+from labkit.records import CellSpec
+from labkit.records import Outcome
+from labkit.records import Placement
+from labkit.records import message
+from labkit.strategies import find_strategy
+
+_TRAINING_NAMES = ("prepare", "fit", "log")
+
+_SECOND_SIGNAL_AFTER_S = 3.0
+"""When a cell that saw an interrupt and goes on is interrupted again."""
+
+_runner: "CellRunner | None" = None
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised in a cell that is to stop. The notebook says where it stood: a traceback
+    from here would only take time."""
+
+    def _render_traceback_(self) -> list[str]:
+        return []
+
+
+class CellRunner:
+    """What labkit adds to one engine's IPython shell.
+
+    The shell runs the cell, so all of IPython's syntax works; its `pre_run_cell`
+    and `post_run_cell` events tell when. Interrupts arrive on the engine's control
+    thread, which is free while the main thread sits in a collective.
+    """
+
+    def __init__(self, shell: Any, placement: Placement) -> None:
+        self.shell = shell
+        self.placement = placement
+        self.membership = Membership(placement)
+        self.function: Any = None
+        self._injected: dict[str, Any] = {}
+        self._spec: CellSpec | None = None
+        self._contexts = contextlib.ExitStack()
+        self._emitter: Emitter | None = None
+        self._depth = 0
+        # Guards `_is_running`: an interrupt is only ever raised inside a cell.
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._signal_seen = threading.Event()
+        self._signalled_at = 0.0
+        self._loop = asyncio.new_event_loop()
+        shell.loop_runner = self._run_coroutine
+        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._after_cell)
+        shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
+
+    # ---- around a cell, in the main thread ----
+
+    def _before_cell(self, info: Any) -> None:
+        self._depth += 1
+        metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
+        if self._depth > 1 or KEY not in metadata:
+            return
+        self._spec = spec = CellSpec(**metadata[KEY])
+        # Tracebacks then name the notebook's cell, not the engine's own count.
+        self.shell.execution_count = spec.execution_count
+        namespace: dict[str, Any] = self.shell.user_ns
+        namespace.update(
+            rank=self.placement.rank,
+            local_rank=self.placement.local_rank,
+            world_size=self.placement.world_size,
+            device=self.membership.device,
+            torch=torch,
+            dist=dist,
+        )
+        self._inject(self._start_session(spec))
+        self._signal_seen.clear()
+        with self._lock:
+            self._is_running = True
+        signal.signal(signal.SIGINT, self._on_sigint)
+
+    def _after_cell(self, result: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or self._spec is None:
+            return
+        with self._lock:
+            self._is_running = False
+        self._spec = None
+        error = result.error_before_exec or result.error_in_exec
+        self._contexts.close()
+        self.shell.user_ns.pop(FUNCTION_NAME, None)
+        num_batches = 0
+        if self._emitter is not None:
+            self._emitter.close()
+            num_batches = self._emitter.num_batches
+            self._emitter = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._publish("outcome", self._outcome(error, num_batches))
+
+    def _outcome(self, error: BaseException | None, num_batches: int) -> Outcome:
+        ended: dict[str, Any] = {"status": "ok"}
+        if error is not None:
+            stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
+            ended = {
+                "status": "interrupted" if stopped else "error",
+                "ename": type(error).__name__,
+                "evalue": str(error),
+                "where": where_in_cell(error, self.shell.compile._filename_map),
+            }
+        return Outcome(
+            rank=self.placement.rank,
+            num_batches=num_batches,
+            group_in_place=self.membership.in_place,
+            **ended,
+        )
+
+    def _start_session(self, spec: CellSpec) -> dict[str, Any]:
+        """Names for a training cell; in a plain one they say where they belong."""
+        if spec.strategy is None:
+            return dict.fromkeys(_TRAINING_NAMES, only_in_training_cells)
+        strategy = find_strategy(spec.strategy)
+        rank, world_size = self.placement.rank, self.placement.world_size
+        if strategy.is_single:
+            self._contexts.enter_context(self.membership.alone())
+            world_size = 1
+            self.shell.user_ns["world_size"] = world_size
+        self._emitter = Emitter(lambda batch: self._publish("batch", batch))
+        session = Session(
+            strategy,
+            self._emitter,
+            rank=rank,
+            world_size=world_size,
+            device=self.membership.device,
+            seed=spec.seed,
+        )
+        self._contexts.enter_context(session.running())
+        names = {name: getattr(session, name) for name in _TRAINING_NAMES}
+        if self.function is not None:
+            self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
+        return names
+
+    def _inject(self, names: dict[str, Any]) -> None:
+        """Put labkit's functions into the namespace, but never over a user's own."""
+        namespace = self.shell.user_ns
+        for name, value in names.items():
+            if namespace.get(name) is self._injected.get(name):
+                namespace[name] = self._injected[name] = value
+
+    def _take_function(self, names: dict[str, Any]) -> Any:
+        """The function sent by `receive_function`, as a call without arguments.
+
+        Names that the notebook does not have are looked up on this rank.
+        """
+        function, with_rank = self.function
+        self.function = None
+        if function.__module__ == "__main__":
+            for name, value in {**self.shell.user_ns, **names}.items():
+                function.__globals__.setdefault(name, value)
+        if not with_rank:
+            return function
+        rank = self.placement.rank
+        return lambda: function(rank, self.shell.user_ns["world_size"])
+
+    def _run_coroutine(self, coroutine: Any) -> Any:
+        """Run a cell that awaits to its end, as if it were plain code.
+
+        The kernel would run it on its own event loop, which ipyparallel 9.2 with
+        ipykernel 7.4 cannot: the reply never comes. A loop of our own it is then,
+        and an interrupt reaches a cell that awaits like any other.
+        """
+        kernel_loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        task = self._loop.create_task(coroutine)
+        try:
+            return self._loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+                self._loop.run_until_complete(task)
+            raise
+        finally:
+            asyncio._set_running_loop(kernel_loop)
+
+    def _publish(self, name: str, value: Any) -> None:
+        self.shell.data_pub.publish_data(message(name, value))
+
+    # ---- interrupts ----
+
+    def _on_sigint(self, signum: int, frame: Any) -> None:
+        self._signal_seen.set()
+        # A cell that has raised already is not to raise again while it is reported.
+        while frame is not None and frame.f_code.co_name != "showtraceback":
+            frame = frame.f_back
+        if self._is_running and frame is None:
+            raise Stopped
+
+    def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
+        """Handle an interrupt, in the control thread."""
+        release_after_s = parent["content"]["release_after_s"]
+        threading.Thread(
+            target=self.interrupt, args=(release_after_s,), daemon=True
+        ).start()
+        self.shell.kernel.session.send(
+            stream, f"{KEY}_reply", {"status": "ok"}, parent=parent, ident=ident
+        )
+
+    def interrupt(self, release_after_s: float) -> None:
+        """Stop the running cell; if it sits in a collective, free it from that.
+
+        Python code sees the signal at its next instruction, and so does a blocking
+        system call. A main thread that has not seen it after `release_after_s` is
+        in C++, waiting for ranks that will not come.
+        """
+        with self._lock:
+            now = time.monotonic()
+            waits_s = now - self._signalled_at
+            if not self._is_running or (
+                self._signal_seen.is_set() and waits_s < _SECOND_SIGNAL_AFTER_S
+            ):
+                return
+            self._signalled_at = now
+            main_thread = threading.main_thread().ident
+            assert main_thread is not None
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        if not self._signal_seen.wait(release_after_s) and self._is_running:
+            self.membership.release()
+
+
+def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:
+    """The innermost line of the notebook in an error's traceback, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if frame.filename in cell_files:
+            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            return f"line {frame.lineno}: {line}"
+    return ""
+
+
+def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:
+    """Stands for prepare, fit and log in a plain `%%dist` cell."""
+    raise RuntimeError(
+        "prepare, fit and log belong to a training run; begin the cell with "
+        "%%dist_train STRATEGY, as %%dist_train ddp"
+    )
+
+
+# ---- what the notebook calls on an engine ----
+
+
+def load() -> int:
+    """Nothing but the import of this module, and with it of torch; the process id."""
+    return os.getpid()
+
+
+def warm_up() -> None:
+    """Load, in the background, what the first cells would have to wait for.
+
+    An optimizer imports torch._dynamo when the first one is made (1.6 s), and IPython
+    its formatter when the first traceback is shown (0.5 s).
+    """
+
+    def load_slow_modules() -> None:
+        importlib.import_module("torch._dynamo")
+        try:
+            raise RuntimeError
+        except RuntimeError:
+            runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
+
+    threading.Thread(target=load_slow_modules, daemon=True).start()
+
+
+def install(placement: Placement) -> None:
+    """Make this engine a rank."""
+    global _runner
+    from IPython import get_ipython
+
+    _runner = CellRunner(get_ipython(), placement)
+
+
+def runner() -> CellRunner:
+    """This engine's runner; `install` made it."""
+    assert _runner is not None, "install() comes first"
+    return _runner
+
+
+def host_group() -> int:
+    """On rank 0: open the store of the next group; its port."""
+    runner().membership.leave()
+    return runner().membership.host()
+
+
+def join_group(port: int, peers: list[int]) -> float:
+    """Enter the next group; the sum of all ranks, all-reduced over it."""
+    if runner().placement.rank != 0:
+        runner().membership.leave()
+    return runner().membership.join(port, peers)
+
+
+def group_sequence() -> int:
+    """How many collectives this rank has started in the group."""
+    return runner().membership.sequence
+
+
+def prove_group(timeout_s: float) -> float | None:
+    """The sum of all ranks over the group as it is; None if it is of no use."""
+    try:
+        return runner().membership.prove(timeout_s)
+    except RuntimeError:
+        return None
+
+
+def receive_function(
+    payload: bytes, with_rank: bool, sources: dict[str, tuple[Any, list[str]]]
+) -> None:
+    """Keep a pickled function for the next cell, and its source for tracebacks."""
+    runner().function = (portable.loads(payload), with_rank)
+    for name, (number, lines) in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        runner().shell.compile._filename_map[name] = number
+
+
+def describe_rank() -> dict[str, Any]:
+    """Host, process, device and memory of this rank, for `%dist_status`."""
+    device = runner().membership.device
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(device),
+        "memory_used": memory_reader(device)(),
+        "memory_total": memory_total(device),
+        "time": time.time(),
+    }

@@ -1,0 +1,206 @@
+"""Deals global batches out to the ranks."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+from torch.utils.data import IterableDataset
+from torch.utils.data import RandomSampler
+from torch.utils.data import Sampler
+from torch.utils.data import TensorDataset
+from torch.utils.data import default_collate
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one global batch."""
+
+    num_samples: int
+    weight: float
+    """What this rank's mean loss must be multiplied by, so that the average over
+    the ranks is the mean over the global batch: 1 when all parts are equal."""
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """This rank's sample indices in every global batch of an epoch.
+
+    Global batch k holds places k*B to (k+1)*B-1 of the epoch's order, on any number
+    of ranks; each rank takes a contiguous part of it. The parts of the last batch
+    may be unequal, and a rank may have none: it then gets the batch's first sample
+    with weight 0, so that it takes part in every collective and counts for nothing.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        if self.drop_last:
+            return self.num_samples // self.batch_size
+        return -(-self.num_samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.shuffle:
+            # The same order on every rank and for every number of ranks.
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        else:
+            order = torch.arange(self.num_samples)
+        for batch in range(len(self)):
+            first = batch * self.batch_size
+            start, stop = self._bounds(batch)
+            part = order[first + start : first + stop]
+            if not len(part):
+                part = order[first : first + 1]
+            yield part.tolist()
+
+    def share(self, batch: int) -> Share:
+        """This rank's part of global batch number `batch`."""
+        start, stop = self._bounds(batch)
+        size = self._size(batch)
+        return Share(stop - start, (stop - start) * self.world_size / size)
+
+    def _size(self, batch: int) -> int:
+        return min(self.batch_size, self.num_samples - batch * self.batch_size)
+
+    def _bounds(self, batch: int) -> tuple[int, int]:
+        size = self._size(batch)
+        return (
+            self.rank * size // self.world_size,
+            (self.rank + 1) * size // self.world_size,
+        )
+
+
+class RankLoader:
+    """Yields this rank's part of every global batch, on its device.
+
+    `on_batch(share)` is called before each batch is handed out, `on_epoch(epoch)`
+    before each pass, counted from 1.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        batches: GlobalBatches,
+        device: torch.device,
+        *,
+        on_epoch: Callable[[int], None],
+        on_batch: Callable[[Share], None],
+    ) -> None:
+        self.loader = loader
+        self.batches = batches
+        self.device = device
+        self._on_epoch = on_epoch
+        self._on_batch = on_batch
+        self._num_epochs = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        return self.loader.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        self.batches.epoch = self._num_epochs
+        self._num_epochs += 1
+        self._on_epoch(self._num_epochs)
+        for number, batch in enumerate(self.loader):
+            self._on_batch(self.batches.share(number))
+            yield tree_map_only(
+                torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch
+            )
+
+
+def deal_out(
+    source: Dataset[Any] | DataLoader[Any],
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> tuple[DataLoader[Any], GlobalBatches]:
+    """A DataLoader over this rank's part of `source`, and the batches it deals.
+
+    `batch_size` counts the samples of all ranks together. A DataLoader keeps its
+    batch size (which is then the global one), order, `collate_fn` and workers.
+    """
+    dataset: Any
+    options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
+    drop_last = False
+    if isinstance(source, DataLoader):
+        if source.batch_size is None:
+            raise ValueError(
+                "prepare got a DataLoader with batch_size=None or a batch_sampler, "
+                "which hides its batches; pass its dataset and batch_size=N instead"
+            )
+        if batch_size not in (None, source.batch_size):
+            raise ValueError(
+                f"batch_size is {batch_size}, the DataLoader's own is "
+                f"{source.batch_size}; leave batch_size out to keep the DataLoader's"
+            )
+        dataset = source.dataset
+        batch_size = source.batch_size
+        shuffle = isinstance(source.sampler, RandomSampler)
+        drop_last = source.drop_last
+        options = {
+            "collate_fn": source.collate_fn,
+            "num_workers": source.num_workers,
+            "pin_memory": source.pin_memory,
+            "worker_init_fn": source.worker_init_fn,
+            "persistent_workers": source.persistent_workers,
+            "multiprocessing_context": source.multiprocessing_context,
+        }
+    else:
+        dataset = source
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"prepare deals out samples by their index; {type(dataset).__name__} has "
+            "no length. Give it a map-style dataset (__len__ and __getitem__)"
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        raise ValueError(
+            f"batch_size is {batch_size!r}; give the number of samples of all ranks "
+            "together, as batch_size=64"
+        )
+    if not batch_size >= 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    if not len(dataset):
+        raise ValueError("the dataset is empty")
+    batches = GlobalBatches(
+        len(dataset),
+        batch_size,
+        rank=rank,
+        world_size=world_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        seed=seed,
+    )
+    collate = options.get("collate_fn", default_collate)
+    if type(dataset) is TensorDataset and collate is default_collate:
+        # Index the tensors once a batch, not once a sample: the same values.
+        options.pop("collate_fn", None)
+        return DataLoader(dataset, batch_size=None, sampler=batches, **options), batches
+    return DataLoader(dataset, batch_sampler=batches, **options), batches

@@ -1,0 +1,33 @@
+"""Memory in use by this rank, cheap enough to read at every step."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def memory_reader(device: torch.device) -> Callable[[], int]:
+    """A function that reads the bytes in use on `device`, in about 2 microseconds.
+
+    On a GPU the bytes of live tensors (`torch.cuda.memory_allocated`); on the CPU
+    the resident set of the process.
+    """
+    if device.type == "cuda":
+        return lambda: torch.cuda.memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        process = psutil.Process()
+        return lambda: process.memory_info().rss
+    # Kept open: reading it again from the start costs a fifth of opening it.
+    descriptor = os.open(statm, os.O_RDONLY | os.O_CLOEXEC)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return lambda: int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
+
+
+def memory_total(device: torch.device) -> int:
+    """Bytes that `device` has in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total

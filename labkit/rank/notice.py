@@ -1,0 +1,72 @@
+"""Notices the loss given to `backward()` and the optimizer's steps in any loop."""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+Loss = float | torch.Tensor
+
+
+class Noticer:
+    """Watches one run: `on_step(losses)` is called after every optimizer step.
+
+    `losses` are those given to `backward()` since the last step, one a microbatch.
+    """
+
+    def __init__(self, on_step: Callable[[list[Loss]], None]) -> None:
+        self.weight = 1.0
+        """What a backward pass is scaled by: see `labkit.rank.loader.Share`."""
+        self._on_step = on_step
+        self._losses: list[Loss] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch `Tensor.backward`, `GradScaler.scale` and every optimizer's step."""
+        backward = torch.Tensor.backward
+        scale = torch.amp.GradScaler.scale
+        noticer = self
+
+        def noticed_backward(
+            self: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            if self.numel() == 1:
+                noticer._losses.append(snapshot(getattr(self, "_unscaled_loss", self)))
+                if noticer.weight != 1.0 and gradient is None:
+                    gradient = torch.full_like(self, noticer.weight)
+            backward(self, gradient, *args, **kwargs)
+
+        def noticed_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+            scaled = scale(self, outputs)
+            if isinstance(outputs, torch.Tensor):
+                scaled._unscaled_loss = outputs.detach()
+            return scaled
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
+            losses, self._losses = self._losses, []
+            self._on_step(losses)
+
+        torch.Tensor.backward = noticed_backward  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = noticed_scale  # type: ignore[method-assign]
+        handle = register_optimizer_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
+            torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+def snapshot(value: Any) -> Loss:
+    """A scalar that later changes of `value` do not reach.
+
+    A tensor on a GPU is copied there and read later: reading it now would make the
+    training loop wait for the device.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value.clone() if value.is_cuda else value.item()
+    return float(value)

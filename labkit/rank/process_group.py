@@ -1,0 +1,294 @@
+"""The torch.distributed process group of a rank: join, leave, release, re-form."""
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.records import Placement
+
+_torch_init_process_group = dist.init_process_group
+
+
+def loopback_interface() -> str:
+    """Name of the interface that never leaves this host."""
+    return next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == "127.0.0.1" for address in addresses)
+    )
+
+
+def host_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """A store that listens on a free port of the loopback address, and that port.
+
+    TCPStore itself would listen on every interface; handing it a socket that is
+    bound already keeps it on this host.
+    """
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+class Membership:
+    """This process's place in the lab's process group.
+
+    Every store of a group is fresh: nothing that an earlier group left in one can
+    be read by the next.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.device = torch.device(placement.device)
+        self.peers: list[int] = []
+        """Process ids of the other ranks, when they are on this host."""
+        self._store: dist.TCPStore | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._solo: dist.ProcessGroup | None = None
+        self._former: dist.ProcessGroup | None = None
+        self._is_broken = False
+        self._num_own_groups = 0
+        self._notes: set[str] = set()
+
+        interface = loopback_interface()
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, interface)
+        if self.device.type == "cuda":
+            # Before the first CUDA call, so that no context lands on cuda:0.
+            torch.cuda.set_device(self.device)
+        if placement.num_threads is not None:
+            torch.set_num_threads(placement.num_threads)
+        # What torchrun would have set, for code that reads it.
+        os.environ.update(
+            RANK=str(placement.rank),
+            LOCAL_RANK=str(placement.local_rank),
+            WORLD_SIZE=str(placement.world_size),
+            LOCAL_WORLD_SIZE=str(placement.world_size),
+            MASTER_ADDR="127.0.0.1",
+        )
+        dist.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.placement.group_timeout_s)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the group that labkit formed is whole and the default one."""
+        return (
+            self._group is not None
+            and not self._is_broken
+            and dist.is_initialized()
+            and c10d._get_default_group() is self._group
+        )
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives this rank has started in the group."""
+        if self._group is None or not self.in_place:
+            return 0
+        return self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+    def host(self) -> int:
+        """Open the store of the next group, on rank 0; its port."""
+        self._store, port = host_store(self.placement.group_timeout_s)
+        return port
+
+    def join(self, port: int, peers: list[int]) -> float:
+        """Enter the group whose store is at `port`; the sum of ranks over it.
+
+        Collective: every rank calls it. The sum is one all-reduce over the new
+        group, so that whoever asked can see that it works.
+        """
+        placement = self.placement
+        if placement.rank != 0:
+            self._store = dist.TCPStore(
+                "127.0.0.1", port, is_master=False, timeout=self.timeout
+            )
+        assert self._store is not None, "rank 0 hosts the store before it joins"
+        self.peers = [pid for pid in peers if pid != os.getpid()]
+        self._num_own_groups = 0
+        self._is_broken = False
+        os.environ["MASTER_PORT"] = str(port)
+        _torch_init_process_group(
+            placement.backend,
+            store=dist.PrefixStore("labkit", self._store),
+            rank=placement.rank,
+            world_size=placement.world_size,
+            timeout=self.timeout,
+            device_id=self.device if placement.backend == "nccl" else None,
+        )
+        self._group = c10d._get_default_group()
+        self._solo = dist.new_group([0], timeout=self.timeout)
+        if self._former is not None:
+            rewrap_models(self._former, self._group)
+            self._former = None
+        return self.prove(self.placement.group_timeout_s)
+
+    def prove(self, timeout_s: float) -> float:
+        """The sum of all ranks, by one all-reduce. Collective."""
+        ranks = torch.tensor([float(self.placement.rank)], device=self.device)
+        work = dist.all_reduce(ranks, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=timeout_s))
+        return ranks.item()
+
+    def leave(self) -> None:
+        """Destroy every group of this process; does nothing where there is none."""
+        if dist.is_initialized():
+            if self.placement.backend == "nccl":
+                # destroy_process_group waits for kernels that may never end.
+                c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        self._former = self._group or self._former
+        self._group = self._solo = self._store = None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make a group of rank 0 alone the default one, for the strategy `single`."""
+        assert self._group is not None
+        assert self._solo is not None
+        c10d._update_default_pg(self._solo)
+        try:
+            yield
+        finally:
+            if dist.is_initialized() and c10d._get_default_group() is self._solo:
+                c10d._update_default_pg(self._group)
+
+    def release(self) -> None:
+        """Free this rank from a collective that will not complete.
+
+        Called from another thread than the one that is stuck. The group is of no
+        use afterwards: leave it and join another.
+
+        NCCL offers `abort` for this. Gloo offers nothing: abort, shutdown and
+        destroy_process_group of another thread all leave it waiting. Closing its
+        connections to the other ranks makes it raise at once.
+        """
+        self._is_broken = True
+        if self.placement.backend == "nccl" and dist.is_initialized():
+            c10d._abort_process_group()
+        close_connections(self.peers)
+
+    def _init_process_group_as_user(
+        self,
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: dist.Store | None = None,
+        group_name: str = "",
+        pg_options: Any = None,
+        device_id: torch.device | int | None = None,
+        **more: Any,
+    ) -> None:
+        """`init_process_group` for code that was written as a script.
+
+        The group that labkit formed makes way for the user's own and is formed
+        again after the cell. The ranks have met already, so `init_method` and
+        MASTER_PORT are not needed: no port is taken and two labs cannot clash.
+        """
+        here = self.placement
+        for name, found, ours in (
+            ("rank", rank, here.rank),
+            ("world_size", world_size, here.world_size),
+        ):
+            if store is None and found not in (-1, ours):
+                raise ValueError(
+                    f"init_process_group({name}={found}): this rank has {name}={ours}; "
+                    f"leave {name} out, or start another lab with %dist_start -n N"
+                )
+        if self.device.type == "cpu":
+            if backend is not None and "nccl" in backend:
+                self._note_once(
+                    f'init_process_group("{backend}"): NCCL needs a GPU and these '
+                    "ranks are on the CPU; gloo is used instead"
+                )
+                backend = "gloo"
+            device_id = None
+        if self.in_place:
+            dist.destroy_process_group()
+        if store is None:
+            assert self._store is not None
+            self._num_own_groups += 1
+            store = dist.PrefixStore(f"user/{self._num_own_groups}", self._store)
+            rank, world_size = here.rank, here.world_size
+        _torch_init_process_group(
+            backend or here.backend,
+            timeout=timeout or self.timeout,
+            world_size=world_size,
+            rank=rank,
+            store=store,
+            group_name=group_name,
+            pg_options=pg_options,
+            device_id=device_id,
+            **more,
+        )
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            print(f"labkit: {text}", file=sys.stderr)
+
+
+def close_connections(peers: list[int]) -> None:
+    """Shut this process's TCP connections to the processes `peers`, and no others."""
+    theirs = {
+        connection.laddr
+        for pid in peers
+        for connection in _connections(pid)
+        if connection.status == psutil.CONN_ESTABLISHED
+    }
+    for connection in _connections(os.getpid()):
+        if connection.raddr in theirs:
+            # The peer may close its end, and with it ours, at this very moment.
+            with contextlib.suppress(OSError):
+                duplicate = socket.socket(fileno=os.dup(connection.fd))
+                with duplicate:
+                    # Torch's store connects over IPv6 to the IPv4 loopback address.
+                    if duplicate.getpeername()[1] == connection.raddr.port:
+                        duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(pid: int) -> list[Any]:
+    try:
+        return psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return []
+
+
+def rewrap_models(former: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Bind DistributedDataParallel models of the group `former` to `group`.
+
+    A user's wrapped model outlives the group that it was wrapped in. DDP can be
+    bound anew when it is unpickled; the same two methods do it in place.
+    """
+    for found in gc.get_objects():
+        if (
+            issubclass(type(found), DistributedDataParallel)
+            and found.process_group is former
+        ):
+            found.process_group = group
+            found.__setstate__(found.__getstate__())

@@ -1,0 +1,284 @@
+"""What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+
+from labkit.rank.emitter import Emitter
+from labkit.rank.loader import RankLoader
+from labkit.rank.loader import Share
+from labkit.rank.loader import deal_out
+from labkit.rank.memory import memory_reader
+from labkit.rank.notice import Loss
+from labkit.rank.notice import Noticer
+from labkit.rank.notice import snapshot
+from labkit.strategies import Strategy
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class Session:
+    """One rank's side of one run."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        emitter: Emitter,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.strategy = strategy
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.seed = seed
+        self._emitter = emitter
+        self._read_memory = memory_reader(device)
+        self._noticer = Noticer(self._after_optimizer_step)
+        self._share: Share | None = None
+        self._optimizer_steps = 0
+        self._log_calls: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch the cell's loop; the same seed on every rank, so equal models."""
+        seed_everything(self.seed)
+        with self._noticer.watching():
+            yield
+
+    # ---- the three names a cell has ----
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, RankLoader]:
+        """The model, optimizer and data as the strategy of the magic line wants them.
+
+        `batch_size` is the global batch: the samples of all ranks together. With
+        `shuffle=False` global batch k holds samples k*B to (k+1)*B-1, on any number
+        of ranks. A DataLoader keeps its batch size, order, collate_fn and workers;
+        its samples are dealt out to the ranks. The loader yields tensors on this
+        rank's device.
+
+        After it, the plain PyTorch loop is the same under every strategy.
+        """
+        if self.strategy.is_by_hand:
+            raise ValueError(
+                f"{self.strategy.name} leaves everything to the cell; for prepare and "
+                "fit use another strategy, as %%dist_train ddp"
+            )
+        check_prepared(model, optimizer)
+        loader, batches = deal_out(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+        )
+        model = self.strategy.apply(model.to(self.device), self.device)
+        # From here on ranks may differ: dropout is to fall on other units.
+        seed_everything(self.seed + self.rank)
+        return (
+            model,
+            optimizer,
+            RankLoader(
+                loader,
+                batches,
+                self.device,
+                on_epoch=lambda epoch: self._set_progress(
+                    epoch=epoch, steps_per_epoch=len(batches)
+                ),
+                on_batch=self._begin_batch,
+            ),
+        )
+
+    def fit(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any] | DataLoader[Any],
+        loss_fn: LossFunction,
+        *,
+        optimizer: torch.optim.Optimizer,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        validate: Dataset[Any] | DataLoader[Any] | None = None,
+        metrics: Mapping[str, LossFunction] | None = None,
+        shuffle: bool = True,
+    ) -> nn.Module:
+        """Train `model` with the plain loop; the prepared model.
+
+        `loss_fn(model(x), y)` is a batch's mean loss. After each epoch the mean loss
+        over `validate`, and each of `metrics` (`name=function(output, y)`, a batch's
+        mean), are logged as `val_loss` and `val_<name>`; every rank evaluates its
+        share, the result is that of the whole set.
+        """
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(f"epochs is {epochs!r}; it must be a whole number from 1")
+        if metrics and validate is None:
+            raise ValueError("metrics need data: pass validate=dataset as well")
+        model, optimizer, loader = self.prepare(
+            model, optimizer, dataset, batch_size=batch_size, shuffle=shuffle
+        )
+        self._set_progress(epochs=epochs)
+        functions = {"loss": loss_fn, **(metrics or {})}
+        for _ in range(epochs):
+            model.train()
+            for x, y in loader:
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if validate is not None:
+                size = batch_size or loader.batches.batch_size
+                self.log(step=None, **self._evaluate(model, validate, functions, size))
+        return model
+
+    def log(self, *, step: int | None = None, **metrics: Any) -> None:
+        """Send scalars of this rank: `log(accuracy=0.9)`.
+
+        The step is the count of optimizer steps in this run unless `step` says
+        otherwise; in a run without an optimizer, the calls with that name count.
+        """
+        memory_bytes = self._read_memory()
+        for name, value in metrics.items():
+            if step is not None:
+                at = step
+            elif self._optimizer_steps:
+                at = self._optimizer_steps
+            else:
+                at = self._log_calls[name] = self._log_calls.get(name, 0) + 1
+            try:
+                scalar = snapshot(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(
+                    f"log({name}=...) takes a number or a tensor of one element; "
+                    f"found {describe(value)}"
+                ) from None
+            self._emitter.put(name, scalar, at, memory_bytes)
+            self._emitter.step = max(self._emitter.step, at)
+
+    # ---- what the loop tells the session ----
+
+    def _begin_batch(self, share: Share) -> None:
+        self._share = share
+        self._noticer.weight = share.weight
+
+    def _after_optimizer_step(self, losses: list[Loss]) -> None:
+        self._optimizer_steps += 1
+        step = self._emitter.step = self._optimizer_steps
+        memory_bytes = self._read_memory()
+        share = self._share
+        if losses and (share is None or share.num_samples):
+            # Microbatches of one step: their mean. Tensors stay on the device.
+            loss = losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+            self._emitter.put("loss", loss, step, memory_bytes)
+        if share is not None:
+            self._emitter.put("samples", share.num_samples, step, memory_bytes)
+
+    def _set_progress(self, **changes: Any) -> None:
+        self._emitter.progress = dataclasses.replace(self._emitter.progress, **changes)
+
+    @torch.no_grad()
+    def _evaluate(
+        self,
+        model: nn.Module,
+        source: Dataset[Any] | DataLoader[Any],
+        functions: Mapping[str, LossFunction],
+        batch_size: int,
+    ) -> dict[str, float]:
+        """Means over `source`, each rank on its share, as `val_<name>`."""
+        if isinstance(source, DataLoader):
+            source = source.dataset
+        loader, batches = deal_out(
+            source,
+            batch_size=batch_size,
+            shuffle=False,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=0,
+        )
+        # A replica computes without talking to the others: no hook of DDP's runs.
+        plain = getattr(model, "module", model)
+        was_training = plain.training
+        plain.eval()
+        sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=self.device)
+        for x, y in RankLoader(
+            loader,
+            batches,
+            self.device,
+            on_epoch=lambda epoch: None,
+            on_batch=self._begin_batch,
+        ):
+            assert self._share is not None
+            num_samples = self._share.num_samples
+            output = plain(x)
+            values = [float(function(output, y)) for function in functions.values()]
+            if num_samples:
+                sums += num_samples * torch.tensor([*values, 1.0], device=self.device)
+        plain.train(was_training)
+        dist.all_reduce(sums)
+        *totals, count = sums.tolist()
+        return {
+            f"val_{name}": t / count for name, t in zip(functions, totals, strict=True)
+        }
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (every device), numpy and random."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def check_prepared(model: Any, optimizer: Any) -> None:
+    """ValueError unless `prepare` can use this model and optimizer together."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {describe(model)}; prepare takes a torch.nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel already; give prepare the "
+            "plain model, or use %%dist_train raw"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer is {describe(optimizer)}; make one from the model's "
+            "parameters, as torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(
+        id(parameter) in ours
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise ValueError(
+            "the optimizer holds no parameter of this model; make it after the model, "
+            "from model.parameters()"
+        )
+
+
+def describe(value: Any) -> str:
+    """A value in few words, for an error message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -1,0 +1,41 @@
+"""A rank's side of `%dist_push` and `%dist_pull`."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from labkit import portable
+from labkit.rank.cell import runner
+
+
+def push(payload: bytes) -> None:
+    """Put pickled names and values into this rank's namespace."""
+    runner().shell.user_ns.update(portable.loads(payload))
+
+
+def missing(names: list[str]) -> list[str]:
+    """Those of `names` that this rank has no variable for."""
+    return [name for name in names if name not in runner().shell.user_ns]
+
+
+def pull(name: str, full: bool) -> bytes:
+    """The pickled value of `name`; with `full`, gathered whole (a collective)."""
+    value = runner().shell.user_ns[name]
+    return portable.dumps(gather_full(value) if full else value)
+
+
+def gather_full(value: Any) -> Any:
+    """`value` with every shard gathered, on every rank.
+
+    A model gives its whole state dict, loadable in the plain model; a DTensor, and
+    any DTensor in a list or dict, the whole tensor.
+    """
+    if isinstance(value, nn.Module):
+        return get_model_state_dict(
+            value, options=StateDictOptions(full_state_dict=True)
+        )
+    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), value)
