@@ -179,8 +179,8 @@ class LabMagics(Magics):
         if cell is not None:
             if args.function is not None:
                 raise ValueError(
-                    "%%dist_train trains with the cell below it; what does "
-                    f"{args.function!r} mean? For a function write %dist_train STRATEGY FUNCTION"
+                    f"%%dist_train runs the cell below it, so {args.function!r} is "
+                    "one word too many; a function goes with %dist_train"
                 )
             return numbered_like_notebook("dist_train", line, cell)
         if args.function is None:

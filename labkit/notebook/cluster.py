@@ -105,8 +105,6 @@ class Cluster:
             len(ranks),
             environment=dict(self._environment),
             delay=0,
-            # Loaded while the engine registers, and not after it.
-            engine_args=["--IPEngine.startup_command=import labkit.rank.transfer"],
         )
         launchers = self._cluster.engines[engine_set].launchers
         started = {rank: launchers[str(i)] for i, rank in enumerate(ranks)}
