@@ -83,7 +83,8 @@ class RunPlot:
         for axes in (self._loss, self._memory):
             axes.relim()
             axes.autoscale_view()
-        self._memory.set_ylim(bottom=0)
+        # From 0, so that a change looks as large as it is.
+        self._memory.set_ylim(0, 1.15 * self._memory.dataLim.ymax)
 
 
 def _dress(axes: Axes, label: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import linecache
 import os
@@ -71,6 +72,8 @@ class CellRunner:
         self._signalled_at = 0.0
         self._loop = asyncio.new_event_loop()
         shell.loop_runner = self._run_coroutine
+        self._compile_cell = shell.compile.cache
+        shell.compile.cache = self._number_as_in_notebook
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -83,8 +86,6 @@ class CellRunner:
         if self._depth > 1 or KEY not in metadata:
             return
         self._spec = spec = CellSpec(**metadata[KEY])
-        # Tracebacks then name the notebook's cell, not the engine's own count.
-        self.shell.execution_count = spec.execution_count
         namespace: dict[str, Any] = self.shell.user_ns
         namespace.update(
             rank=self.placement.rank,
@@ -99,6 +100,12 @@ class CellRunner:
         with self._lock:
             self._is_running = True
         signal.signal(signal.SIGINT, self._on_sigint)
+
+    def _number_as_in_notebook(self, code: str, number: int = 0, **more: Any) -> str:
+        """Tracebacks name the notebook's cell, not the engine's own count."""
+        if self._spec is not None and self._depth == 1:
+            number = self._spec.execution_count
+        return self._compile_cell(code, number, **more)
 
     def _after_cell(self, result: Any) -> None:
         self._depth -= 1
@@ -181,7 +188,7 @@ class CellRunner:
         if not with_rank:
             return function
         rank = self.placement.rank
-        return lambda: function(rank, self.shell.user_ns["world_size"])
+        return functools.partial(function, rank, self.shell.user_ns["world_size"])
 
     def _run_coroutine(self, coroutine: Any) -> Any:
         """Run a cell that awaits to its end, as if it were plain code.

@@ -124,8 +124,8 @@ class Session:
         validate: Dataset[Any] | DataLoader[Any] | None = None,
         metrics: Mapping[str, LossFunction] | None = None,
         shuffle: bool = True,
-    ) -> nn.Module:
-        """Train `model` with the plain loop; the prepared model.
+    ) -> None:
+        """Train `model` with the plain loop.
 
         `loss_fn(model(x), y)` is a batch's mean loss. After each epoch the mean loss
         over `validate`, and each of `metrics` (`name=function(output, y)`, a batch's
@@ -151,7 +151,6 @@ class Session:
             if validate is not None:
                 size = batch_size or loader.batches.batch_size
                 self.log(step=None, **self._evaluate(model, validate, functions, size))
-        return model
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
         """Send scalars of this rank: `log(accuracy=0.9)`.
