@@ -81,7 +81,7 @@ class Lab:
             on_progress("forming the process group")
             self._install(range(self.world_size))
             self._form_group()
-            self._cluster.call(f"{_CELL}:warm_up", ranks=range(self.world_size))
+            self._cluster.begin(f"{_CELL}:warm_up", ranks=range(self.world_size))
         except BaseException:
             self.stop()
             raise
@@ -476,5 +476,6 @@ def execution_count() -> int:
         from IPython import get_ipython
 
         if (shell := get_ipython()) is not None:
-            return shell.execution_count
+            # `shell.execution_count` is the next cell's already.
+            return len(shell.history_manager.input_hist_parsed) - 1
     return 1

@@ -189,9 +189,19 @@ class Cluster:
 
         By name, so that this process need not import what runs on ranks.
         """
+        try:
+            return self.begin(function, *args, ranks=ranks).get(timeout=timeout_s)
+        except (TimeoutError, ipyparallel.error.IPythonError) as error:
+            name = function.split(":")[1]
+            raise RuntimeError(
+                f"{name} failed on the ranks: {error}; %dist_restart --all "
+                "(lab.restart(everyone=True)) begins anew"
+            ) from error
+
+    def begin(self, function: str, *args: Any, ranks: Sequence[int]) -> Any:
+        """Like `call`, but does not wait: ipyparallel's AsyncResult."""
         engines = [self._engine_ids[rank] for rank in ranks]
-        result = self._client[engines].apply_async(call_by_name, function, args)
-        return result.get(timeout=timeout_s)
+        return self._client[engines].apply_async(call_by_name, function, args)
 
     def interrupt(self, rank: int, release_after_s: float) -> None:
         """Ask the rank to stop its cell; does not wait for it."""

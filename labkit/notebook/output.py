@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Any
 
 # A progress bar rewrites its line with "\r": each state of it is a line of its own.
-_LINE = re.compile(r"[^\r\n]*(?:\r?\n|\r)")
+_LINE = re.compile(r"[^\r\n]*[\r\n]")
 
 HOLD_S = 0.5
 """How long output waits for the other ranks to say the same."""
@@ -97,7 +97,8 @@ class OutputMerger:
     # ---- taking ----
 
     def _add_text(self, rank: int, stream: str, text: str) -> None:
-        text = self._partial.pop((rank, stream), "") + text
+        # A shell command on a pseudo-terminal ends its lines with "\r\n".
+        text = (self._partial.pop((rank, stream), "") + text).replace("\r\n", "\n")
         end = 0
         for match in _LINE.finditer(text):
             self._append(rank, Item(stream, match.group()))

@@ -36,6 +36,9 @@ _TRAINING_NAMES = ("prepare", "fit", "log")
 _SECOND_SIGNAL_AFTER_S = 3.0
 """When a cell that saw an interrupt and goes on is interrupted again."""
 
+_PATIENCE_S = 5.0
+"""How long an interrupt waits for an import to end."""
+
 _runner: "CellRunner | None" = None
 
 
@@ -70,6 +73,7 @@ class CellRunner:
         self._is_running = False
         self._signal_seen = threading.Event()
         self._signalled_at = 0.0
+        self._stopping_since = 0.0
         self._loop = asyncio.new_event_loop()
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
@@ -172,7 +176,7 @@ class CellRunner:
         """Put labkit's functions into the namespace, but never over a user's own."""
         namespace = self.shell.user_ns
         for name, value in names.items():
-            if namespace.get(name) is self._injected.get(name):
+            if name not in namespace or namespace[name] is self._injected.get(name):
                 namespace[name] = self._injected[name] = value
 
     def _take_function(self, names: dict[str, Any]) -> Any:
@@ -201,12 +205,11 @@ class CellRunner:
         asyncio._set_running_loop(None)
         task = self._loop.create_task(coroutine)
         try:
-            return self._loop.run_until_complete(task)
-        except KeyboardInterrupt:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
-                self._loop.run_until_complete(task)
-            raise
+            while True:
+                try:
+                    return self._loop.run_until_complete(task)
+                except KeyboardInterrupt:
+                    task.cancel()
         finally:
             asyncio._set_running_loop(kernel_loop)
 
@@ -217,11 +220,20 @@ class CellRunner:
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
         self._signal_seen.set()
-        # A cell that has raised already is not to raise again while it is reported.
-        while frame is not None and frame.f_code.co_name != "showtraceback":
+        if not self._is_running:
+            return
+        patient = time.monotonic() - self._stopping_since < _PATIENCE_S
+        while frame is not None:
+            # A cell that has raised already is not to raise again while it is shown.
+            if frame.f_code.co_name == "showtraceback":
+                return
+            # A module that is imported in part would stay broken: the next signal
+            # will do, unless it takes too long.
+            if patient and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                self._signalled_at = 0.0
+                return
             frame = frame.f_back
-        if self._is_running and frame is None:
-            raise Stopped
+        raise Stopped
 
     def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Handle an interrupt, in the control thread."""
@@ -247,6 +259,8 @@ class CellRunner:
                 self._signal_seen.is_set() and waits_s < _SECOND_SIGNAL_AFTER_S
             ):
                 return
+            if not self._signal_seen.is_set():
+                self._stopping_since = now
             self._signalled_at = now
             main_thread = threading.main_thread().ident
             assert main_thread is not None
@@ -282,20 +296,17 @@ def load() -> int:
 
 
 def warm_up() -> None:
-    """Load, in the background, what the first cells would have to wait for.
+    """Load what the first cells would have to wait for, while the user reads.
 
     An optimizer imports torch._dynamo when the first one is made (1.6 s), and IPython
-    its formatter when the first traceback is shown (0.5 s).
+    its formatter when the first traceback is shown (0.5 s). Not in a thread: two
+    threads that import the same modules can leave one half made.
     """
-
-    def load_slow_modules() -> None:
-        importlib.import_module("torch._dynamo")
-        try:
-            raise RuntimeError
-        except RuntimeError:
-            runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
-
-    threading.Thread(target=load_slow_modules, daemon=True).start()
+    importlib.import_module("torch._dynamo")
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
 
 
 def install(placement: Placement) -> None:

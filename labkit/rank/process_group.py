@@ -61,7 +61,7 @@ class Membership:
         self.placement = placement
         self.device = torch.device(placement.device)
         self.peers: list[int] = []
-        """Process ids of the other ranks, when they are on this host."""
+        """Process ids of the ranks."""
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
@@ -126,10 +126,14 @@ class Membership:
                 "127.0.0.1", port, is_master=False, timeout=self.timeout
             )
         assert self._store is not None, "rank 0 hosts the store before it joins"
-        self.peers = [pid for pid in peers if pid != os.getpid()]
+        self.peers = peers
         self._num_own_groups = 0
+        self._notes.clear()
         self._is_broken = False
         os.environ["MASTER_PORT"] = str(port)
+        # Torch names groups by a count, which an init that was interrupted on one
+        # rank alone leaves unequal: the ranks would wait under different names.
+        c10d._world.group_count = 0
         _torch_init_process_group(
             placement.backend,
             store=dist.PrefixStore("labkit", self._store),
@@ -254,22 +258,29 @@ class Membership:
 
 
 def close_connections(peers: list[int]) -> None:
-    """Shut this process's TCP connections to the processes `peers`, and no others."""
+    """Shut this process's TCP connections to the processes `peers`, and no others.
+
+    Those are gloo's and the store's; rank 0 has one of the latter to itself.
+    """
     theirs = {
-        connection.laddr
+        _plain(connection.laddr)
         for pid in peers
         for connection in _connections(pid)
         if connection.status == psutil.CONN_ESTABLISHED
     }
     for connection in _connections(os.getpid()):
-        if connection.raddr in theirs:
+        if connection.raddr and _plain(connection.raddr) in theirs:
             # The peer may close its end, and with it ours, at this very moment.
             with contextlib.suppress(OSError):
                 duplicate = socket.socket(fileno=os.dup(connection.fd))
                 with duplicate:
-                    # Torch's store connects over IPv6 to the IPv4 loopback address.
                     if duplicate.getpeername()[1] == connection.raddr.port:
                         duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(address: Any) -> tuple[str, int]:
+    """An address as IPv4: torch's store connects to it over IPv6."""
+    return address.ip.removeprefix("::ffff:"), address.port
 
 
 def _connections(pid: int) -> list[Any]:
@@ -288,7 +299,8 @@ def rewrap_models(former: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     for found in gc.get_objects():
         if (
             issubclass(type(found), DistributedDataParallel)
-            and found.process_group is former
+            # A constructor that was interrupted leaves one without a group.
+            and found.__dict__.get("process_group") is former
         ):
             found.process_group = group
             found.__setstate__(found.__getstate__())

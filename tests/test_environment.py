@@ -1,0 +1,153 @@
+"""The files that describe the environment, and the links between files."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import labkit
+
+ROOT = Path(__file__).parents[1]
+# Written in two parts: this file is searched as well.
+ELSEWHERE = ["/" + "work/", "/" + "tmp/bash", "/" + "root/"]
+LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|(?:src|href)=["']([^"']+)""")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def conda() -> list[Any]:
+    """The dependencies in environment.yml."""
+    return yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+
+
+def requirements(project: dict[str, Any]) -> list[Requirement]:
+    extras = project["project"]["optional-dependencies"].values()
+    lines = [
+        *project["project"]["dependencies"],
+        *(x for extra in extras for x in extra),
+    ]
+    return [Requirement(line) for line in lines]
+
+
+def config_files() -> list[Path]:
+    """What could name a version: all but code, prose and what is built."""
+    patterns = ("*", ".ci/*", ".github/**/*", "benchmarks/*")
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return [path for path in paths if path.is_file() and path.suffix != ".md"]
+
+
+# ---- the environment ----
+
+
+def test_conda_installs_the_project_itself_with_an_extra_that_exists(
+    project: dict[str, Any], conda: list[Any]
+) -> None:
+    [pip] = [each["pip"] for each in conda if isinstance(each, dict)]
+    [installed] = pip
+    match = re.fullmatch(r"-e \.\[([\w,]+)\]", installed)
+    assert match, f"{installed!r} is not this project with extras"
+    assert set(match[1].split(",")) <= set(project["project"]["optional-dependencies"])
+
+
+def test_conda_adds_nothing_but_python_and_pip(conda: list[Any]) -> None:
+    names = [re.split(r"[<>=! ]", each)[0] for each in conda if isinstance(each, str)]
+    assert sorted(names) == ["pip", "python"], "versions live in pyproject.toml"
+
+
+def test_python_versions_agree(project: dict[str, Any], conda: list[Any]) -> None:
+    [python] = [x for x in conda if isinstance(x, str) and x.startswith("python")]
+    required = SpecifierSet(project["project"]["requires-python"])
+    assert SpecifierSet(python.removeprefix("python")) == required
+    [lowest] = [Version(each.version) for each in required if each.operator == ">="]
+    short = f"{lowest.major}.{lowest.minor}"
+    tools = project["tool"]
+    assert tools["ruff"]["target-version"] == f"py{lowest.major}{lowest.minor}"
+    assert tools["mypy"]["python_version"] == short
+    assert f"({lowest.major}, {lowest.minor})" in (ROOT / "Makefile").read_text()
+
+
+def test_torch_is_pinned_in_one_place() -> None:
+    pins = [
+        f"{path.name}: {line.strip()}"
+        for path in config_files()
+        for line in path.read_text().splitlines()
+        if re.search(r"\btorch\s*[=<>~!]=", line)
+    ]
+    assert len(pins) == 1, pins
+    assert re.match(r'pyproject\.toml: "torch==\d+\.\d+\.\d+"', pins[0])
+
+
+def test_torch_here_is_the_pinned_one(project: dict[str, Any]) -> None:
+    [pin] = [each for each in requirements(project) if each.name == "torch"]
+    # The local part, as +cpu, tells builds of one version apart.
+    assert pin.specifier.contains(Version(torch.__version__).public)
+
+
+def test_every_third_party_import_of_the_package_is_a_dependency(
+    project: dict[str, Any],
+) -> None:
+    imported = set()
+    for path in (ROOT / "labkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module).split(".")[0])
+    package_of = {"PIL": "pillow", "sklearn": "scikit-learn", "IPython": "ipython"}
+    declared = {
+        Requirement(line).name.lower() for line in project["project"]["dependencies"]
+    }
+    needed = {
+        package_of.get(name, name).lower()
+        for name in imported - set(sys.stdlib_module_names) - {"labkit"}
+    }
+    assert needed <= declared, f"not declared: {sorted(needed - declared)}"
+
+
+# ---- the version ----
+
+
+def test_the_version_is_a_version() -> None:
+    assert str(Version(labkit.__version__)) == labkit.__version__
+
+
+def test_the_version_is_written_in_one_place(project: dict[str, Any]) -> None:
+    assert "version" not in project["project"]
+    attribute = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "labkit.__version__"
+
+
+# ---- files that name files ----
+
+
+def test_every_link_in_the_readme_leads_somewhere() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("there is no README.md")
+    links = [a or b for a, b in LINK.findall(readme.read_text())]
+    relative = [each for each in links if not re.match(r"[a-z]+:|#|//", each)]
+    missing = [each for each in relative if not (ROOT / each.split("#")[0]).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("folder", ["labkit", "tests", "notebooks"])
+def test_no_file_names_a_path_of_the_machine_it_was_written_on(folder: str) -> None:
+    wrong = []
+    for path in (ROOT / folder).rglob("*"):
+        if path.suffix in {".py", ".ipynb", ".md", ".txt", ".toml", ".csv"}:
+            text = path.read_text()
+            wrong += [f"{path.name}: {each}" for each in ELSEWHERE if each in text]
+    assert wrong == []

@@ -1,0 +1,310 @@
+"""Failures caused for real: every one ends the cell, and the next one works."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from labkit import Lab
+from labkit import RankError
+from labkit.notebook import failure
+
+Captured = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _ranks_have_something_to_lose(lab: Lab) -> None:
+    lab.run("kept = 100 + rank")
+
+
+def assert_all_is_well(lab: Lab) -> None:
+    """Variables are there still, the group works, and no more than one cell ran."""
+    assert lab.pull("kept", "all") == [100, 101]
+    lab.run("total = torch.ones(1)\ndist.all_reduce(total)\ntotal = total.item()")
+    assert lab.pull("total", "all") == [2.0, 2.0]
+
+
+@contextmanager
+def interrupt_when(condition: threading.Event) -> Iterator[None]:
+    """Send this process a SIGINT, as the stop button does, once `condition` is set."""
+
+    def wait_and_send() -> None:
+        if condition.wait(30):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait_and_send, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        condition.set()
+        thread.join()
+
+
+class Watch:
+    """Stands for sys.stdout and sets an event once all ranks have said "here"."""
+
+    def __init__(self) -> None:
+        self.seen = threading.Event()
+
+    def write(self, text: str) -> None:
+        if "here" in text:
+            self.seen.set()
+
+    def flush(self) -> None:
+        pass
+
+
+def interrupt_cell(lab: Lab, code: str, patch: pytest.MonkeyPatch) -> float:
+    """Run `code`, interrupt it once every rank has printed "here"; the seconds that
+    the interrupt took."""
+    watch = Watch()
+    sent = 0.0
+
+    def note_time() -> None:
+        nonlocal sent
+        watch.seen.wait(30)
+        sent = time.monotonic()
+
+    thread = threading.Thread(target=note_time)
+    thread.start()
+    with patch.context() as p, interrupt_when(watch.seen):
+        p.setattr("sys.stdout", watch)
+        with pytest.raises(failure.Interrupted):
+            lab.run(code)
+    thread.join()
+    return time.monotonic() - sent
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        "dist.all_reduce(torch.ones(1))",
+        "import time; time.sleep(60)",
+        "while True: pass",
+        "import asyncio; await asyncio.sleep(60)",
+        "!sleep 60",
+        "pass",
+    ],
+)
+def test_one_rank_that_raises_frees_the_others(lab: Lab, others: str) -> None:
+    code = f"if rank == 1:\n    raise ValueError('on purpose')\n{others}"
+    with pytest.raises(RankError) as caught:
+        lab.run(code, timeout=30)
+    error = caught.value
+    assert error.rank == 1
+    assert "rank 1: ValueError: on purpose at line 2: raise ValueError" in str(error)
+    if others in ("pass", "!sleep 60"):  # IPython ends a shell command, and goes on
+        assert "rank 0: finished" in str(error)
+    else:
+        assert "rank 0: stopped at line 3" in str(error)
+        assert "because rank 1 failed" in str(error)
+    assert_all_is_well(lab)
+
+
+def test_the_first_failure_has_its_full_traceback(lab: Lab) -> None:
+    code = (
+        "def inner():\n    1 / 0\ndef outer():\n    inner()\n"
+        "if rank == 0:\n    outer()\ndist.barrier()"
+    )
+    with pytest.raises(RankError) as caught:
+        lab.run(code)
+    shown = "\n".join(caught.value._render_traceback_())
+    for part in ("On rank 0", "inner()", "outer()", "ZeroDivisionError", "rank 1: "):
+        assert part in shown
+
+
+def test_a_failure_of_all_ranks_is_shown_once(lab: Lab) -> None:
+    with pytest.raises(RankError) as caught:
+        lab.run("x = 1\nx.nothing")
+    assert str(caught.value).splitlines() == [
+        "rank 0: AttributeError: 'int' object has no attribute 'nothing' "
+        "at line 2: x.nothing",
+        "rank 1: the same",
+    ]
+    assert_all_is_well(lab)
+
+
+def test_a_syntax_error_is_an_error(lab: Lab) -> None:
+    with pytest.raises(RankError, match="SyntaxError"):
+        lab.run("for in python")
+    assert_all_is_well(lab)
+
+
+def test_raising_inside_a_collective_of_wrong_use_is_an_error(lab: Lab) -> None:
+    with pytest.raises(RankError, match="rank 0"):
+        lab.run("dist.all_reduce('not a tensor')")
+    assert_all_is_well(lab)
+
+
+def test_a_crash_in_native_code_is_a_death(lab: Lab) -> None:
+    # Gloo ends the process when ranks disagree on a shape.
+    with pytest.raises(RankError, match=r"the process died.*SIGABRT"):
+        lab.run("dist.all_reduce(torch.ones(1000 * (rank + 1)))", timeout=20)
+    assert lab.restart()
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_wrapped_model_survives_the_failure_of_a_rank(lab: Lab) -> None:
+    lab.run(
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "def gradient():\n"
+        "    model.zero_grad()\n"
+        "    (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()\n"
+        "    return model.module.weight.grad.tolist()\n"
+        "before = gradient()"
+    )
+    with pytest.raises(RankError):
+        lab.run("if rank == 0: raise RuntimeError\ndist.all_reduce(torch.ones(1))")
+    lab.run("after = gradient()")
+    assert lab.pull("after", "all") == lab.pull("before", "all") == [[[1.5] * 4]] * 2
+
+
+def test_a_failure_without_communication_leaves_the_group_as_it_was(lab: Lab) -> None:
+    lab.run("group = dist.distributed_c10d._get_default_group()")
+    with pytest.raises(RankError):
+        lab.run("undefined_name")
+    lab.run("same = dist.distributed_c10d._get_default_group() is group")
+    assert lab.pull("same", "all") == [True, True]
+
+
+def test_a_group_that_a_cell_destroyed_is_formed_again(lab: Lab) -> None:
+    lab.run("dist.destroy_process_group()")
+    assert_all_is_well(lab)
+
+
+def test_a_failed_run_is_kept_as_failed(lab: Lab) -> None:
+    code = (
+        "m = torch.nn.Linear(1, 1)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "for step in range(5):\n"
+        "    m(torch.ones(1, 1)).sum().backward()\n    o.step()\n"
+        "if rank == 1: raise ValueError\n"
+        "dist.barrier()"
+    )
+    with pytest.raises(RankError):
+        lab.train("raw", code, live=False)
+    run = lab.runs[-1]
+    assert run.state == "failed"
+    assert run.num_steps == 5
+    assert_all_is_well(lab)
+
+
+def test_hooks_of_a_failed_run_are_gone(lab: Lab) -> None:
+    lab.run("plain = torch.Tensor.backward")
+    with pytest.raises(RankError):
+        lab.train("ddp", "1 / 0", live=False)
+    lab.run("same = torch.Tensor.backward is plain")
+    assert lab.pull("same", "all") == [True, True]
+
+
+# ---- interrupts ----
+
+
+@pytest.mark.parametrize(
+    "waits_in",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import asyncio; await asyncio.sleep(60)",
+        "import time\ndist.barrier() if rank == 0 else time.sleep(60)",
+        # Neither can ever complete: the ranks sit in different collectives.
+        "dist.all_reduce(torch.ones(1)) if rank == 0 else dist.broadcast_object_list("
+        "[None], src=0)",
+        "dist.init_process_group('gloo') if rank == 0 else dist.barrier()",
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 9)) "
+        "if rank == 0 else dist.recv(torch.ones(1), 0)",
+    ],
+)
+def test_an_interrupt_ends_the_cell_and_keeps_state(
+    lab: Lab, waits_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_cell(lab, f"print('here')\n{waits_in}", monkeypatch)
+    assert_all_is_well(lab)
+
+
+def test_an_interrupted_run_keeps_its_history(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch()
+    code = (
+        "m = torch.nn.Linear(1, 1)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "step = 0\n"
+        "while True:\n"
+        "    m(torch.ones(1, 1)).sum().backward()\n    o.step()\n    step += 1\n"
+        "    if step == 50: print('here', flush=True)"
+    )
+    with monkeypatch.context() as patch, interrupt_when(watch.seen):
+        patch.setattr("sys.stdout", watch)
+        with pytest.raises(failure.Interrupted):
+            lab.train("raw", code, live=False)
+    run = lab.runs[-1]
+    assert run.state == "interrupted"
+    assert len(run.history.query("rank == 0")) == run.collector.steps[0] >= 50
+    assert_all_is_well(lab)
+
+
+def test_a_cell_that_swallows_the_interrupt_is_interrupted_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import time\nprint('here')\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)"
+    )
+    interrupt_cell(lab, code, monkeypatch)
+    assert_all_is_well(lab)
+
+
+def test_a_time_limit_ends_the_cell(lab: Lab) -> None:
+    with pytest.raises(failure.CellTimeoutError, match="longer than --timeout 1 sec"):
+        lab.run("import time\ntime.sleep(60)", timeout=1)
+    assert_all_is_well(lab)
+
+
+# ---- deaths ----
+
+
+@pytest.mark.parametrize("where", ["pass", "dist.all_reduce(torch.ones(1))"])
+def test_a_killed_rank_ends_the_cell_and_comes_back_alone(lab: Lab, where: str) -> None:
+    pids = lab.status()["pid"]
+    code = f"import os\nif rank == 1: os.kill(os.getpid(), 9)\n{where}"
+    with pytest.raises(RankError, match=r"rank 1: the process died.*SIGKILL"):
+        lab.run(code, timeout=30)
+    assert list(lab.status()["state"]) == ["idle", "dead"]
+    with pytest.raises(RuntimeError, match="rank 1: dead; %dist_restart"):
+        lab.run("1")
+    assert lab.restart() == [1]
+    assert lab.status()["pid"][0] == pids[0]
+    assert lab.status()["pid"][1] != pids[1]
+    assert lab.pull("kept", 0) == 100
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
+    pid = int(lab.status()["pid"][0])
+    process = psutil.Process(pid)
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while lab.status()["state"][0] != "dead":
+        assert time.monotonic() < deadline, "the death went unnoticed for 10 s"
+    assert lab.restart() == [0]
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_restart_of_all_makes_every_rank_new(lab: Lab) -> None:
+    pids = list(lab.status()["pid"])
+    assert lab.restart(everyone=True) == [0, 1]
+    assert not set(pids) & set(lab.status()["pid"])
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)

@@ -1,0 +1,289 @@
+"""Cells, variables and state on a real cluster, without magics."""
+
+import os
+import textwrap
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from labkit import Lab
+from labkit import RankError
+from labkit.lab import parse_ranks
+from labkit.notebook import watchdog
+
+Captured = pytest.CaptureFixture[str]
+
+
+def run(lab: Lab, code: str, ranks: Any = None) -> None:
+    lab.run(textwrap.dedent(code), ranks)
+
+
+def test_every_rank_has_the_promised_names(lab: Lab, capsys: Captured) -> None:
+    run(
+        lab,
+        "print(rank, local_rank, world_size, device, torch.__name__, dist.__name__)",
+    )
+    assert capsys.readouterr().out == (
+        "[rank 0] 0 0 2 cpu torch torch.distributed\n"
+        "[rank 1] 1 1 2 cpu torch torch.distributed\n"
+    )
+
+
+def test_facts_are_true_again_in_the_next_cell(lab: Lab, capsys: Captured) -> None:
+    run(lab, "for rank in range(100): pass\nworld_size = 'large'")
+    run(lab, "print(rank, world_size)")
+    assert capsys.readouterr().out == "[rank 0] 0 2\n[rank 1] 1 2\n"
+
+
+def test_a_users_own_log_is_not_overwritten(lab: Lab, capsys: Captured) -> None:
+    run(lab, "from math import log")
+    run(lab, "print(log(1.0))\ndel log")
+    assert capsys.readouterr().out == "[ranks 0-1] 0.0\n"
+    run(lab, "print(log.__name__)")
+    assert "only_in_training_cells" in capsys.readouterr().out
+
+
+def test_ranks_are_one_group(lab: Lab, capsys: Captured) -> None:
+    run(lab, "x = torch.tensor([rank + 1.0])\ndist.all_reduce(x)\nx")
+    assert capsys.readouterr().out == "[ranks 0-1] tensor([3.])\n"
+
+
+def test_variables_stay_between_cells(lab: Lab, capsys: Captured) -> None:
+    run(lab, "kept = rank * 10")
+    run(lab, "print(kept)")
+    assert capsys.readouterr().out == "[rank 0] 0\n[rank 1] 10\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [("0", [0]), ("1", [1]), ("0,1", [0, 1]), ("0-1", [0, 1]), ([1], [1]), (1, [1])],
+)
+def test_a_cell_runs_on_the_named_ranks(
+    lab: Lab, capsys: Captured, ranks: Any, expected: list[int]
+) -> None:
+    run(lab, "print('here', rank)", ranks)
+    assert capsys.readouterr().out == "".join(
+        f"[rank {r}] here {r}\n" for r in expected
+    )
+
+
+@pytest.mark.parametrize("ranks", ["2", "0,7", "x", "1-0", "", "-1", [], 5, [0, 9]])
+def test_ranks_that_do_not_exist_are_named(ranks: Any) -> None:
+    with pytest.raises(ValueError, match=r"ranks.*(0, 1|write 0, or 0,2)"):
+        parse_ranks(ranks, 2)
+
+
+def test_ipython_syntax_works_in_a_cell(lab: Lab, capsys: Captured) -> None:
+    run(
+        lab,
+        """
+        import asyncio
+        !echo from the shell
+        number = %sx echo 3
+        await asyncio.sleep(0.01)
+        print(number)
+        """,
+    )
+    out = capsys.readouterr().out
+    assert "[ranks 0-1] from the shell\n" in out
+    assert "['3']" in out
+
+
+def test_a_cell_that_awaits_can_be_followed_by_another(
+    lab: Lab, capsys: Captured
+) -> None:
+    run(lab, "import asyncio\nasync def late():\n    return 7\nawait late()")
+    run(lab, "print('next')")
+    assert capsys.readouterr().out == "[ranks 0-1] 7\n[ranks 0-1] next\n"
+
+
+def test_streams_of_ranks_go_to_the_same_stream_here(
+    lab: Lab, capsys: Captured
+) -> None:
+    run(lab, "import sys\nprint('good')\nprint('bad', file=sys.stderr)")
+    captured = capsys.readouterr()
+    assert captured.out == "[ranks 0-1] good\n"
+    assert captured.err == "[ranks 0-1] bad\n"
+
+
+def test_200_kb_on_stderr_arrive_whole(lab: Lab, capsys: Captured) -> None:
+    run(
+        lab,
+        """
+        import sys
+        for line in range(2500):
+            print(f"{line:05d}" + "x" * 75, file=sys.stderr)
+        """,
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert [int(line[12:17]) for line in lines] == list(range(2500))
+
+
+def test_output_appears_while_the_cell_runs(lab: Lab, tmp_path: Any) -> None:
+    # The ranks wait for a file that is written here when their output is seen.
+    signal_file = tmp_path / "seen"
+
+    class Screen:
+        def __init__(self) -> None:
+            self.text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+            if "early" in self.text:
+                signal_file.touch()
+
+        def flush(self) -> None:
+            pass
+
+    screen = Screen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", screen)
+        lab.push(signal_file=str(signal_file))
+        code = """
+            import time
+            from pathlib import Path
+            print("early")
+            while not Path(signal_file).exists():
+                time.sleep(0.01)
+            print("late")
+            """
+        lab.run(textwrap.dedent(code), timeout=20)
+    assert screen.text == "[ranks 0-1] early\n            late\n"
+
+
+def test_functions_of_a_training_cell_say_where_they_belong(lab: Lab) -> None:
+    with pytest.raises(RankError, match="begin the cell with %%dist_train STRATEGY"):
+        run(lab, "log(loss=1.0)")
+
+
+# ---- variables ----
+
+
+def test_push_and_pull_bring_back_the_same(lab: Lab) -> None:
+    values = {"numbers": [1, 2.5], "array": np.arange(6).reshape(2, 3), "text": "ä"}
+    lab.push(**values)
+    assert lab.pull("numbers") == [1, 2.5]
+    np.testing.assert_array_equal(lab.pull("array", 1), values["array"])
+    assert lab.pull("text", "all") == ["ä", "ä"]
+
+
+def test_push_reaches_only_the_named_ranks(lab: Lab) -> None:
+    lab.push(where="everywhere")
+    lab.push("1", where="on 1")
+    assert lab.pull("where", "all") == ["everywhere", "on 1"]
+
+
+def test_pulled_tensors_and_models_are_plain(lab: Lab) -> None:
+    run(
+        lab,
+        """
+        wrapped = nn = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+        tensor = torch.full((2,), float(rank))
+        """,
+    )
+    model = lab.pull("wrapped")
+    assert type(model) is nn.Linear
+    torch.testing.assert_close(lab.pull("tensor", 1), torch.ones(2))
+
+
+def test_full_gathers_a_sharded_tensor_and_a_state_dict(lab: Lab) -> None:
+    run(
+        lab,
+        """
+        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.device_mesh import init_device_mesh
+        mesh = init_device_mesh("cpu", (world_size,))
+        sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+        """,
+    )
+    torch.testing.assert_close(lab.pull("sharded", full=True), torch.arange(8.0))
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(lab.pull("model", full=True))
+    torch.manual_seed(0)
+    torch.testing.assert_close(plain.weight, nn.Linear(3, 2).weight)
+
+
+def test_pull_of_nothing_names_the_rank(lab: Lab) -> None:
+    run(lab, "only_here = 1", "0")
+    with pytest.raises(NameError, match="rank 1: no variable 'only_here'"):
+        lab.pull("only_here", "all")
+
+
+# ---- the lab itself ----
+
+
+def test_status_tells_of_every_rank(lab: Lab) -> None:
+    table = lab.status()
+    assert list(table.index) == [0, 1]
+    assert list(table["state"]) == ["idle", "idle"]
+    assert all(psutil.pid_exists(pid) for pid in table["pid"])
+    assert (table["memory_used"] > 50 * 2**20).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, "choose 1 or more"),
+        ({"num_ranks": -3}, "choose 1 or more"),
+        ({"backend": "mpi"}, "choose auto, nccl, gloo"),
+        ({"device": "tpu"}, "choose auto, cuda, cpu"),
+        ({"num_ranks": 2, "device": "cpu", "backend": "nccl"}, "use --backend gloo"),
+        ({"threads": 0}, "choose 1 or more"),
+        ({"group_timeout_s": 0}, "must be positive"),
+    ],
+)
+def test_a_lab_that_cannot_be_starts_nothing(
+    arguments: dict[str, Any], message: str
+) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ValueError, match=message):
+        Lab(**arguments)
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert after == before
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_that_is_none_is_refused(lab: Lab, timeout: float) -> None:
+    with pytest.raises(ValueError, match="it must be a number of seconds > 0"):
+        lab.run("1", timeout=timeout)
+
+
+def test_two_labs_do_not_disturb_each_other(lab: Lab, capsys: Captured) -> None:
+    lab.run("mine = 'first'")
+    with Lab(num_ranks=1) as other:
+        other.run("mine = 'second'")
+        assert other.pull("mine") == "second"
+        lab.run("dist.barrier()")
+    assert lab.pull("mine", "all") == ["first", "first"]
+    lab.run("dist.barrier()")
+
+
+def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
+    assert lab._cluster is not None
+    lab.run("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1));")
+    addresses = {
+        connection.laddr.ip
+        for process in watchdog.find_processes(lab._cluster._token)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+
+
+def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
+    lab = Lab(num_ranks=1)
+    assert lab._cluster is not None
+    token, folder = lab._cluster._token, lab._cluster._folder
+    assert watchdog.find_processes(token)
+    lab.stop()
+    lab.stop()
+    assert watchdog.find_processes(token) == []
+    assert not os.path.exists(folder)  # noqa: PTH110
+    with pytest.raises(RuntimeError, match="the lab is stopped"):
+        lab.run("1")

@@ -1,0 +1,224 @@
+"""The walls of the house: DESIGN.md, section 3, has the picture.
+
+What is here is read from the source; two subprocesses see that it holds.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "labkit"
+
+GROUND_FLOOR = {"records", "portable", "data", "models"}
+# What each part may import of labkit, besides itself. A part that is not named here
+# belongs to the ground floor: it may import nothing but that.
+MAY_IMPORT = {
+    "": {"magics"},
+    "magics": {"lab", "notebook", "strategies", *GROUND_FLOOR},
+    "lab": {"notebook", "strategies", *GROUND_FLOOR},
+    "notebook": {"strategies", *GROUND_FLOOR},
+    "rank": {"strategies", *GROUND_FLOOR},
+    "strategies": GROUND_FLOOR,
+}
+FRONT_END = {"IPython", "ipyparallel", "ipykernel", "matplotlib", "ipywidgets"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement of a module of labkit."""
+
+    importer: str
+    """As "labkit.rank.cell"."""
+    target: str
+    """What is imported, as "labkit.records" or "torch.utils.data"."""
+    in_function: bool
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(importer: str, path: Path) -> Iterator[Import]:
+    """Every import that can happen when the module runs."""
+
+    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(importer, alias.name, in_function)
+            elif isinstance(child, ast.ImportFrom):
+                assert not child.level, f"{importer} has a relative import"
+                for alias in child.names:
+                    # `from labkit import portable` imports the module of that name.
+                    whole = f"{child.module}.{alias.name}"
+                    target = whole if whole in MODULES else str(child.module)
+                    yield Import(importer, target, in_function)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            else:
+                is_function = isinstance(
+                    child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+                )
+                yield from visit(child, in_function or is_function)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+MODULES = modules()
+IMPORTS = [each for name, path in MODULES.items() for each in imports_of(name, path)]
+
+
+def part(module: str) -> str:
+    """The part of the house that a module of labkit belongs to; "" is its door."""
+    return module.removeprefix("labkit").removeprefix(".").split(".")[0]
+
+
+def shown(imports: list[Import]) -> list[str]:
+    return [f"{each.importer} imports {each.target}" for each in imports]
+
+
+def test_the_walk_sees_imports() -> None:
+    assert Import("labkit.rank.cell", "labkit.portable", False) in IMPORTS
+    assert Import("labkit", "labkit.magics", True) in IMPORTS
+    assert {"notebook", "rank", "strategies"} <= {part(name) for name in MODULES}
+
+
+def test_arrows_point_down() -> None:
+    wrong = [
+        each
+        for each in IMPORTS
+        if each.target.split(".")[0] == "labkit"
+        and part(each.target) != part(each.importer)
+        and part(each.target) not in MAY_IMPORT.get(part(each.importer), GROUND_FLOOR)
+    ]
+    assert shown(wrong) == []
+
+
+def test_the_two_wings_do_not_know_each_other() -> None:
+    wings = {"notebook", "rank"}
+    wrong = [
+        each
+        for each in IMPORTS
+        if {part(each.importer), part(each.target)} == wings
+        and each.target.startswith("labkit.")
+    ]
+    assert shown(wrong) == []
+
+
+def test_the_notebook_reads_the_table_of_strategies_and_no_technique() -> None:
+    wrong = [
+        each
+        for each in IMPORTS
+        if each.target.startswith("labkit.strategies.")
+        and part(each.importer) != "strategies"
+    ]
+    assert shown(wrong) == []
+
+
+def test_techniques_do_not_import_each_other() -> None:
+    wrong = [
+        each
+        for each in IMPORTS
+        if part(each.importer) == "strategies"
+        and each.target.startswith("labkit.strategies")
+    ]
+    assert shown(wrong) == []
+
+
+def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
+    wrong = [
+        each
+        for each in IMPORTS
+        if part(each.importer) in {"rank", "strategies"}
+        and each.target.split(".")[0] in FRONT_END
+        and not (each.importer == "labkit.rank.cell" and each.in_function)
+    ]
+    assert shown(wrong) == []
+
+
+def test_the_notebook_wing_does_not_import_torch() -> None:
+    wrong = [
+        each
+        for each in IMPORTS
+        if part(each.importer) in {"", "magics", "lab", "notebook", "records"}
+        and each.target.split(".")[0] in {"torch", "deepspeed"}
+    ]
+    assert shown(wrong) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for each in IMPORTS:
+        if each.target in MODULES:
+            graph.setdefault(each.importer, set()).add(each.target)
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_every_module_says_its_purpose_in_its_first_line() -> None:
+    silent = [
+        name
+        for name, path in MODULES.items()
+        if (source := path.read_text()).strip()
+        and not ast.get_docstring(ast.parse(source))
+    ]
+    assert silent == []
+
+
+# ---- in a process of its own ----
+
+
+def run_python(code: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("statement", ["import labkit", "import labkit.lab"])
+def test_the_first_import_is_cheap(statement: str, tmp_path: Path) -> None:
+    code = f"{statement}; import sys; print(*sys.modules)"
+    loaded = run_python(code, tmp_path).split()
+    heavy = {"torch", "matplotlib", "IPython", "pandas", "numpy", "ipyparallel"}
+    if statement != "import labkit":
+        heavy.remove("numpy")  # records.py has its record type
+    assert heavy & set(loaded) == set()
+
+
+BLOCKED = """
+import importlib
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ImportError(name + " is not installed here")
+
+sys.meta_path.insert(0, Blocker())
+for name in {names}:
+    importlib.import_module(name)
+print("imported")
+"""
+
+
+def test_ranks_and_strategies_import_where_no_notebook_is_installed(
+    tmp_path: Path,
+) -> None:
+    names = [name for name in MODULES if part(name) in {"rank", "strategies"}]
+    assert {"labkit.rank.session", "labkit.strategies.ddp"} <= set(names)
+    code = BLOCKED.format(blocked=sorted(FRONT_END), names=names)
+    assert run_python(code, tmp_path) == "imported\n"

@@ -1,0 +1,165 @@
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from labkit import Lab
+from labkit.notebook.placement import count_gpus
+from labkit.notebook.placement import place_ranks
+from labkit.records import Placement
+
+
+@pytest.fixture(autouse=True)
+def no_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def devices(placements: list[Placement]) -> list[str]:
+    return [placement.device for placement in placements]
+
+
+def test_two_cpu_ranks_with_gloo_is_the_default_without_a_gpu() -> None:
+    first = Placement(
+        rank=0,
+        local_rank=0,
+        world_size=2,
+        device="cpu",
+        backend="gloo",
+        num_threads=1,
+        group_timeout_s=1800.0,
+    )
+    second = replace(first, rank=1, local_rank=1)
+    assert place_ranks(num_gpus=0) == [first, second]
+
+
+def test_one_rank_per_gpu_with_nccl_is_the_default_with_gpus() -> None:
+    placements = place_ranks(num_gpus=4)
+    assert devices(placements) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert {placement.backend for placement in placements} == {"nccl"}
+    assert {placement.num_threads for placement in placements} == {None}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_ranks_are_numbered_in_order(num_ranks: int) -> None:
+    placements = place_ranks(num_ranks, num_gpus=0)
+    assert [placement.rank for placement in placements] == list(range(num_ranks))
+    assert [placement.local_rank for placement in placements] == list(range(num_ranks))
+    assert {placement.world_size for placement in placements} == {num_ranks}
+
+
+def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
+    assert devices(place_ranks(2, num_gpus=4)) == ["cuda:0", "cuda:1"]
+
+
+def test_ranks_share_a_gpu_with_gloo() -> None:
+    placements = place_ranks(5, backend="gloo", num_gpus=2)
+    assert devices(placements) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+    assert {placement.backend for placement in placements} == {"gloo"}
+
+
+def test_the_cpu_can_be_chosen_although_there_are_gpus() -> None:
+    placements = place_ranks(device="cpu", num_gpus=4)
+    assert devices(placements) == ["cpu", "cpu"]
+    assert {placement.backend for placement in placements} == {"gloo"}
+
+
+def test_the_timeout_of_the_group_reaches_every_rank() -> None:
+    placements = place_ranks(3, group_timeout_s=7.5, num_gpus=0)
+    assert [placement.group_timeout_s for placement in placements] == [7.5] * 3
+
+
+# ---- threads ----
+
+
+def test_omp_num_threads_is_the_users_own_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert {each.num_threads for each in place_ranks(num_gpus=0)} == {3}
+
+
+def test_threads_come_before_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert {each.num_threads for each in place_ranks(threads=2, num_gpus=0)} == {2}
+
+
+# OpenMP allows one number for each level of nesting; shells may export nothing.
+@pytest.mark.parametrize(("value", "threads"), [("4,2", 4), ("", 1)])
+def test_every_lawful_omp_num_threads_is_read(
+    value: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert {each.num_threads for each in place_ranks(num_gpus=0)} == {threads}
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, True, 2.0, "2"])
+def test_a_number_of_ranks_that_is_none_is_refused(num_ranks: Any) -> None:
+    with pytest.raises(ValueError, match=f"{num_ranks!r} ranks; choose 1 or more"):
+        place_ranks(num_ranks, num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "mpi"}, "unknown backend 'mpi'; choose auto, nccl, gloo"),
+        ({"device": "tpu"}, "unknown device 'tpu'; choose auto, cuda, cpu"),
+        ({"threads": 0}, "0 threads; choose 1 or more"),
+        ({"group_timeout_s": 0}, "group_timeout_s is 0; it must be positive"),
+        ({"device": "cuda"}, "--device cuda: no GPU is visible here"),
+        ({"backend": "nccl"}, "--backend nccl needs a GPU .* --backend gloo"),
+        ({"backend": "nccl", "device": "cpu"}, "--backend nccl needs a GPU"),
+    ],
+)
+def test_what_cannot_be_placed_without_a_gpu_is_explained(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        place_ranks(num_gpus=0, **options)
+
+
+@pytest.mark.parametrize(("num_gpus", "found"), [(1, "1 GPU is"), (2, "2 GPUs are")])
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_more_ranks_than_gpus_names_every_way_out(
+    num_gpus: int, found: str, backend: str
+) -> None:
+    with pytest.raises(ValueError, match=f"4 ranks, but {found} visible") as error:
+        place_ranks(4, backend=backend, num_gpus=num_gpus)
+    for way_out in (f"-n {num_gpus}", "--backend gloo", "--device cpu"):
+        assert way_out in str(error.value)
+
+
+def test_every_way_out_of_too_few_gpus_leads_somewhere() -> None:
+    assert len(place_ranks(1, num_gpus=1)) == 1
+    assert len(place_ranks(4, backend="gloo", num_gpus=1)) == 4
+    assert len(place_ranks(4, backend="gloo", device="cpu", num_gpus=1)) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_ranks": 0},
+        {"backend": "mpi"},
+        {"device": "tpu"},
+        {"backend": "nccl", "device": "cpu"},
+        {"threads": -1},
+    ],
+)
+def test_bad_input_starts_and_changes_nothing(options: dict[str, Any]) -> None:
+    environment = dict(os.environ)
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(ValueError, match=r"choose|gloo"):
+        Lab(**options)
+    assert dict(os.environ) == environment
+    assert psutil.Process().children(recursive=True) == children
+
+
+def test_gpus_are_counted_without_a_cuda_context() -> None:
+    import torch
+
+    assert "torch" in sys.modules
+    assert count_gpus() == torch.cuda.device_count()
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,186 @@
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from labkit.notebook.collector import Collector
+from labkit.notebook.runs import Run
+from labkit.records import RECORD
+from labkit.records import Batch
+from labkit.records import Progress
+
+
+def make_run(
+    losses: dict[int, Sequence[float]],
+    *,
+    seconds_a_step: float = 0.5,
+    progress: Progress | None = None,
+    sequence: int = 0,
+) -> Run:
+    """A run in which each rank logged these losses, at steps 1, 2, ..."""
+    collector = Collector(list(losses))
+    for rank, values in losses.items():
+        rows = [
+            (0, step, 1 + seconds_a_step * step, step * 2**20, value)
+            for step, value in enumerate(values, 1)
+        ]
+        records = np.array(rows, dtype=RECORD)
+        batch = Batch(sequence, ["loss"], records, progress or Progress(), len(values))
+        collector.add(rank, batch)
+    return Run("run-1", "ddp", "the code", collector)
+
+
+EMPTY: dict[int, Sequence[float]] = {0: [], 1: []}
+
+
+# ---- repr ----
+
+
+def test_repr_says_what_ran_and_how_it_ended() -> None:
+    run = make_run({0: [3.0, 2.0], 1: [3.0, 2.0, 1.0]})
+    run.end("finished")
+    assert repr(run) == "<Run 'run-1': ddp on 2 ranks, finished, 3 steps>"
+
+
+def test_repr_of_one_rank_and_one_step_is_english() -> None:
+    assert repr(make_run({0: [1.0]})) == "<Run 'run-1': ddp on 1 rank, running, 1 step>"
+
+
+def test_repr_holds_nothing_that_differs_from_run_to_run() -> None:
+    first = make_run({0: [3.0, 2.0], 1: [3.5, 2.5]}, seconds_a_step=0.1)
+    second = make_run({0: [9.0, float("nan")], 1: [1.0, 0.5]}, seconds_a_step=7.0)
+    first.end("finished")
+    second.end("finished")
+    second.seconds = 99.0
+    assert repr(first) == repr(second)
+
+
+# ---- state and time ----
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "interrupted"])
+def test_a_run_that_ended_keeps_how_long_it_took(state: str) -> None:
+    run = make_run(EMPTY)
+    assert run.state == "running"
+    assert 0 <= run.elapsed() <= run.elapsed()
+    run.end(state)
+    assert run.state == state
+    assert run.elapsed() == run.elapsed() == run.seconds
+
+
+def test_world_size_counts_the_ranks_of_the_run() -> None:
+    assert make_run({0: [1.0]}).world_size == 1
+    assert make_run({0: [], 1: [], 2: []}).world_size == 3
+
+
+def test_steps_a_second_are_measured_between_the_first_and_last_step() -> None:
+    run = make_run({0: [1.0] * 11}, seconds_a_step=0.25)
+    assert run.steps_per_s() == pytest.approx(4.0)
+
+
+def test_steps_a_second_are_those_of_the_slowest_rank() -> None:
+    run = make_run({0: [1.0] * 3, 1: [1.0] * 3})
+    run.collector.records(1)["seconds"] *= 2
+    assert run.steps_per_s() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("losses", [EMPTY, {0: [1.0], 1: [1.0]}])
+def test_steps_a_second_are_unknown_before_the_second_step(
+    losses: dict[int, Sequence[float]],
+) -> None:
+    assert make_run(losses).steps_per_s() is None
+
+
+# ---- summary ----
+
+
+def test_summary_has_a_row_for_each_rank() -> None:
+    summary = make_run({0: [3.0, 2.0, 1.0], 1: [5.0, 4.0]}).summary()
+    assert summary.index.name == "rank"
+    assert summary.to_dict("index") == {
+        0: {
+            "steps": 3,
+            "first_loss": 3.0,
+            "last_loss": 1.0,
+            "seconds": 2.5,
+            "steps_per_s": pytest.approx(3 / 2.5),
+            "peak_memory_mib": 3.0,
+        },
+        1: {
+            "steps": 2,
+            "first_loss": 5.0,
+            "last_loss": 4.0,
+            "seconds": 2.0,
+            "steps_per_s": pytest.approx(2 / 2.0),
+            "peak_memory_mib": 2.0,
+        },
+    }
+
+
+def test_summary_has_the_peak_of_memory_not_the_last() -> None:
+    run = make_run({0: [1.0, 1.0, 1.0]})
+    run.collector.records(0)["memory_bytes"] = [2**20, 9 * 2**20, 2**20]
+    assert run.summary().loc[0, "peak_memory_mib"] == 9.0
+
+
+def test_summary_of_an_empty_run_has_no_numbers() -> None:
+    summary = make_run(EMPTY).summary()
+    assert list(summary.index) == [0, 1]
+    assert list(summary["steps"]) == [0, 0]
+    assert summary.drop(columns="steps").isna().all(axis=None)
+
+
+def test_history_is_that_of_the_collector() -> None:
+    run = make_run({0: [1.0], 1: [2.0]})
+    assert run.history.equals(run.collector.history())
+
+
+# ---- status line ----
+
+
+def test_status_of_a_loop_of_unknown_length_counts_steps() -> None:
+    assert make_run(EMPTY).status_line() == "run-1: ddp on 2 ranks, step 0"
+    run = make_run({0: [1.0] * 5})
+    assert run.status_line() == "run-1: ddp on 1 rank, step 5, 2 steps/s"
+
+
+def test_status_of_a_loop_of_known_length_tells_when_it_ends() -> None:
+    progress = Progress(epoch=2, epochs=3, steps_per_epoch=10)
+    run = make_run({0: [1.0] * 15}, progress=progress)
+    assert run.status_line() == (
+        "run-1: ddp on 1 rank, epoch 2/3, step 15/30, 2 steps/s, 8 s left"
+    )
+
+
+def test_status_with_an_unknown_number_of_epochs_counts_within_the_epoch() -> None:
+    progress = Progress(epoch=3, steps_per_epoch=10)
+    run = make_run({0: [1.0] * 24}, progress=progress)
+    assert run.status_line() == (
+        "run-1: ddp on 1 rank, epoch 3, step 4/10 of the epoch, 2 steps/s"
+    )
+
+
+def test_status_of_a_run_that_ended_has_its_time_and_no_time_left() -> None:
+    progress = Progress(epoch=1, epochs=1, steps_per_epoch=10)
+    run = make_run({0: [1.0] * 5}, progress=progress)
+    run.end("interrupted")
+    run.seconds = 12.345
+    assert run.status_line() == (
+        "run-1: ddp on 1 rank, interrupted, epoch 1/1, step 5/10, 2 steps/s, 12.3 s"
+    )
+
+
+def test_status_tells_of_lost_records() -> None:
+    run = make_run({0: [1.0]}, sequence=2)
+    assert run.status_line().endswith(", 2 batches of records lost")
+    assert "lost" not in make_run({0: [1.0]}).status_line()
+
+
+def test_status_never_promises_negative_time() -> None:
+    progress = Progress(epoch=2, epochs=2, steps_per_epoch=4)
+    run = make_run({0: [1.0] * 10}, progress=progress)
+    [left] = re.findall(r"(\S+) s left", run.status_line())
+    assert math.isclose(float(left), 0.0)
+    assert not left.startswith("-")
