@@ -299,8 +299,9 @@ def rewrap_models(former: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     for found in gc.get_objects():
         if (
             issubclass(type(found), DistributedDataParallel)
-            # A constructor that was interrupted leaves one without a group.
-            and found.__dict__.get("process_group") is former
+            # A constructor that was interrupted leaves one without a reducer.
+            and "reducer" in found.__dict__
+            and found.process_group is former
         ):
             found.process_group = group
             found.__setstate__(found.__getstate__())
