@@ -242,9 +242,12 @@ class Lab:
         import pandas as pd
 
         cluster = self._running_cluster()
-        alive = [rank for rank in range(self.world_size) if cluster.is_alive(rank)]
-        described = cluster.call(f"{_CELL}:describe_rank", ranks=alive)
-        facts = dict(zip(alive, described, strict=True))
+        facts = {}
+        for rank in range(self.world_size):
+            # A rank may die while it is asked.
+            with contextlib.suppress(RuntimeError):
+                if cluster.is_alive(rank):
+                    [facts[rank]] = cluster.call(f"{_CELL}:describe_rank", ranks=[rank])
         run = self.runs[-1] if self.runs else None
         rows = []
         for placement in self.placements:

@@ -1,0 +1,111 @@
+"""A real Jupyter kernel for tests, driven as a front end drives it."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import psutil
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+from labkit.notebook import watchdog
+
+
+@dataclass
+class Reply:
+    """What a front end got for one cell."""
+
+    status: str
+    streams: dict[str, str] = field(default_factory=dict)
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stdout(self) -> str:
+        return self.streams.get("stdout", "")
+
+    @property
+    def stderr(self) -> str:
+        return self.streams.get("stderr", "")
+
+
+class Kernel:
+    """One kernel and a client of it."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.manager.provisioner.pid)  # type: ignore[union-attr]
+
+    def run(
+        self,
+        code: str,
+        timeout: float = 60,
+        on_message: Callable[[dict[str, Any]], None] = lambda message: None,
+    ) -> Reply:
+        """Run a cell and gather what it gave; `on_message` sees each iopub message."""
+        reply = Reply("")
+
+        def take(message: dict[str, Any]) -> None:
+            content, kind = message["content"], message["header"]["msg_type"]
+            if kind == "stream":
+                name = content["name"]
+                reply.streams[name] = reply.streams.get(name, "") + content["text"]
+            elif kind == "display_data":
+                reply.displays.append(content["data"])
+            elif kind == "update_display_data":
+                reply.updates.append(content["data"])
+            elif kind == "execute_result":
+                reply.result = content["data"]
+            elif kind == "error":
+                reply.error = content
+            on_message(message)
+
+        answer = self.client.execute_interactive(
+            code, timeout=timeout, output_hook=take, allow_stdin=False
+        )
+        reply.status = answer["content"]["status"]
+        return reply
+
+    def lab_tokens(self) -> set[str]:
+        """The tokens of the labs that this kernel has started."""
+        found = set()
+        for child in self.process.children():
+            token = child.environ().get(watchdog.TOKEN_VARIABLE)
+            if token is not None:
+                found.add(token)
+        return found
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+
+
+@contextmanager
+def running_kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Return once `condition` holds; AssertionError with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.05)

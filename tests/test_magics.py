@@ -1,0 +1,288 @@
+"""The magics through a real kernel: what a user of a notebook sees."""
+
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kernels import Kernel
+from kernels import running_kernel
+
+from labkit.magics import LabMagics
+
+pytestmark = pytest.mark.timeout(120)
+
+LOOP = """%%dist_train ddp {options}
+import torch.nn.functional as F
+from labkit.data import digits
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+fit(model, digits(), F.cross_entropy, batch_size=64, epochs={epochs},
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with running_kernel() as kernel:
+        assert kernel.run("%load_ext labkit").status == "ok"
+        assert kernel.run("%dist_start -n 2").status == "ok"
+        yield kernel
+
+
+def usage_error(kernel: Kernel, code: str) -> str:
+    """The one line that a wrong magic line gives."""
+    reply = kernel.run(code)
+    assert reply.status == "error"
+    assert reply.stderr.startswith("UsageError: ")
+    return reply.stderr
+
+
+def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
+    reply = kernel.run("%dist_start -n 2")  # again: the same lab
+    assert reply.stdout == (
+        "Ready: 2 ranks on the CPU, gloo; every rank answered, and one all-reduce "
+        "was right.\n"
+    )
+
+
+def test_start_shows_its_progress_in_one_line() -> None:
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit")
+        out = kernel.run("%dist_start -n 1").stdout
+        assert out.count("\n") == 1
+        states = [state.strip() for state in out.split("\r")[1:]]
+        assert states[0] == "starting the controller"
+        assert states[-1].startswith("Ready: 1 rank on the CPU, gloo")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "%dist_start -n 3",
+            "a lab of 2 ranks on the CPU, gloo is running; %dist_stop",
+        ),
+        ("%dist_start --backend nccl", "is running; %dist_stop it before"),
+        ("%dist_start -n zero", "invalid int value: 'zero'"),
+        ("%dist_start --backend mpi", "invalid choice: 'mpi'"),
+        ("%dist_start --launcher slurm", "unrecognized arguments"),
+        ("%%dist 2\n1", "this lab has the ranks 0, 1"),
+        ("%%dist one\n1", "write 0, or 0,2, or 1-3, or all"),
+        ("%%dist --timeout 0\n1", "must be a number of seconds > 0"),
+        ("%%dist_train\n1", "the following arguments are required: STRATEGY"),
+        ("%%dist_train zero7\n1", "choose one of: single, ddp, raw"),
+        ("%%dist_train ddp work\n1", "one word too many"),
+        ("%%dist_train ddp --precision bf16\n1", "unrecognized arguments"),
+        ("%%dist_train ddp --seed x\n1", "invalid int value"),
+        ("%dist_train ddp", "takes a strategy and a function"),
+        ("%dist_train ddp nothing", "the notebook has no function 'nothing'"),
+        ("%dist_push nothing", "the notebook has no variable 'nothing'"),
+        ("%dist_pull nothing", "no variable 'nothing'"),
+        ("%dist_pull x --rank 0 --all", "--all and --rank: choose one"),
+        ("%dist_pull x --rank 9", "this lab has the ranks 0, 1"),
+    ],
+)
+def test_a_wrong_line_is_explained_and_changes_nothing(
+    kernel: Kernel, line: str, message: str
+) -> None:
+    before = kernel.run("import labkit; len(labkit.current_lab().runs)").result
+    assert message in usage_error(kernel, line)
+    after = kernel.run("import labkit; len(labkit.current_lab().runs)").result
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "magic", ["%%dist\n1", "%dist_status", "%%dist_train ddp\n1", "%dist_pull x"]
+)
+def test_without_a_lab_a_magic_says_how_to_start_one(magic: str) -> None:
+    from IPython.testing.globalipapp import get_ipython
+
+    shell = get_ipython()
+    shell.run_line_magic("load_ext", "labkit")
+    result = shell.run_cell(magic)
+    assert str(result.error_in_exec) == "no lab is running; %dist_start starts one"
+
+
+def test_every_magic_and_option_has_help() -> None:
+    names = {**LabMagics.magics["line"], **LabMagics.magics["cell"]}.values()
+    assert len(names) == 8
+    for name in names:
+        magic = getattr(LabMagics, name)
+        assert magic.__doc__.strip(), name
+        assert all(action.help for action in magic.parser._actions), name
+
+
+def test_a_cell_prints_by_rank(kernel: Kernel) -> None:
+    reply = kernel.run("%%dist\nprint('hello from', rank)\nworld_size")
+    assert reply.stdout == (
+        "[rank 0] hello from 0\n[rank 1] hello from 1\n[ranks 0-1] 2\n"
+    )
+
+
+def test_figures_of_ranks_come_through(kernel: Kernel) -> None:
+    reply = kernel.run(
+        "%%dist 1\nimport matplotlib.pyplot as plt\nplt.plot([1, rank]);"
+    )
+    assert "[rank 1]" in reply.stdout
+    assert [set(data) for data in reply.displays] == [{"image/png", "text/plain"}]
+
+
+def test_rich_results_come_through_once_if_equal(kernel: Kernel) -> None:
+    code = "%%dist\nfrom IPython.display import HTML\nHTML('<b>both</b>')"
+    reply = kernel.run(code)
+    assert [data["text/html"] for data in reply.displays] == ["<b>both</b>"]
+    assert reply.stdout == "[ranks 0-1]\n"
+
+
+def test_a_cell_without_a_magic_runs_in_the_notebook(kernel: Kernel) -> None:
+    assert kernel.run("rank").error["ename"] == "NameError"
+
+
+def test_push_and_pull_by_name(kernel: Kernel) -> None:
+    kernel.run("rate = 0.25\ndef double(x):\n    return 2 * x")
+    assert kernel.run("%dist_push rate double").status == "ok"
+    kernel.run("%%dist\ndoubled = double(rate) + rank")
+    kernel.run("%dist_pull doubled --all")
+    assert kernel.run("doubled").result["text/plain"] == "[0.5, 1.5]"
+    kernel.run("%dist_pull doubled --rank 1")
+    assert kernel.run("doubled").result["text/plain"] == "1.5"
+
+
+def test_status_is_a_table_by_rank(kernel: Kernel) -> None:
+    text = kernel.run("%dist_status").result["text/plain"]
+    assert re.search(r"^0 .*cpu +idle +\d+ MiB +[\d.]+ GiB", text, re.MULTILINE)
+
+
+def test_training_shows_one_live_picture_and_returns_the_run(kernel: Kernel) -> None:
+    reply = kernel.run(
+        "%%dist_train raw --name first\n"
+        "import time\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
+        "for step in range(400):\n"
+        "    model(torch.ones(1, 1)).sum().square().backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"
+    )
+    assert reply.status == "ok"
+    assert reply.stdout == ""
+    assert reply.result["text/plain"] == (
+        "<Run 'first': raw on 2 ranks, finished, 400 steps>"
+    )
+    pictures = [*reply.displays, *reply.updates]
+    assert len(reply.displays) == 1
+    assert len({data["image/png"] for data in pictures}) >= 3
+    assert {data["text/plain"] for data in pictures} == {
+        "<live picture of first: loss and memory by rank>"
+    }
+    assert "text/html" in kernel.run("_.summary()").result
+    assert "image/png" in kernel.run("labkit.current_lab().runs[-1].plot()").result
+
+
+def test_no_live_shows_no_picture(kernel: Kernel) -> None:
+    reply = kernel.run(LOOP.format(options="--no-live", epochs=1))
+    assert reply.status == "ok"
+    assert reply.displays == []
+
+
+def test_a_function_of_the_notebook_trains_with_all_it_refers_to(
+    kernel: Kernel,
+) -> None:
+    kernel.run(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(2, 1)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x)\n"
+        "def show(text):\n"
+        "    print(text)\n"
+        "def work(rank, world_size):\n"
+        "    show(f'{rank} of {world_size}')\n"
+        "    model = Net()\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    reply = kernel.run("%dist_train raw work --name function")
+    assert reply.stdout == "[rank 0] 0 of 2\n[rank 1] 1 of 2\n"
+    assert "raw on 2 ranks, finished, 1 steps" in reply.result["text/plain"]
+
+
+def test_a_traceback_from_a_function_names_its_cell_and_lines(kernel: Kernel) -> None:
+    number = int(kernel.run("len(In) - 1").result["text/plain"])
+    kernel.run("def broken():\n    a = 1\n    a / 0")
+    reply = kernel.run("%dist_train raw broken")
+    assert reply.status == "error"
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(reply.error["traceback"]))
+    assert f"Cell In[{number + 1}], line 3, in broken()" in text
+    assert "ZeroDivisionError" in text
+
+
+def test_a_failing_rank_gives_the_cell_an_error_with_its_own_lines(
+    kernel: Kernel,
+) -> None:
+    number = int(kernel.run("len(In) - 1").result["text/plain"])
+    code = "%%dist\n\nif rank == 1:\n    raise ValueError('on purpose')\ndist.barrier()"
+    reply = kernel.run(code)
+    assert reply.status == "error"
+    assert reply.error["ename"] == "RankError"
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(reply.error["traceback"]))
+    assert "On rank 1:" in text
+    assert f"Cell In[{number + 1}], line 4" in text
+    assert "----> 4     raise ValueError('on purpose')" in text
+    assert "rank 0: stopped at line 5: dist.barrier(), because rank 1 failed" in text
+    assert "labkit/notebook" not in text
+
+
+@pytest.mark.parametrize(
+    "waits_in",
+    [
+        "time.sleep(60)",
+        "while True: pass",
+        "dist.barrier() if rank == 0 else dist.all_gather_object([0, 0], 1)",
+        "dist.all_reduce(torch.ones(1)) if rank == 0 else time.sleep(60)",
+    ],
+)
+def test_the_stop_button_ends_a_cell_and_the_next_one_works(
+    kernel: Kernel, waits_in: str
+) -> None:
+    kernel.run("%%dist\nkept = 7 + rank")
+
+    def interrupt_once_running(message: dict[str, Any]) -> None:
+        if "here" in message["content"].get("text", ""):
+            threading.Timer(0.0, kernel.manager.interrupt_kernel).start()
+
+    code = f"%%dist\nimport time\nprint('here')\n{waits_in}"
+    reply = kernel.run(code, timeout=30, on_message=interrupt_once_running)
+    assert reply.status == "error"
+    assert reply.error["ename"] == "Interrupted"
+    assert "every rank keeps its variables" in reply.error["traceback"][0]
+    code = "%%dist\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(kept, x.item())"
+    assert kernel.run(code).stdout == "[rank 0] 7 2.0\n[rank 1] 8 2.0\n"
+
+
+def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
+    reply = kernel.run("%%dist 1\nimport os\nos.kill(os.getpid(), 9)")
+    assert "the process died" in reply.error["evalue"]
+    assert "killed by SIGKILL" in reply.error["evalue"]
+    assert "dead" in kernel.run("%dist_status").result["text/plain"]
+    assert "%dist_restart" in usage_error(kernel, "%%dist\n1")
+    assert kernel.run("%dist_restart").stdout.startswith("rank 1 restarted; Ready: ")
+    assert kernel.run("%%dist\ndist.barrier()\nprint('ok')").stdout == (
+        "[ranks 0-1] ok\n"
+    )
+
+
+def test_stop_is_quiet_and_start_works_again() -> None:
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit")
+        kernel.run("%dist_start -n 1")
+        assert kernel.lab_tokens()
+        reply = kernel.run("%dist_stop")
+        assert (reply.status, reply.streams) == ("ok", {})
+        assert kernel.lab_tokens() == set()
+        assert kernel.run("%dist_stop").status == "ok"
+        assert "Ready: 1 rank" in kernel.run("%dist_start -n 1").stdout
