@@ -106,7 +106,7 @@ WAYS = {
 
 
 def main() -> None:
-    args = parser(__doc__, rounds=5, steps=6000).parse_args()
+    args = parser(__doc__, rounds=5, steps=4000).parse_args()
     rates, pictures = defaultdict(list), defaultdict(list)
     with lab_kernel("%dist_start -n 2 --device cpu --threads 1") as kernel:
         for _ in range(args.rounds):

@@ -365,6 +365,9 @@ class Lab:
         state = "interrupted"
         try:
             outcomes = dispatch.wait(timeout)
+            for outcome in outcomes:
+                if run is not None and outcome.status != "died":
+                    run.collector.finish(outcome.rank, outcome.num_batches)
             first = first_failure(dispatch.outcomes)
             if dispatch.was_interrupted or dispatch.timed_out:
                 first = first if first and first.status == "died" else None
@@ -480,5 +483,5 @@ def execution_count() -> int:
 
         if (shell := get_ipython()) is not None:
             # `shell.execution_count` is the next cell's already.
-            return len(shell.history_manager.input_hist_parsed) - 1
+            return max(1, len(shell.history_manager.input_hist_parsed) - 1)
     return 1

@@ -20,7 +20,10 @@ class PortablePickler(cloudpickle.Pickler):
             if isinstance(value, torch.nn.parallel.DistributedDataParallel):
                 return _same, (value.module,)
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                return value.detach().cpu().__reduce_ex__(_PROTOCOL)
+                here = value.detach().cpu().requires_grad_(value.requires_grad)
+                if isinstance(value, torch.nn.Parameter):
+                    here = torch.nn.Parameter(here.detach(), value.requires_grad)
+                return here.__reduce_ex__(_PROTOCOL)
         return super().reducer_override(value)
 
 
@@ -32,9 +35,17 @@ def _same(value: Any) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """`value` as bytes; `loads` makes it again, in any process with labkit."""
+    """`value` as bytes; `loads` makes it again, in any process with labkit.
+
+    Raises ValueError for what belongs to this process: a lock, an open file, a lab.
+    """
     buffer = io.BytesIO()
-    PortablePickler(buffer, protocol=_PROTOCOL).dump(value)
+    try:
+        PortablePickler(buffer, protocol=_PROTOCOL).dump(value)
+    except Exception as error:  # whatever a value's own __reduce__ may raise
+        raise ValueError(
+            f"this cannot go to another process: {error}; make it there instead"
+        ) from error
     return buffer.getvalue()
 
 

@@ -2,7 +2,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from labkit.notebook.collector import Collector
 from labkit.records import RECORD
@@ -119,14 +118,6 @@ def test_a_metric_that_is_logged_twice_at_a_step_keeps_both() -> None:
 def test_nan_is_a_value_that_history_keeps() -> None:
     collector = collect((0, batch(("loss", 1, float("nan")), ("loss", 2, 1.0))))
     assert rows(collector.history(), "step", "loss") == [(1, None), (2, 1.0)]
-
-
-@pytest.mark.parametrize("name", ["seconds", "memory_bytes", "rank", "again"])
-def test_a_metric_that_is_called_as_a_column_does_not_spoil_history(name: str) -> None:
-    collector = collect((1, batch(("loss", 7, 0.5), (name, 7, 0.25))))
-    history = collector.history()
-    assert rows(history, "step", "rank", "loss", "memory_bytes") == [(7, 1, 0.5, 700)]
-    assert 0.25 in history.to_numpy(), "the metric itself must be there too"
 
 
 def test_a_run_without_records_has_an_empty_history() -> None:

@@ -207,9 +207,10 @@ def test_a_function_that_cannot_travel_is_explained(make: Callable[[], Any]) -> 
     def train() -> Any:
         return thing
 
-    with pytest.raises(ValueError, match="train cannot be sent to the ranks") as error:
+    with pytest.raises(
+        ValueError, match=r"cannot go to another process.*make it there"
+    ):
         pack_function(train)
-    assert "make that inside the function" in str(error.value)
 
 
 def test_with_rank_travels_beside_the_function() -> None:

@@ -176,8 +176,9 @@ def test_training_shows_one_live_picture_and_returns_the_run(kernel: Kernel) -> 
     assert {data["text/plain"] for data in pictures} == {
         "<live picture of first: loss and memory by rank>"
     }
-    assert "text/html" in kernel.run("_.summary()").result
-    assert "image/png" in kernel.run("labkit.current_lab().runs[-1].plot()").result
+    kernel.run("run = _")
+    assert "text/html" in kernel.run("run.summary()").result
+    assert "image/png" in kernel.run("run.plot()").result
 
 
 def test_no_live_shows_no_picture(kernel: Kernel) -> None:
@@ -208,7 +209,7 @@ def test_a_function_of_the_notebook_trains_with_all_it_refers_to(
     )
     reply = kernel.run("%dist_train raw work --name function")
     assert reply.stdout == "[rank 0] 0 of 2\n[rank 1] 1 of 2\n"
-    assert "raw on 2 ranks, finished, 1 steps" in reply.result["text/plain"]
+    assert "raw on 2 ranks, finished, 1 step>" in reply.result["text/plain"]
 
 
 def test_a_traceback_from_a_function_names_its_cell_and_lines(kernel: Kernel) -> None:

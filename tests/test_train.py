@@ -312,6 +312,7 @@ def test_a_function_without_parameters_uses_names_of_the_rank(
         ("prepare(m, o, [1], batch_size=0)", "must be 1 or more"),
         ("prepare(m, o, [], batch_size=1)", "the dataset is empty"),
         ("fit(m, [1], None, optimizer=o, batch_size=1, epochs=0)", "epochs is 0"),
+        ("log(seconds=1)", "is labkit's own; choose another name"),
         ("log(loss='low')", "takes a number or a tensor of one element"),
         ("log(loss=torch.ones(3))", r"a tensor of shape \(3,\)"),
     ],

@@ -9,6 +9,7 @@ from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress
 
+_AGAIN = "(again)"  # no metric can be called so
 _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
 
 
@@ -36,6 +37,11 @@ class Collector:
         if len(batch.records):
             self._chunks[rank].append(batch.records)
             self.num_records[rank] += len(batch.records)
+
+    def finish(self, rank: int, num_batches: int) -> None:
+        """Take a rank's last word: how many batches it sent."""
+        self.num_lost += num_batches - self._next_sequence[rank]
+        self._next_sequence[rank] = num_batches
 
     def records(self, rank: int) -> np.ndarray:
         """All records of a rank so far: (num_records,) of `records.RECORD`."""
@@ -69,14 +75,12 @@ class Collector:
         if records.empty:
             return pd.DataFrame(columns=_LEADING)
         names = self._names[rank]
-        again = records.groupby(["metric", "step"]).cumcount()
-        rows = records.assign(again=again).groupby(["step", "again"])
-        values = records.assign(again=again).pivot(
-            index=["step", "again"], columns="metric", values="value"
-        )
+        records[_AGAIN] = records.groupby(["metric", "step"]).cumcount()
+        rows = records.groupby(["step", _AGAIN])
+        values = records.pivot(index=["step", _AGAIN], columns="metric", values="value")
         values.columns = pd.Index([names[int(metric)] for metric in values.columns])
         frame = values.join(rows[["seconds", "memory_bytes"]].last()).reset_index()
-        frame = frame.drop(columns="again").assign(rank=rank)
+        frame = frame.drop(columns=_AGAIN).assign(rank=rank)
         return frame.reindex(columns=[*dict.fromkeys([*_LEADING, *frame.columns])])
 
 

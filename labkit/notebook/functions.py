@@ -18,15 +18,7 @@ def pack_function(function: Callable[..., Any]) -> Packed:
     called with (rank, world_size); and the notebook's cells, for tracebacks.
     """
     with_rank = takes_rank(function)
-    try:
-        payload = portable.dumps(function)
-    except Exception as error:
-        name = getattr(function, "__name__", repr(function))
-        raise ValueError(
-            f"{name} cannot be sent to the ranks: {error}. It refers to something that "
-            "belongs to this process; make that inside the function"
-        ) from error
-    return payload, with_rank, _cell_sources()
+    return portable.dumps(function), with_rank, _cell_sources()
 
 
 def takes_rank(function: Callable[..., Any]) -> bool:

@@ -44,25 +44,28 @@ class LiveView:
         num_records = sum(self.run.collector.num_records.values())
         if not num_records or num_records == self._num_drawn:
             return
-        started = time.monotonic()
         self._num_drawn = num_records
+        took = 0.0
         if self._in_notebook:
+            if self._plot is None:
+                # The first time this imports matplotlib, which is not drawing.
+                from labkit.notebook.plots import RunPlot
+
+                self._plot = RunPlot(self.run.collector)
+            started = time.process_time()
             self._draw()
+            took = time.process_time() - started
             self.num_draws += 1
         elif self._in_terminal:
             print(f"\r{self.run.status_line():<100}", end="", flush=True)
             self.num_draws += 1
-        took = time.monotonic() - started
-        self._next_draw = time.monotonic() + max(REFRESH_S - took, took / MAX_LOAD)
+        self._next_draw = time.monotonic() + max(REFRESH_S, took / MAX_LOAD) - took
 
     def _draw(self) -> None:
         from IPython.display import display
 
-        from labkit.notebook.plots import RunPlot
         from labkit.notebook.plots import to_png
 
-        if self._plot is None:
-            self._plot = RunPlot(self.run.collector)
         self._plot.update(self.run.status_line())
         bundle = {
             "image/png": to_png(self._plot.figure),

@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Any
 
 # A progress bar rewrites its line with "\r": each state of it is a line of its own.
-_LINE = re.compile(r"[^\r\n]*[\r\n]")
+_LINE_END = re.compile(r"\n|\r(?!\Z)")
 
 HOLD_S = 0.5
 """How long output waits for the other ranks to say the same."""
@@ -53,7 +53,6 @@ class OutputMerger:
         self._partial: dict[tuple[int, str], str] = {}
         self._oldest: float | None = None
         self._label = ""
-        self._at_line_start = True
 
     def add_message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         """Take one iopub message of a rank; other kinds than output are ignored."""
@@ -69,7 +68,9 @@ class OutputMerger:
                 self._add_text(rank, "stdout", data["text/plain"] + "\n")
                 return
             self._end_partial_lines(rank)
-            self._append(rank, Item("display", repr(data), data, transient))
+            # What may be updated later is shared only by ranks that share its id.
+            text = repr((data, transient.get("display_id")))
+            self._append(rank, Item("display", text, data, transient))
 
     def write_ready(self) -> None:
         """Write what need not wait any longer."""
@@ -83,6 +84,7 @@ class OutputMerger:
             self._write_merged({rank: q[:common] for rank, q in self._queues.items()})
             for queue in queues:
                 del queue[:common]
+            self._oldest = time.monotonic()  # the rest begins to wait only now
         if not any(self._queues.values()):
             self._oldest = None
         elif self._oldest is not None and time.monotonic() - self._oldest > HOLD_S:
@@ -92,6 +94,7 @@ class OutputMerger:
         """Write everything: no more will come."""
         for rank in self._queues:
             self._end_partial_lines(rank)
+        self.write_ready()
         self._write_all()
 
     # ---- taking ----
@@ -100,8 +103,8 @@ class OutputMerger:
         # A shell command on a pseudo-terminal ends its lines with "\r\n".
         text = (self._partial.pop((rank, stream), "") + text).replace("\r\n", "\n")
         end = 0
-        for match in _LINE.finditer(text):
-            self._append(rank, Item(stream, match.group()))
+        for match in _LINE_END.finditer(text):
+            self._append(rank, Item(stream, text[end : match.end()]))
             end = match.end()
         if end < len(text):
             self._partial[rank, stream] = text[end:]
@@ -109,7 +112,8 @@ class OutputMerger:
     def _end_partial_lines(self, rank: int) -> None:
         for stream in ("stdout", "stderr"):
             if rest := self._partial.pop((rank, stream), ""):
-                self._append(rank, Item(stream, rest + "\n"))
+                end = "" if rest.endswith("\r") else "\n"
+                self._append(rank, Item(stream, rest + end))
 
     def _append(self, rank: int, item: Item) -> None:
         self._queues[rank].append(item)

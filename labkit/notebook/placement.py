@@ -78,7 +78,7 @@ def place_ranks(
         )
     if device == "cpu" and threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.
-        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        threads = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 1)
     return [
         Placement(
             rank=rank,

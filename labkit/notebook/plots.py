@@ -84,7 +84,8 @@ class RunPlot:
             axes.relim()
             axes.autoscale_view()
         # From 0, so that a change looks as large as it is.
-        self._memory.set_ylim(0, 1.15 * self._memory.dataLim.ymax)
+        highest = self._memory.dataLim.ymax
+        self._memory.set_ylim(0, 1.15 * highest if 0 < highest < np.inf else 1)
 
 
 def _dress(axes: Axes, label: str) -> None:
@@ -104,14 +105,15 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     stretch = -(-2 * len(x) // MAX_POINTS)
     if stretch <= 2:
         return x, y
-    whole = len(y) // stretch * stretch
-    blocks = y[:whole].reshape(-1, stretch)
-    starts = np.arange(0, whole, stretch)
+    # The last stretch is filled up with its last value.
+    filled = np.append(y, np.full(-len(y) % stretch, y[-1]))
+    blocks = filled.reshape(-1, stretch)
+    starts = np.arange(0, len(y), stretch)
     # NaN must not hide a block's other values, and a block of NaN stays one.
     low = starts + np.argmin(np.where(np.isnan(blocks), np.inf, blocks), axis=1)
     high = starts + np.argmax(np.where(np.isnan(blocks), -np.inf, blocks), axis=1)
-    last = np.arange(whole, len(y))
-    keep = np.unique(np.concatenate([low, high, last[-1:]]))
+    keep = np.unique(np.concatenate([low, high, [len(y) - 1]]))
+    keep = keep[keep < len(y)]
     return x[keep], y[keep]
 
 

@@ -34,7 +34,7 @@ class Run:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return (
             f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}, "
-            f"{self.num_steps} steps>"
+            f"{self.num_steps} step{'s' * (self.num_steps != 1)}>"
         )
 
     @property

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from torch.utils.data import IterableDataset
 from torch.utils.data import RandomSampler
 from torch.utils.data import Sampler
+from torch.utils.data import SequentialSampler
 from torch.utils.data import TensorDataset
 from torch.utils.data import default_collate
 
@@ -148,7 +149,7 @@ def deal_out(
     batch size (which is then the global one), order, `collate_fn` and workers.
     """
     dataset: Any
-    options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
+    options: dict[str, Any] = {}
     drop_last = False
     if isinstance(source, DataLoader):
         if source.batch_size is None:
@@ -171,6 +172,8 @@ def deal_out(
             "pin_memory": source.pin_memory,
             "worker_init_fn": source.worker_init_fn,
             "persistent_workers": source.persistent_workers,
+            "timeout": source.timeout,
+            "prefetch_factor": source.prefetch_factor,
             "multiprocessing_context": source.multiprocessing_context,
         }
     else:
@@ -179,6 +182,14 @@ def deal_out(
         raise ValueError(
             f"prepare deals out samples by their index; {type(dataset).__name__} has "
             "no length. Give it a map-style dataset (__len__ and __getitem__)"
+        )
+    if isinstance(source, DataLoader) and not isinstance(
+        source.sampler, RandomSampler | SequentialSampler
+    ):
+        raise ValueError(
+            f"the DataLoader has a {type(source.sampler).__name__}, and prepare deals "
+            "out the samples itself; give it a DataLoader without, or the dataset "
+            "with batch_size=N, or use %%dist_train raw"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int):
         raise ValueError(

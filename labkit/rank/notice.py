@@ -35,8 +35,9 @@ class Noticer:
         ) -> None:
             if self.numel() == 1:
                 noticer._losses.append(snapshot(getattr(self, "_unscaled_loss", self)))
-                if noticer.weight != 1.0 and gradient is None:
-                    gradient = torch.full_like(self, noticer.weight)
+                if noticer.weight != 1.0:
+                    ones = torch.ones_like(self) if gradient is None else gradient
+                    gradient = noticer.weight * ones
             backward(self, gradient, *args, **kwargs)
 
         def noticed_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:

@@ -25,6 +25,8 @@ from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
 from labkit.strategies import Strategy
 
+RESERVED = frozenset({"rank", "seconds", "memory_bytes"})
+
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
@@ -158,6 +160,11 @@ class Session:
         The step is the count of optimizer steps in this run unless `step` says
         otherwise; in a run without an optimizer, the calls with that name count.
         """
+        if taken := RESERVED.intersection(metrics):
+            raise ValueError(
+                f"log({min(taken)}=...): that column of a run's history is labkit's "
+                "own; choose another name"
+            )
         memory_bytes = self._read_memory()
         for name, value in metrics.items():
             if step is not None:
