@@ -64,11 +64,13 @@ class LiveView:
     def _draw(self) -> None:
         from IPython.display import display
 
-        from labkit.notebook.plots import to_png
-
-        self._plot.update(self.run.status_line())
+        self._plot.update(
+            self.run.status_line(),
+            num_steps=self.run.planned_steps(),
+            is_final=self.run.state != "running",
+        )
         bundle = {
-            "image/png": to_png(self._plot.figure),
+            "image/png": self._plot.png(),
             # Constant, because nbval compares it with what the first display had.
             "text/plain": f"<live picture of {self.run.name}: loss and memory by rank>",
         }

@@ -27,6 +27,8 @@ RANK_COLOURS = (
 MAX_POINTS = 1000
 _INK = "#333333"
 
+Limits = tuple[float, float]
+
 
 class RunFigure(Figure):
     """A figure that any notebook shows as a PNG, without pyplot."""
@@ -36,12 +38,17 @@ class RunFigure(Figure):
 
 
 class RunPlot:
-    """Loss and memory per rank, side by side; kept, and updated in place."""
+    """Loss and memory per rank, side by side; kept, and updated in place.
+
+    Axes, ticks and text are four fifths of the work of drawing. They are drawn when
+    their limits change, and the limits leave room to grow; in between, only the
+    curves are drawn, over a copy of all the rest.
+    """
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
         self.figure = RunFigure(figsize=(9.0, 3.1), dpi=100, facecolor="white")
-        FigureCanvasAgg(self.figure)
+        self._canvas = FigureCanvasAgg(self.figure)
         # Fixed margins: tight_layout would take longer than all the rest.
         self.figure.subplots_adjust(
             left=0.075, right=0.9, top=0.86, bottom=0.17, wspace=0.24
@@ -67,9 +74,17 @@ class RunPlot:
             fontsize=8,
             ncols=1 + (len(collector.ranks) - 1) // 16,
         )
+        self._limits: tuple[Limits, ...] = ()
+        self._background: Any = None
 
-    def update(self, title: str) -> None:
-        """Bring the figure up to what the collector holds."""
+    def update(
+        self, title: str, *, num_steps: int | None = None, is_final: bool = False
+    ) -> None:
+        """Bring the figure up to what the collector holds.
+
+        The axes reach to `num_steps` where the length of the run is known, and fit
+        the data closely when it is over.
+        """
         self._title.set_text(title)
         for rank in self.collector.ranks:
             losses = self.collector.series(rank, "loss")
@@ -80,12 +95,69 @@ class RunPlot:
             self._lines[self._memory, rank].set_data(
                 *thin(every["step"], every["memory_bytes"] / 2**20)
             )
-        for axes in (self._loss, self._memory):
-            axes.relim()
-            axes.autoscale_view()
-        # From 0, so that a change looks as large as it is.
-        highest = self._memory.dataLim.ymax
-        self._memory.set_ylim(0, 1.15 * highest if 0 < highest < np.inf else 1)
+        loss, memory = self._data(1, self._loss), self._data(1, self._memory)
+        room = 0.0 if is_final else 0.3
+        steps = max([0 if is_final else num_steps or 0, *self._data(0)], default=0)
+        wanted = (
+            (0.0, max(steps, 1.0)),
+            (min(loss, default=0.0), max(loss, default=1.0)),
+            # From 0, so that a change looks as large as it is.
+            (0.0, max(memory, default=0.0) or 1.0),
+        )
+        kept = self._limits or wanted
+        limits = tuple(
+            roomy(now, want, 0.0 if place == 0 and num_steps else room)
+            for place, (now, want) in enumerate(zip(kept, wanted, strict=True))
+        )
+        if limits != self._limits or is_final:
+            self._limits = limits
+            self._background = None
+            for axes, (low, high) in (
+                (self._loss, limits[1]),
+                (self._memory, limits[2]),
+            ):
+                margin = 0.05 * (high - low) or 0.05
+                axes.set_xlim(-0.03 * limits[0][1], 1.03 * limits[0][1])
+                axes.set_ylim(low - margin if low else 0.0, high + 2 * margin)
+
+    def png(self) -> bytes:
+        """The figure as it is, drawn with as little work as it takes."""
+        curves = [self._title, *self._lines.values()]
+        if self._background is None:
+            for artist in curves:
+                artist.set_visible(False)
+            self._canvas.draw()
+            self._background = self._canvas.copy_from_bbox(self.figure.bbox)
+            for artist in curves:
+                artist.set_visible(True)
+        self._canvas.restore_region(self._background)
+        for artist in curves:
+            artist.draw(self._canvas.get_renderer())
+        return encode(self._canvas)
+
+    def _data(self, dim: int, axes: Axes | None = None) -> list[float]:
+        """Least and greatest finite x (dim 0) or y (1) of the curves, if any."""
+        values = [
+            line.get_data()[dim]
+            for (place, _), line in self._lines.items()
+            if axes in (None, place)
+        ]
+        joined = np.concatenate(values).astype(float)
+        finite = joined[np.isfinite(joined)]
+        return [float(finite.min()), float(finite.max())] if len(finite) else []
+
+
+def roomy(now: Limits, wanted: Limits, room: float) -> Limits:
+    """The limits `now` if they still fit `wanted`, else wider ones.
+
+    They fit while they hold it and it fills half of them at least; `room` is how
+    much more than it is taken otherwise.
+    """
+    low, high = wanted
+    fills_enough = high - low >= 0.5 * (now[1] - now[0])
+    if room and now[0] <= low and high <= now[1] and fills_enough:
+        return now
+    return low, high + room * (high - low)
 
 
 def _dress(axes: Axes, label: str) -> None:
@@ -118,9 +190,14 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as a PNG of 64 colours, a quarter of the size of a full one."""
+    """The figure as a PNG, drawn anew."""
     canvas: Any = figure.canvas
     canvas.draw()
+    return encode(canvas)
+
+
+def encode(canvas: FigureCanvasAgg) -> bytes:
+    """What is drawn, as a PNG of 64 colours: half the size of a full one."""
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     palette = image.quantize(
         64, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE

@@ -75,6 +75,13 @@ class Run:
                     rates.append(float(steps / seconds))
         return min(rates) if rates else None
 
+    def planned_steps(self) -> int | None:
+        """Optimizer steps of the whole run, where its loop has said how many."""
+        progress = self.collector.progress[self.collector.ranks[0]]
+        if progress.epochs and progress.steps_per_epoch:
+            return progress.epochs * progress.steps_per_epoch
+        return None
+
     def summary(self) -> pd.DataFrame:
         """One row a rank: steps, first and last loss, seconds, steps/s, peak memory."""
         rows = []
@@ -103,7 +110,7 @@ class Run:
         from labkit.notebook.plots import RunPlot
 
         plot = RunPlot(self.collector)
-        plot.update(self.status_line())
+        plot.update(self.status_line(), is_final=True)
         return plot.figure
 
     def status_line(self) -> str:
@@ -114,9 +121,7 @@ class Run:
             parts.append(self.state)
         progress = self.collector.progress[self.collector.ranks[0]]
         step = self.num_steps
-        total = None
-        if progress.epochs and progress.steps_per_epoch:
-            total = progress.epochs * progress.steps_per_epoch
+        total = self.planned_steps()
         if progress.epoch:
             of = f"/{progress.epochs}" if progress.epochs else ""
             parts.append(f"epoch {progress.epoch}{of}")

@@ -27,7 +27,7 @@ class Share:
     the ranks is the mean over the global batch: 1 when all parts are equal."""
 
 
-class GlobalBatches(Sampler[list[int]]):
+class GlobalBatches(Sampler[Any]):
     """This rank's sample indices in every global batch of an epoch.
 
     Global batch k holds places k*B to (k+1)*B-1 of the epoch's order, on any number
@@ -55,13 +55,15 @@ class GlobalBatches(Sampler[list[int]]):
         self.drop_last = drop_last
         self.seed = seed
         self.epoch = 0
+        self.as_tensors = False
+        """Whether indices come as a tensor, for a dataset that takes one."""
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
             # The same order on every rank and for every number of ranks.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -74,7 +76,7 @@ class GlobalBatches(Sampler[list[int]]):
             part = order[first + start : first + stop]
             if not len(part):
                 part = order[first : first + 1]
-            yield part.tolist()
+            yield part if self.as_tensors else part.tolist()
 
     def share(self, batch: int) -> Share:
         """This rank's part of global batch number `batch`."""
@@ -129,9 +131,21 @@ class RankLoader:
         self._on_epoch(self._num_epochs)
         for number, batch in enumerate(self.loader):
             self._on_batch(self.batches.share(number))
-            yield tree_map_only(
-                torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch
-            )
+            yield to_device(batch, self.device)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch of any structure with its tensors on `device`."""
+    if device.type == "cpu":
+        return batch
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch
+    )
+
+
+def as_list(batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Collates what is a batch already, in the form that `default_collate` gives."""
+    return list(batch)
 
 
 def deal_out(
@@ -212,6 +226,7 @@ def deal_out(
     collate = options.get("collate_fn", default_collate)
     if type(dataset) is TensorDataset and collate is default_collate:
         # Index the tensors once a batch, not once a sample: the same values.
-        options.pop("collate_fn", None)
+        options["collate_fn"] = as_list
+        batches.as_tensors = True
         return DataLoader(dataset, batch_size=None, sampler=batches, **options), batches
     return DataLoader(dataset, batch_sampler=batches, **options), batches
