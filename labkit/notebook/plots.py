@@ -95,30 +95,33 @@ class RunPlot:
             self._lines[self._memory, rank].set_data(
                 *thin(every["step"], every["memory_bytes"] / 2**20)
             )
-        loss, memory = self._data(1, self._loss), self._data(1, self._memory)
-        room = 0.0 if is_final else 0.3
-        steps = max([0 if is_final else num_steps or 0, *self._data(0)], default=0)
-        wanted = (
-            (0.0, max(steps, 1.0)),
-            (min(loss, default=0.0), max(loss, default=1.0)),
-            # From 0, so that a change looks as large as it is.
-            (0.0, max(memory, default=0.0) or 1.0),
-        )
+        wanted = self._wanted_limits(0 if is_final else num_steps or 0)
         kept = self._limits or wanted
-        limits = tuple(
-            roomy(now, want, 0.0 if place == 0 and num_steps else room)
-            for place, (now, want) in enumerate(zip(kept, wanted, strict=True))
-        )
+        limits = wanted if is_final else tuple(map(roomy, kept, wanted))
         if limits != self._limits or is_final:
             self._limits = limits
             self._background = None
-            for axes, (low, high) in (
-                (self._loss, limits[1]),
-                (self._memory, limits[2]),
+            (_, last), *heights = limits
+            for axes, (low, high) in zip(
+                (self._loss, self._memory), heights, strict=True
             ):
                 margin = 0.05 * (high - low) or 0.05
-                axes.set_xlim(-0.03 * limits[0][1], 1.03 * limits[0][1])
+                axes.set_xlim(-0.03 * last, 1.03 * last)
                 axes.set_ylim(low - margin if low else 0.0, high + 2 * margin)
+
+    def _wanted_limits(self, num_steps: int) -> tuple[Limits, ...]:
+        """What must be seen: the steps, the losses, the memory."""
+        steps = max([num_steps, *self._data(0)], default=0)
+        loss = self._data(1, self._loss) or [0.0, 1.0]
+        memory = self._data(1, self._memory) or [0.0, 1.0]
+        # From 0 where that does not flatten the curve, so that it need not move as
+        # the loss falls; memory always, so that a change looks as large as it is.
+        lowest = 0.0 if 0 <= loss[0] < 0.7 * loss[1] else loss[0]
+        return (
+            (0.0, float(steps or 1)),
+            (lowest, loss[1]),
+            (0.0, memory[1] or 1.0),
+        )
 
     def png(self) -> bytes:
         """The figure as it is, drawn with as little work as it takes."""
@@ -147,17 +150,14 @@ class RunPlot:
         return [float(finite.min()), float(finite.max())] if len(finite) else []
 
 
-def roomy(now: Limits, wanted: Limits, room: float) -> Limits:
-    """The limits `now` if they still fit `wanted`, else wider ones.
-
-    They fit while they hold it and it fills half of them at least; `room` is how
-    much more than it is taken otherwise.
-    """
+def roomy(now: Limits, wanted: Limits) -> Limits:
+    """The limits `now` while they hold `wanted` and it fills two fifths of them at
+    least; otherwise `wanted`, and as much again where it has grown."""
     low, high = wanted
-    fills_enough = high - low >= 0.5 * (now[1] - now[0])
-    if room and now[0] <= low and high <= now[1] and fills_enough:
+    fills_enough = high - low >= 0.4 * (now[1] - now[0])
+    if now[0] <= low and high <= now[1] and fills_enough:
         return now
-    return low, high + room * (high - low)
+    return low, high + (high - low if high > now[1] else 0.0)
 
 
 def _dress(axes: Axes, label: str) -> None:
@@ -167,8 +167,8 @@ def _dress(axes: Axes, label: str) -> None:
     axes.grid(True, color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
 
 
 def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
