@@ -1,9 +1,13 @@
 """Sends a cell to ranks and waits until it has ended on every one of them."""
 
+import contextlib
 import dataclasses
 import queue
+import signal
+import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -56,6 +60,9 @@ class Dispatch:
         self._ranks = ranks
 
     def _send(self, rank: int) -> None:
+        if not self._cluster.is_alive(rank):
+            self._post(rank, "reply", None)
+            return
         post = partial(self._post, rank)
         future = self._cluster.execute(rank, self._code, self._spec, post)
         future.add_done_callback(partial(self._post_reply, rank))
@@ -69,29 +76,43 @@ class Dispatch:
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Run to the end on every rank; how it ended there, in order of rank.
 
-        A KeyboardInterrupt in this thread stops the ranks, and so does the first
-        failure of one of them, and `timeout_s`.
+        An interrupt of this process stops the ranks, and so does the first failure
+        of one of them, and `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        to_send = list(self._ranks)
-        while self._pending:
-            try:
-                while to_send:
-                    self._send(to_send.pop(0))
-                while self._pending:
-                    self._take_events()
-                    self._output.write_ready()
-                    self._on_tick()
-                    if deadline is not None and time.monotonic() > deadline:
-                        self.timed_out = True
-                        self._stop_ranks_from(time.monotonic())
-                    self._interrupt_where_due()
-            except KeyboardInterrupt:
-                # Here, and not around the loop: the ranks are to end first.
-                self.was_interrupted = True
-                self._stop_ranks_from(time.monotonic())
-        self._output.finish()
+        with self._noting_interrupts():
+            for rank in self._ranks:
+                self._send(rank)
+            while self._pending:
+                self._take_events()
+                self._output.write_ready()
+                self._on_tick()
+                if deadline is not None and time.monotonic() > deadline:
+                    self.timed_out = True
+                if self.was_interrupted or self.timed_out:
+                    self._stop_ranks_from(time.monotonic())
+                self._interrupt_where_due()
+            self._output.finish()
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)
+
+    @contextlib.contextmanager
+    def _noting_interrupts(self) -> Iterator[None]:
+        """Note a SIGINT, where Python would raise KeyboardInterrupt at any line.
+
+        The ranks are to end first, and nothing here is to be left half done.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(signum: int, frame: Any) -> None:
+            self.was_interrupted = True
+
+        previous = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
     def _take_events(self) -> None:
         """Handle what has come; wait for the first event, but not long."""
