@@ -109,8 +109,11 @@ def main() -> None:
     args = parser(__doc__, rounds=5, steps=4000).parse_args()
     rates, pictures = defaultdict(list), defaultdict(list)
     with lab_kernel("%dist_start -n 2 --device cpu --threads 1") as kernel:
-        for _ in range(args.rounds):
-            for way, (magic, setup) in WAYS.items():
+        for number in range(args.rounds):
+            # There and back again, so that a slow drift of the machine cancels out.
+            turns = list(WAYS) if number % 2 == 0 else list(reversed(WAYS))
+            for way in turns:
+                magic, setup = WAYS[way]
                 code = MODEL.format(steps=args.steps) + setup + LOOP
                 measured = in_cell(kernel, magic, code) if magic else by_torchrun(code)
                 rates[way].append(measured[0])

@@ -1,6 +1,7 @@
 """Lab: the notebook-side session. Joins cluster, collector, view and runs."""
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -69,9 +70,10 @@ class Lab:
         """Training runs, newest last."""
         self._busy = threading.Lock()
         self._group_is_whole = False
+        from labkit.notebook.cluster import CallError
         from labkit.notebook.cluster import Cluster
 
-        environment = {}
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         if self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
         self._cluster: Cluster | None = Cluster(
@@ -82,6 +84,9 @@ class Lab:
             self._install(range(self.world_size))
             self._form_group()
             self._cluster.begin(f"{_CELL}:warm_up", ranks=range(self.world_size))
+        except CallError as error:
+            self.stop()
+            raise RuntimeError(f"the lab did not start: {error}") from error
         except BaseException:
             self.stop()
             raise
@@ -139,7 +144,7 @@ class Lab:
 
             dispatch = Dispatch(
                 cluster,
-                code,
+                code if code.strip() else "pass",
                 CellSpec(execution_count=execution_count()),
                 targets,
                 on_batch=lambda rank, batch: None,
@@ -160,7 +165,8 @@ class Lab:
         """Run a training cell, or function, under `strategy` on every rank.
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
-        `name` is the run's ("run-1", "run-2", ... by default), `seed` what every
+        `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
+        number), `seed` what every
         rank is seeded with, `timeout` a limit in seconds; `live` shows loss and
         memory while it runs. Raises as `run` does; the run is in `runs` all the same.
         """
@@ -172,8 +178,12 @@ class Lab:
 
         is_single = find_strategy(strategy).is_single
         check_timeout(timeout)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed is {seed!r}; it must be a whole number from 0")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(
+                f"seed is {seed!r}; it must be a whole number from 0 to 2**63 - 1"
+            )
+        if not (isinstance(code_or_function, str) or callable(code_or_function)):
+            raise ValueError(f"{code_or_function!r} is neither code nor a function")
         name = self._run_name(name)
         targets = [0] if is_single else list(range(self.world_size))
         code, function = code_or_function, None
@@ -190,7 +200,7 @@ class Lab:
             view = LiveView(run) if live else None
             dispatch = Dispatch(
                 cluster,
-                code,
+                code if code.strip() else "pass",
                 CellSpec(execution_count(), strategy=strategy, seed=seed),
                 targets,
                 on_batch=collector.add,
@@ -203,8 +213,8 @@ class Lab:
                     view.close()
         return run
 
-    def push(self, ranks: Ranks = None, **values: Any) -> None:
-        """Set variables on ranks: `lab.push(lr=0.1)`.
+    def push(self, ranks: Ranks = None, /, **values: Any) -> None:
+        """Set variables on ranks: `lab.push(lr=0.1)`, `lab.push("0,1", lr=0.1)`.
 
         Functions and classes of the notebook go with all that they refer to.
         """
@@ -223,10 +233,11 @@ class Lab:
         targets = parse_ranks(ranks, self.world_size)
         everyone = range(self.world_size)
         with self._working() as cluster:
-            asked = everyone if full else targets
-            missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=asked)
-            without = [r for r, names in zip(asked, missing, strict=True) if names]
-            if without:
+            missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=everyone)
+            # To gather is collective: every rank that has a part takes part.
+            having = [rank for rank in everyone if not missing[rank]]
+            asked = having if full else targets
+            if without := set(targets) - set(having):
                 raise NameError(
                     f"{format_ranks(without)}: no variable {name!r}; a cell that "
                     "begins with %%dist sets one"
@@ -286,6 +297,15 @@ class Lab:
                 self._form_group()
         return ranks
 
+    def check(self) -> None:
+        """RuntimeError unless every rank answers and an all-reduce is right.
+
+        A group that is broken is formed anew.
+        """
+        with self._working():
+            if not self._group_works():
+                self._form_group()
+
     def stop(self) -> None:
         """End all that this lab started; does nothing the second time."""
         cluster, self._cluster = self._cluster, None
@@ -296,12 +316,18 @@ class Lab:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
+        from labkit.notebook.cluster import CallError
+
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "the lab is running another cell; wait for it, or stop it"
             )
         try:
             yield
+        except CallError as error:
+            raise RuntimeError(
+                f"{error}; %dist_restart --all (lab.restart(everyone=True)) begins anew"
+            ) from error
         finally:
             self._busy.release()
 
@@ -373,12 +399,20 @@ class Lab:
                 first = first if first and first.status == "died" else None
             elif first is not None:
                 state = "failed"
+            elif stopped := [o for o in dispatch.outcomes if o.status != "ok"]:
+                first = stopped[0]  # by a KeyboardInterrupt of its own
             else:
                 state = "finished"
         finally:
             if run is not None:
                 run.end(state)
-        self._settle(outcomes)
+        try:
+            self._settle(outcomes)
+        except RuntimeError as error:
+            # The next cell forms the group, or says why that cannot be.
+            if first is not None:
+                raise RankError(first, outcomes) from error
+            raise
         if first is not None:
             raise RankError(first, outcomes)
         if dispatch.timed_out:
@@ -426,9 +460,8 @@ class Lab:
             raise ValueError(
                 f"run name {name!r}; use letters, digits, '.', '-' and '_' only"
             )
-        if name in taken:
-            raise ValueError(f"a run called {name!r} exists; choose another name")
-        return name
+        names = (f"{name}-{number}" for number in itertools.count(2))
+        return name if name not in taken else next(n for n in names if n not in taken)
 
 
 def current_lab() -> Lab:
@@ -472,8 +505,11 @@ def parse_ranks(ranks: Ranks, world_size: int) -> list[int]:
 
 def check_timeout(timeout: float | None) -> None:
     """ValueError unless `timeout` is None or a number of seconds."""
-    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"timeout is {timeout:g}; it must be a number of seconds > 0")
+    if timeout is None:
+        return
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds > 0")
 
 
 def execution_count() -> int:

@@ -112,6 +112,7 @@ class LabMagics(Magics):
                     f"a lab of {lab.describe()} is running; %dist_stop it before you "
                     "start another kind"
                 )
+            lab.check()
             print(ready_line(lab))
 
     @magic_arguments()

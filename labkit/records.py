@@ -13,6 +13,10 @@ the control requests that labkit adds to an engine."""
 FUNCTION_NAME = "__labkit_function__"
 """What a function from the notebook is called by on a rank."""
 
+NOTICED_LOSS = "(noticed loss)"
+"""The metric of losses that were given to `backward()`; it is the run's `loss` unless
+the cell logs one itself."""
+
 RECORD = np.dtype(
     [
         ("metric", "u2"),  # index into the batch's names

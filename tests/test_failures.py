@@ -206,6 +206,24 @@ def test_hooks_of_a_failed_run_are_gone(lab: Lab) -> None:
     assert lab.pull("same", "all") == [True, True]
 
 
+@pytest.mark.parametrize("code", ["", "  \n", "# nothing"])
+def test_a_cell_without_code_ends(lab: Lab, code: str) -> None:
+    lab.run(code, timeout=10)
+    assert_all_is_well(lab)
+
+
+def test_a_keyboard_interrupt_of_a_ranks_own_is_a_failure(lab: Lab) -> None:
+    with pytest.raises(RankError, match="rank 1: stopped at line 1"):
+        lab.run("if rank == 1: raise KeyboardInterrupt")
+    assert_all_is_well(lab)
+
+
+def test_a_metric_that_cannot_be_drawn_does_not_end_the_run(lab: Lab) -> None:
+    run = lab.train("raw", "log(loss=1e308)\nlog(loss=-1e308)")
+    assert run.state == "finished"
+    run.plot()
+
+
 # ---- interrupts ----
 
 

@@ -66,6 +66,7 @@ class Announced(RankLoader):
             CPU,
             on_epoch=self.epochs.append,
             on_batch=self.shares.append,
+            on_end=lambda: None,
         )
 
 

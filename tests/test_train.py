@@ -190,8 +190,43 @@ def test_log_adds_metrics_at_the_step_where_they_were_logged(lab: Lab) -> None:
 def test_log_counts_its_calls_where_there_is_no_optimizer(lab: Lab) -> None:
     run = train(lab, "raw", "for i in range(4):\n    log(loss=float(i))")
     rows = run.history.query("rank == 0")
-    assert rows["step"].tolist() == [1, 2, 3, 4]
+    assert rows["step"].tolist() == [0, 1, 2, 3]
     assert rows["loss"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_log_before_the_step_counts_the_steps_taken(lab: Lab) -> None:
+    run = train(
+        lab,
+        "raw",
+        """
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = model(torch.ones(4, 2)).mean()
+            loss.backward()
+            log(before=step, loss=7.0)
+            optimizer.step()
+        """,
+    )
+    rows = run.history.query("rank == 0")
+    assert rows["step"].tolist() == [0, 1, 2]
+    assert rows["loss"].tolist() == [7.0] * 3  # the cell's own word, not the noticed
+
+
+def test_the_weight_of_an_uneven_batch_ends_with_the_loader(lab: Lab) -> None:
+    code = """
+        data = torch.utils.data.TensorDataset(torch.arange(5.0).reshape(5, 1))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, loader = prepare(model, optimizer, data, batch_size=4, shuffle=False)
+        for (x,) in loader:
+            pass
+        w = torch.ones(1, requires_grad=True)
+        (w * 3).sum().backward()
+        gradient = w.grad.item()
+        """
+    train(lab, "ddp", code)
+    assert lab.pull("gradient", "all") == [3.0, 3.0]
 
 
 def test_no_record_is_lost_at_a_thousand_a_second(lab: Lab) -> None:
@@ -288,6 +323,41 @@ def test_single_is_a_world_of_one(lab: Lab, capsys: Captured) -> None:
     assert capsys.readouterr().out == "[ranks 0-1] 2\n"
 
 
+def test_single_runs_a_script_that_makes_its_own_group(
+    lab: Lab, capsys: Captured
+) -> None:
+    def work(rank: int, world_size: int) -> None:
+        from torch.distributed import destroy_process_group
+        from torch.distributed import init_process_group
+
+        init_process_group("gloo", rank=rank, world_size=world_size)
+        print("world of", torch.distributed.get_world_size())
+        destroy_process_group()
+
+    work.__module__ = "__main__"
+    lab.train("single", work, live=False)
+    assert capsys.readouterr().out == "[rank 0] world of 1\n"
+    lab.run("dist.new_group([0, 1])\ndist.barrier()", timeout=20)
+
+
+def test_groups_made_in_a_single_cell_leave_later_ones_alone(lab: Lab) -> None:
+    train(lab, "single", "dist.new_group([0])")
+    lab.run("group = dist.new_group([0, 1])\ndist.barrier(group)", timeout=20)
+
+
+def test_a_decorated_function_has_the_names_of_the_rank(
+    lab: Lab, capsys: Captured
+) -> None:
+    import functools
+
+    def main() -> None:
+        print(world_size)  # type: ignore[name-defined]  # noqa: F821
+
+    main.__module__ = "__main__"
+    lab.train("raw", functools.partial(main), live=False)
+    assert capsys.readouterr().out == "[ranks 0-1] 2\n"
+
+
 def test_a_function_without_parameters_uses_names_of_the_rank(
     lab: Lab, capsys: Captured
 ) -> None:
@@ -313,6 +383,8 @@ def test_a_function_without_parameters_uses_names_of_the_rank(
         ("prepare(m, o, [], batch_size=1)", "the dataset is empty"),
         ("fit(m, [1], None, optimizer=o, batch_size=1, epochs=0)", "epochs is 0"),
         ("log(seconds=1)", "is labkit's own; choose another name"),
+        ("log(loss=1, step=1.5)", "the step must be a whole number"),
+        ("log(loss=1, step=2**70)", "the step must be a whole number"),
         ("log(loss='low')", "takes a number or a tensor of one element"),
         ("log(loss=torch.ones(3))", r"a tensor of shape \(3,\)"),
     ],
@@ -338,6 +410,8 @@ def test_prepare_is_not_for_raw_cells(lab: Lab) -> None:
     [
         ({"strategy": "zero9"}, "choose one of: single, ddp, raw"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**70}, "from 0 to"),
+        ({"code_or_function": 5}, "neither code nor a function"),
         ({"name": "a/b"}, "use letters"),
         ({"timeout": 0}, "number of seconds"),
     ],
@@ -354,5 +428,5 @@ def test_a_run_that_cannot_be_leaves_no_trace(
 def test_run_names_are_unique(lab: Lab) -> None:
     name = f"mine-{len(lab.runs)}"
     assert train(lab, "raw", "1", name=name).name == name
-    with pytest.raises(ValueError, match="exists; choose another name"):
-        train(lab, "raw", "1", name=name)
+    assert train(lab, "raw", "1", name=name).name == f"{name}-2"
+    assert train(lab, "raw", "1", name=name).name == f"{name}-3"

@@ -1,5 +1,6 @@
 """The engines of a lab: start them, reach them by rank, end them."""
 
+import contextlib
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel
+import psutil
 
 from labkit.notebook import watchdog
 from labkit.records import KEY
@@ -41,6 +43,10 @@ def _last_words(launchers: Sequence[Any]) -> str:
         if log.exists() and (text := log.read_text().strip()):
             return "\n".join(text.splitlines()[-15:])
     return "(nothing)"
+
+
+class CallError(RuntimeError):
+    """A call of labkit's own failed on a rank."""
 
 
 class Cluster:
@@ -138,7 +144,11 @@ class Cluster:
     # ---- reaching ranks ----
 
     def is_alive(self, rank: int) -> bool:
-        return self._engine_ids[rank] in self._client.ids
+        """Whether the rank's process runs and the controller knows it."""
+        return (
+            self._engine_ids[rank] in self._client.ids
+            and self._launchers[rank].process.is_running()
+        )
 
     def execute(
         self, rank: int, code: str, metadata: dict[str, Any], on_message: OnMessage
@@ -193,10 +203,7 @@ class Cluster:
             return self.begin(function, *args, ranks=ranks).get(timeout=timeout_s)
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
             name = function.split(":")[1]
-            raise RuntimeError(
-                f"{name} failed on the ranks: {error}; %dist_restart --all "
-                "(lab.restart(everyone=True)) begins anew"
-            ) from error
+            raise CallError(f"{name} failed on the ranks: {error}") from error
 
     def begin(self, function: str, *args: Any, ranks: Sequence[int]) -> Any:
         """Like `call`, but does not wait: ipyparallel's AsyncResult."""
@@ -215,17 +222,16 @@ class Cluster:
 
     def kill(self, rank: int) -> None:
         """End the rank's process at once."""
-        if self.is_alive(rank):
-            self._client.send_signal(
-                signal.SIGKILL, targets=self._engine_ids[rank], block=False
-            )
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._launchers[rank].process.kill()
 
     def end_engines(self, ranks: Sequence[int]) -> None:
         """Kill the engines of `ranks`, and wait until the controller knows."""
         for rank in ranks:
             self.kill(rank)
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while any(self.is_alive(rank) for rank in ranks):
+        known = {self._engine_ids[rank] for rank in ranks}
+        while known & set(self._client.ids):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {list(ranks)} do not end; use %dist_stop")
             time.sleep(0.02)

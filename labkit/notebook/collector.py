@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress
@@ -33,7 +34,10 @@ class Collector:
         self._next_sequence[rank] = batch.sequence + 1
         self.progress[rank] = batch.progress
         self.steps[rank] = batch.step
-        self._names[rank] = batch.names
+        names = list(batch.names)
+        if NOTICED_LOSS in names and "loss" not in names:
+            names[names.index(NOTICED_LOSS)] = "loss"
+        self._names[rank] = names
         if len(batch.records):
             self._chunks[rank].append(batch.records)
             self.num_records[rank] += len(batch.records)
@@ -75,6 +79,8 @@ class Collector:
         if records.empty:
             return pd.DataFrame(columns=_LEADING)
         names = self._names[rank]
+        if "loss" in names and NOTICED_LOSS in names:  # the cell's own word counts
+            records = records[records["metric"] != names.index(NOTICED_LOSS)].copy()
         records[_AGAIN] = records.groupby(["metric", "step"]).cumcount()
         rows = records.groupby(["step", _AGAIN])
         values = records.pivot(index=["step", _AGAIN], columns="metric", values="value")

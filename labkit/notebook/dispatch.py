@@ -23,8 +23,9 @@ GRACE_S = 0.2
 same line needs no interrupt, and the group then stays as it is."""
 
 REPEAT_S = 0.5
-KILL_AFTER_S = 15.0
-"""A rank that has not answered interrupts for so long holds the GIL for good."""
+KILL_AFTER_S = 30.0
+"""A rank that goes on for so long after an interrupt is ended: it sits in native code
+that neither Python nor closed connections can stop."""
 
 _TICK_S = 0.05
 
@@ -55,14 +56,14 @@ class Dispatch:
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
+        self._killed: set[int] = set()
         self._code = code
         self._spec = dataclasses.asdict(spec)
         self._ranks = ranks
 
     def _send(self, rank: int) -> None:
         if not self._cluster.is_alive(rank):
-            self._post(rank, "reply", None)
-            return
+            return  # `wait` finds that out
         post = partial(self._post, rank)
         future = self._cluster.execute(rank, self._code, self._spec, post)
         future.add_done_callback(partial(self._post_reply, rank))
@@ -92,6 +93,9 @@ class Dispatch:
                 if self.was_interrupted or self.timed_out:
                     self._stop_ranks_from(time.monotonic())
                 self._interrupt_where_due()
+                for rank in list(self._pending):
+                    if not self._cluster.is_alive(rank):
+                        self._end(rank, self._died(rank))
             self._output.finish()
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)
 
@@ -144,15 +148,15 @@ class Dispatch:
             self._stop_ranks_from(time.monotonic() + GRACE_S)
 
     def _take_reply(self, rank: int, reply: Any) -> None:
-        if not self._cluster.is_alive(rank):
-            self._end(rank, self._died(rank))
-        elif self._cluster.was_dropped(reply):
+        if self._cluster.was_dropped(reply):
             self._send(rank)
         # Otherwise the outcome, which travels on another channel, has come or will.
 
     def _died(self, rank: int) -> Outcome:
         pid = self._cluster.pids[rank]
         cause = self._cluster.cause_of_death(rank)
+        if rank in self._killed:
+            cause = f"ended by labkit: it went on for {KILL_AFTER_S:g} s when stopped"
         return Outcome(
             rank=rank,
             status="died",
@@ -173,6 +177,7 @@ class Dispatch:
         self._next_interrupt = now + REPEAT_S
         for rank in self._pending:
             if now - self._stop_since > KILL_AFTER_S:
+                self._killed.add(rank)
                 self._cluster.kill(rank)
             else:
                 self._cluster.interrupt(rank, release_after_s=GRACE_S)

@@ -25,20 +25,31 @@ class LiveView:
         self._handle: Any = None
         self._next_draw = time.monotonic() + REFRESH_S
         self._num_drawn = -1
+        self._has_failed = False
         self._in_notebook = is_notebook()
         self._in_terminal = not self._in_notebook and sys.stdout.isatty()
 
     def tick(self) -> None:
         """Draw if it is time to and there is something new."""
         if time.monotonic() >= self._next_draw:
-            self._refresh()
+            self._try_to_refresh()
 
     def close(self) -> None:
         """Draw the last state."""
         self._num_drawn = -1
-        self._refresh()
+        self._try_to_refresh()
         if self._in_terminal and self.num_draws:
             print()
+
+    def _try_to_refresh(self) -> None:
+        """Refresh; a picture that cannot be drawn is not to end the run."""
+        if self._has_failed:
+            return
+        try:
+            self._refresh()
+        except Exception as error:  # drawing what a user logged may raise anything
+            self._has_failed = True
+            print(f"labkit: the live picture stopped: {error!r}", file=sys.stderr)
 
     def _refresh(self) -> None:
         num_records = sum(self.run.collector.num_records.values())

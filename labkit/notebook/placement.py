@@ -21,8 +21,14 @@ def count_gpus() -> int:
         return 0
     command = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, check=True
+        [sys.executable, "-c", command], capture_output=True, text=True, check=False
     )
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:]
+        raise RuntimeError(
+            f"torch cannot count the GPUs: {''.join(reason)}; mend that, or leave them "
+            "alone with --device cpu"
+        )
     return int(done.stdout)
 
 
@@ -78,7 +84,8 @@ def place_ranks(
         )
     if device == "cpu" and threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.
-        threads = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 1)
+        wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = int(wanted) if wanted.isdecimal() and int(wanted) else 1
     return [
         Placement(
             rank=rank,

@@ -146,7 +146,8 @@ class RunPlot:
             if axes in (None, place)
         ]
         joined = np.concatenate(values).astype(float)
-        finite = joined[np.isfinite(joined)]
+        # Differences of such values are to be finite as well.
+        finite = joined[np.abs(joined) < 1e300]
         return [float(finite.min()), float(finite.max())] if len(finite) else []
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import inspect
 import linecache
 import os
 import signal
@@ -71,6 +72,8 @@ class CellRunner:
         # Guards `_is_running`: an interrupt is only ever raised inside a cell.
         self._lock = threading.Lock()
         self._is_running = False
+        self._is_closing = False
+        self._begin_error: Exception | None = None
         self._signal_seen = threading.Event()
         self._signalled_at = 0.0
         self._stopping_since = 0.0
@@ -85,7 +88,14 @@ class CellRunner:
     # ---- around a cell, in the main thread ----
 
     def _before_cell(self, info: Any) -> None:
+        try:
+            self._begin_cell()
+        except Exception as error:  # IPython would say so, and run the cell
+            self._begin_error = error
+
+    def _begin_cell(self) -> None:
         self._depth += 1
+        self._begin_error = None
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if self._depth > 1 or KEY not in metadata:
             return
@@ -112,23 +122,31 @@ class CellRunner:
         return self._compile_cell(code, number, **more)
 
     def _after_cell(self, result: Any) -> None:
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
         with self._lock:
             self._is_running = False
+            self._is_closing = True
         self._spec = None
-        error = result.error_before_exec or result.error_in_exec
-        self._contexts.close()
-        self.shell.user_ns.pop(FUNCTION_NAME, None)
-        num_batches = 0
-        if self._emitter is not None:
-            self._emitter.close()
-            num_batches = self._emitter.num_batches
-            self._emitter = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._publish("outcome", self._outcome(error, num_batches))
+        error = self._begin_error or result.error_before_exec or result.error_in_exec
+        emitter, self._emitter = self._emitter, None
+        try:
+            self.shell.user_ns.pop(FUNCTION_NAME, None)
+            self._contexts.close()
+            if emitter is not None:
+                emitter.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except (
+            Exception
+        ) as problem:  # the notebook waits for the outcome, come what may
+            error = error or problem
+        finally:
+            with self._lock:
+                self._is_closing = False
+            num_batches = 0 if emitter is None else emitter.num_batches
+            self._publish("outcome", self._outcome(error, num_batches))
 
     def _outcome(self, error: BaseException | None, num_batches: int) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
@@ -186,9 +204,10 @@ class CellRunner:
         """
         function, with_rank = self.function
         self.function = None
-        if function.__module__ == "__main__":
+        inner = inspect.unwrap(getattr(function, "func", function))
+        if inner.__module__ == "__main__" and inspect.isfunction(inner):
             for name, value in {**self.shell.user_ns, **names}.items():
-                function.__globals__.setdefault(name, value)
+                inner.__globals__.setdefault(name, value)
         if not with_rank:
             return function
         rank = self.placement.rank
@@ -222,6 +241,7 @@ class CellRunner:
         self._signal_seen.set()
         if not self._is_running:
             return
+        is_in_cell = False
         patient = time.monotonic() - self._stopping_since < _PATIENCE_S
         while frame is not None:
             # A cell that has raised already is not to raise again while it is shown.
@@ -232,8 +252,10 @@ class CellRunner:
             if patient and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
                 self._signalled_at = 0.0
                 return
+            is_in_cell |= frame.f_code.co_name in ("run_code", "_run_coroutine")
             frame = frame.f_back
-        raise Stopped
+        if is_in_cell:  # and not in what IPython does before and after it
+            raise Stopped
 
     def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Handle an interrupt, in the control thread."""
@@ -253,6 +275,10 @@ class CellRunner:
         in C++, waiting for ranks that will not come.
         """
         with self._lock:
+            if self._is_closing and self.placement.backend == "nccl":
+                # The code has ended; what it left on the GPU may wait for other ranks.
+                self.membership.release()
+                return
             now = time.monotonic()
             waits_s = now - self._signalled_at
             if not self._is_running or (
@@ -368,5 +394,4 @@ def describe_rank() -> dict[str, Any]:
         "device": str(device),
         "memory_used": memory_reader(device)(),
         "memory_total": memory_total(device),
-        "time": time.time(),
     }

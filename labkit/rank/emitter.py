@@ -63,7 +63,11 @@ class Emitter:
         records = np.empty(len(rows), dtype=RECORD)
         for index, (name, step, seconds, memory_bytes, value) in enumerate(rows):
             metric = self._metric_ids.setdefault(name, len(self._metric_ids))
-            records[index] = (metric, step, seconds, memory_bytes, float(value))
+            try:
+                scalar = float(value)
+            except RuntimeError:  # a CUDA error, which the cell has raised or will
+                scalar = float("nan")
+            records[index] = (metric, step, seconds, memory_bytes, scalar)
         names = list(self._metric_ids)
         self._send(Batch(self.num_batches, names, records, self.progress, self.step))
         self.num_batches += 1

@@ -99,7 +99,7 @@ class RankLoader:
     """Yields this rank's part of every global batch, on its device.
 
     `on_batch(share)` is called before each batch is handed out, `on_epoch(epoch)`
-    before each pass, counted from 1.
+    before each pass, counted from 1, and `on_end()` after it.
     """
 
     def __init__(
@@ -110,12 +110,14 @@ class RankLoader:
         *,
         on_epoch: Callable[[int], None],
         on_batch: Callable[[Share], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.loader = loader
         self.batches = batches
         self.device = device
         self._on_epoch = on_epoch
         self._on_batch = on_batch
+        self._on_end = on_end
         self._num_epochs = 0
 
     def __len__(self) -> int:
@@ -129,9 +131,12 @@ class RankLoader:
         self.batches.epoch = self._num_epochs
         self._num_epochs += 1
         self._on_epoch(self._num_epochs)
-        for number, batch in enumerate(self.loader):
-            self._on_batch(self.batches.share(number))
-            yield to_device(batch, self.device)
+        try:
+            for number, batch in enumerate(self.loader):
+                self._on_batch(self.batches.share(number))
+                yield to_device(batch, self.device)
+        finally:
+            self._on_end()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -67,12 +68,21 @@ class Membership:
         self._solo: dist.ProcessGroup | None = None
         self._former: dist.ProcessGroup | None = None
         self._is_broken = False
+        self._is_alone = False
+        self._releasing = threading.Lock()
         self._num_own_groups = 0
         self._notes: set[str] = set()
 
         interface = loopback_interface()
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface)
+        # Torch's watchdog would end the process for a communicator that was aborted,
+        # and hide the user's CUDA error behind its own.
+        for variable in (
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        ):
+            os.environ.setdefault(variable, "0")
         if self.device.type == "cuda":
             # Before the first CUDA call, so that no context lands on cuda:0.
             torch.cuda.set_device(self.device)
@@ -86,7 +96,9 @@ class Membership:
             LOCAL_WORLD_SIZE=str(placement.world_size),
             MASTER_ADDR="127.0.0.1",
         )
+        # A function from the notebook may hold it under either name.
         dist.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
+        c10d.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
 
     @property
     def timeout(self) -> timedelta:
@@ -159,14 +171,18 @@ class Membership:
 
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
+        with self._releasing:  # not while another thread still aborts them
+            self._destroy()
+        self._former = self._group or self._former
+        self._group = self._solo = self._store = None
+
+    def _destroy(self) -> None:
         if dist.is_initialized():
             if self.placement.backend == "nccl":
                 # destroy_process_group waits for kernels that may never end.
                 c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
-        self._former = self._group or self._former
-        self._group = self._solo = self._store = None
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -174,9 +190,15 @@ class Membership:
         assert self._group is not None
         assert self._solo is not None
         c10d._update_default_pg(self._solo)
+        self._is_alone = True
+        count = c10d._world.group_count
         try:
             yield
         finally:
+            self._is_alone = False
+            # Groups are named by a count. One that only this rank has made leaves the
+            # counts unequal: all groups are to be formed anew.
+            self._is_broken |= c10d._world.group_count != count
             if dist.is_initialized() and c10d._get_default_group() is self._solo:
                 c10d._update_default_pg(self._group)
 
@@ -190,10 +212,11 @@ class Membership:
         destroy_process_group of another thread all leave it waiting. Closing its
         connections to the other ranks makes it raise at once.
         """
-        self._is_broken = True
-        if self.placement.backend == "nccl" and dist.is_initialized():
-            c10d._abort_process_group()
-        close_connections(self.peers)
+        with self._releasing:
+            self._is_broken = True
+            if self.placement.backend == "nccl" and dist.is_initialized():
+                c10d._abort_process_group()
+            close_connections(self.peers)
 
     def _init_process_group_as_user(
         self,
@@ -215,30 +238,32 @@ class Membership:
         MASTER_PORT are not needed: no port is taken and two labs cannot clash.
         """
         here = self.placement
+        our_size = 1 if self._is_alone else here.world_size
         for name, found, ours in (
             ("rank", rank, here.rank),
-            ("world_size", world_size, here.world_size),
+            ("world_size", world_size, our_size),
         ):
             if store is None and found not in (-1, ours):
                 raise ValueError(
                     f"init_process_group({name}={found}): this rank has {name}={ours}; "
                     f"leave {name} out, or start another lab with %dist_start -n N"
                 )
-        if self.device.type == "cpu":
+        if here.backend == "gloo":
             if backend is not None and "nccl" in backend:
                 self._note_once(
-                    f'init_process_group("{backend}"): NCCL needs a GPU and these '
-                    "ranks are on the CPU; gloo is used instead"
+                    f'init_process_group("{backend}"): NCCL needs a GPU for each rank, '
+                    "which these ranks have not; gloo is used instead"
                 )
                 backend = "gloo"
             device_id = None
-        if self.in_place:
+        if self.in_place or (self._is_alone and dist.is_initialized()):
             dist.destroy_process_group()
         if store is None:
             assert self._store is not None
             self._num_own_groups += 1
-            store = dist.PrefixStore(f"user/{self._num_own_groups}", self._store)
-            rank, world_size = here.rank, here.world_size
+            whose = "alone" if self._is_alone else "user"
+            store = dist.PrefixStore(f"{whose}/{self._num_own_groups}", self._store)
+            rank, world_size = here.rank, our_size
         _torch_init_process_group(
             backend or here.backend,
             timeout=timeout or self.timeout,

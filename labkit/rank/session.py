@@ -23,6 +23,7 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
+from labkit.records import NOTICED_LOSS
 from labkit.strategies import Strategy
 
 RESERVED = frozenset({"rank", "seconds", "memory_bytes"})
@@ -111,6 +112,7 @@ class Session:
                     epoch=epoch, steps_per_epoch=len(batches)
                 ),
                 on_batch=self._begin_batch,
+                on_end=self._end_batches,
             ),
         )
 
@@ -160,6 +162,10 @@ class Session:
         The step is the count of optimizer steps in this run unless `step` says
         otherwise; in a run without an optimizer, the calls with that name count.
         """
+        if step is not None and not (
+            isinstance(step, int) and abs(step) < 2**62 and not isinstance(step, bool)
+        ):
+            raise ValueError(f"log(step={step!r}): the step must be a whole number")
         if taken := RESERVED.intersection(metrics):
             raise ValueError(
                 f"log({min(taken)}=...): that column of a run's history is labkit's "
@@ -172,7 +178,8 @@ class Session:
             elif self._optimizer_steps:
                 at = self._optimizer_steps
             else:
-                at = self._log_calls[name] = self._log_calls.get(name, 0) + 1
+                at = self._log_calls.get(name, 0)
+                self._log_calls[name] = at + 1
             try:
                 scalar = snapshot(value)
             except (TypeError, ValueError, RuntimeError):
@@ -189,6 +196,10 @@ class Session:
         self._share = share
         self._noticer.weight = share.weight
 
+    def _end_batches(self) -> None:
+        self._share = None
+        self._noticer.weight = 1.0
+
     def _after_optimizer_step(self, losses: list[Loss]) -> None:
         self._optimizer_steps += 1
         step = self._emitter.step = self._optimizer_steps
@@ -197,7 +208,7 @@ class Session:
         if losses and (share is None or share.num_samples):
             # Microbatches of one step: their mean. Tensors stay on the device.
             loss = losses[0] if len(losses) == 1 else sum(losses) / len(losses)
-            self._emitter.put("loss", loss, step, memory_bytes)
+            self._emitter.put(NOTICED_LOSS, loss, step, memory_bytes)
         if share is not None:
             self._emitter.put("samples", share.num_samples, step, memory_bytes)
 
@@ -213,16 +224,15 @@ class Session:
         batch_size: int,
     ) -> dict[str, float]:
         """Means over `source`, each rank on its share, as `val_<name>`."""
-        if isinstance(source, DataLoader):
-            source = source.dataset
         loader, batches = deal_out(
             source,
-            batch_size=batch_size,
+            batch_size=None if isinstance(source, DataLoader) else batch_size,
             shuffle=False,
             rank=self.rank,
             world_size=self.world_size,
             seed=0,
         )
+        batches.drop_last = False
         # A replica computes without talking to the others: no hook of DDP's runs.
         plain = getattr(model, "module", model)
         was_training = plain.training
@@ -234,6 +244,7 @@ class Session:
             self.device,
             on_epoch=lambda epoch: None,
             on_batch=self._begin_batch,
+            on_end=self._end_batches,
         ):
             assert self._share is not None
             num_samples = self._share.num_samples
