@@ -71,6 +71,10 @@ class Membership:
         self._is_alone = False
         self._releasing = threading.Lock()
         self._num_own_groups = 0
+        # Gloo's destructor waits, with the GIL held, for a worker thread that may want
+        # the GIL to drop a tensor: a deadlock where a cell's last reference goes right
+        # after its last collective. These go later, when the workers are idle.
+        self._users_groups: list[dist.ProcessGroup] = []
         self._notes: set[str] = set()
 
         interface = loopback_interface()
@@ -159,6 +163,7 @@ class Membership:
         if self._former is not None:
             rewrap_models(self._former, self._group)
             self._former = None
+        self._users_groups.clear()
         return self.prove(self.placement.group_timeout_s)
 
     def prove(self, timeout_s: float) -> float:
@@ -275,6 +280,7 @@ class Membership:
             device_id=device_id,
             **more,
         )
+        self._users_groups.append(c10d._get_default_group())
 
     def _note_once(self, text: str) -> None:
         if text not in self._notes:
