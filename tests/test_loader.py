@@ -225,6 +225,7 @@ def test_tensors_in_any_structure_go_to_the_device() -> None:
         torch.device("meta"),
         on_epoch=lambda epoch: None,
         on_batch=lambda share: None,
+        on_end=lambda: None,
     )
     for batch in loader:
         assert batch["x"].device.type == "meta"
