@@ -371,6 +371,57 @@ def test_nothing_is_written_twice(clock: Clock, capsys: Captured) -> None:
     assert capsys.readouterr().out == "[ranks 0-1] both\n[rank 0] mine\n"
 
 
+def say_and_wait(clock: Clock, merger: OutputMerger, *texts: str) -> None:
+    """Each rank says its text, and then nothing for longer than output waits."""
+    for rank, text in enumerate(texts):
+        if text:
+            merger.add_message(rank, *out(text))
+    clock.now += 1.1 * HOLD_S
+    merger.write_ready()
+
+
+def test_a_line_is_seen_before_it_ends(clock: Clock, capsys: Captured) -> None:
+    merger = OutputMerger([0, 1])
+    for dots in (".", "..", ""):
+        say_and_wait(clock, merger, dots, dots)
+        expected = "[ranks 0-1] ." if dots == "." else dots
+        assert capsys.readouterr().out == expected
+    say_and_wait(clock, merger, " done\nnext\n", " done\nnext\n")
+    merger.finish()
+    assert capsys.readouterr().out == " done\n            next\n"
+
+
+def test_a_line_that_one_rank_is_ahead_in_is_still_one(
+    clock: Clock, capsys: Captured
+) -> None:
+    merger = OutputMerger([0, 1])
+    say_and_wait(clock, merger, "..", "...")
+    say_and_wait(clock, merger, "..\n", ".\n")
+    merger.finish()
+    assert capsys.readouterr().out == "[ranks 0-1] ....\n"
+
+
+def test_lines_that_only_begin_differently_are_kept_apart(
+    clock: Clock, capsys: Captured
+) -> None:
+    merger = OutputMerger([0, 1])
+    say_and_wait(clock, merger, "a", "b")
+    say_and_wait(clock, merger, "", "c")
+    merger.finish()
+    assert capsys.readouterr().out == "[rank 0] a\n[rank 1] bc\n"
+
+
+def test_a_display_ends_a_line_that_only_begun(
+    clock: Clock, capsys: Captured, displayed: list[tuple[Any, dict, bool]]
+) -> None:
+    merger = OutputMerger([0])
+    say_and_wait(clock, merger, "see:")
+    merger.add_message(0, *rich("picture"))
+    merger.finish()
+    assert capsys.readouterr().out == "[rank 0] see:\n[rank 0]\n"
+    assert len(displayed) == 1
+
+
 # ---- much of it ----
 
 

@@ -1,5 +1,6 @@
 """Shows what ranks print and display: in rank order, equal output once."""
 
+import os
 import re
 import sys
 import time
@@ -45,14 +46,17 @@ class OutputMerger:
 
     A line that every rank has said is written at once. One that only some have said
     waits `HOLD_S` for the others, and is then written under the ranks that said it.
-    Nothing is written twice.
+    So does the beginning of a line, which may go on later. Nothing is written twice.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._queues: dict[int, list[Item]] = {rank: [] for rank in ranks}
         self._partial: dict[tuple[int, str], str] = {}
         self._oldest: float | None = None
+        self._oldest_partial: float | None = None
         self._label = ""
+        self._open_stream: Any = None
+        """Where the last line written has no end yet."""
 
     def add_message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         """Take one iopub message of a rank; other kinds than output are ignored."""
@@ -87,7 +91,10 @@ class OutputMerger:
             self._oldest = time.monotonic()  # the rest begins to wait only now
         if not any(self._queues.values()):
             self._oldest = None
-        elif self._oldest is not None and time.monotonic() - self._oldest > HOLD_S:
+        elif has_waited(self._oldest):
+            self._write_all()
+        if has_waited(self._oldest_partial) and not any(self._queues.values()):
+            self._take_partial_lines()
             self._write_all()
 
     def finish(self) -> None:
@@ -96,6 +103,7 @@ class OutputMerger:
             self._end_partial_lines(rank)
         self.write_ready()
         self._write_all()
+        self._end_open_line()
 
     # ---- taking ----
 
@@ -108,6 +116,20 @@ class OutputMerger:
             end = match.end()
         if end < len(text):
             self._partial[rank, stream] = text[end:]
+            self._oldest_partial = self._oldest_partial or time.monotonic()
+
+    def _take_partial_lines(self) -> None:
+        """Queue lines that have only begun: what all ranks have said of them so far,
+        or, where they differ, what each has."""
+        for stream in ("stdout", "stderr"):
+            said = {rank: self._partial.pop((rank, stream), "") for rank in self._queues}
+            common = os.path.commonprefix(list(said.values()))
+            for rank, text in said.items():
+                if text:
+                    self._append(rank, Item(stream, common or text))
+                if common and text != common:
+                    self._partial[rank, stream] = text[len(common) :]
+        self._oldest_partial = time.monotonic() if self._partial else None
 
     def _end_partial_lines(self, rank: int) -> None:
         for stream in ("stdout", "stderr"):
@@ -175,20 +197,39 @@ class OutputMerger:
             stream = sys.stderr if item.stream == "stderr" else sys.stdout
             speaker = label + item.stream
             gutter = label if speaker != self._label else " " * len(label)
+            if self._open_stream and speaker == self._label:
+                gutter = ""
+            else:
+                self._end_open_line()
             stream.write(gutter + item.text)
             # A line that will be rewritten keeps its label, so that it stays there.
             self._label = "" if item.text.endswith("\r") else speaker
+            self._open_stream = None
+            if not item.text.endswith(("\n", "\r")):
+                self._open_stream = stream
+                stream.flush()
+
+    def _end_open_line(self) -> None:
+        if self._open_stream:
+            self._open_stream.write("\n")
+            self._open_stream = None
 
     def _show(self, label: str, item: Item) -> None:
         from IPython.display import publish_display_data
 
         transient = dict(item.transient)
         update = transient.pop("update", False)
+        self._end_open_line()
         if not update:
             print(label.rstrip())
             sys.stdout.flush()
         self._label = ""
         publish_display_data(item.data, transient=transient, update=update)
+
+
+def has_waited(since: float | None) -> bool:
+    """Whether what came at `since` is not to wait any longer."""
+    return since is not None and time.monotonic() - since > HOLD_S
 
 
 def _places(queue: list[Item]) -> dict[Item, list[int]]:

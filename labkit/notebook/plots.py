@@ -42,7 +42,7 @@ class RunPlot:
 
     Axes, ticks and text are four fifths of the work of drawing. They are drawn when
     their limits change, and the limits leave room to grow; in between, only the
-    curves are drawn, over a copy of all the rest.
+    curves are drawn, over a copy of all the rest, and the palette is kept.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -74,8 +74,9 @@ class RunPlot:
             fontsize=8,
             ncols=1 + (len(collector.ranks) - 1) // 16,
         )
-        self._limits: tuple[Limits, ...] = ()
+        self._limits: tuple[Limits, ...] = ((0.0, 0.0),) * 3
         self._background: Any = None
+        self._palette: Palette | None = None
 
     def update(
         self, title: str, *, num_steps: int | None = None, is_final: bool = False
@@ -96,8 +97,7 @@ class RunPlot:
                 *thin(every["step"], every["memory_bytes"] / 2**20)
             )
         wanted = self._wanted_limits(0 if is_final else num_steps or 0)
-        kept = self._limits or wanted
-        limits = wanted if is_final else tuple(map(roomy, kept, wanted))
+        limits = wanted if is_final else tuple(map(roomy, self._limits, wanted))
         if limits != self._limits or is_final:
             self._limits = limits
             self._background = None
@@ -131,12 +131,16 @@ class RunPlot:
                 artist.set_visible(False)
             self._canvas.draw()
             self._background = self._canvas.copy_from_bbox(self.figure.bbox)
+            self._palette = None
             for artist in curves:
                 artist.set_visible(True)
         self._canvas.restore_region(self._background)
         for artist in curves:
             artist.draw(self._canvas.get_renderer())
-        return encode(self._canvas)
+        pixels = np.asarray(self._canvas.buffer_rgba())
+        if self._palette is None:
+            self._palette = Palette(pixels)
+        return self._palette.encode(pixels)
 
     def _data(self, dim: int, axes: Axes | None = None) -> list[float]:
         """Least and greatest finite x (dim 0) or y (1) of the curves, if any."""
@@ -194,15 +198,36 @@ def to_png(figure: Figure) -> bytes:
     """The figure as a PNG, drawn anew."""
     canvas: Any = figure.canvas
     canvas.draw()
-    return encode(canvas)
+    pixels = np.asarray(canvas.buffer_rgba())
+    return Palette(pixels).encode(pixels)
 
 
-def encode(canvas: FigureCanvasAgg) -> bytes:
-    """What is drawn, as a PNG of 64 colours: half the size of a full one."""
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    palette = image.quantize(
-        64, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-    )
-    buffer = io.BytesIO()
-    palette.save(buffer, "png", compress_level=4)
-    return buffer.getvalue()
+class Palette:
+    """The 64 colours that suit a picture best; encodes it and others like it.
+
+    To find them costs more than all the rest of encoding. A PNG with a palette has
+    half the size of a full one.
+    """
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        """`pixels`: (height, width, 4), 8 bits a channel."""
+        image = Image.fromarray(pixels).convert("RGB")
+        found = image.quantize(
+            64, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+        )
+        self._colours = found.getpalette() or []
+        colours = np.array(self._colours, dtype=np.int32).reshape(-1, 3)
+        # The nearest colour to each of 4096: four bits a channel are enough to tell.
+        cube = np.indices((16, 16, 16)).reshape(3, -1, 1) * 17
+        distances = ((cube - colours.T[:, None, :]) ** 2).sum(axis=0)
+        self._nearest = distances.argmin(axis=1).astype(np.uint8)
+
+    def encode(self, pixels: np.ndarray) -> bytes:
+        """`pixels`, (height, width, 4), as a PNG."""
+        rgba = np.ascontiguousarray(pixels).view("<u4")[..., 0]
+        code = (rgba & 0xF0) << 4 | rgba >> 8 & 0xF0 | rgba >> 20 & 0xF
+        image = Image.fromarray(self._nearest[code])
+        image.putpalette(self._colours)
+        buffer = io.BytesIO()
+        image.save(buffer, "png", compress_level=4)
+        return buffer.getvalue()
