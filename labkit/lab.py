@@ -9,17 +9,20 @@ import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import portable
 from labkit.notebook.functions import pack_function
+from labkit.notebook.options import check_options
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import place_ranks
 from labkit.records import FUNCTION_NAME
 from labkit.records import CellSpec
 from labkit.records import Outcome
+from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,6 +162,13 @@ class Lab:
         *,
         name: str | None = None,
         seed: int = 0,
+        accumulate: int = 1,
+        clip: float | None = None,
+        precision: str = "fp32",
+        activation_checkpointing: bool = False,
+        sync_batchnorm: bool = False,
+        compile: bool = False,
+        config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         live: bool = True,
     ) -> "Run":
@@ -166,9 +176,19 @@ class Lab:
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
-        number), `seed` what every
-        rank is seeded with, `timeout` a limit in seconds; `live` shows loss and
-        memory while it runs. Raises as `run` does; the run is in `runs` all the same.
+        number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
+        `live` shows loss and memory while it runs.
+
+        Of the training step in `prepare` and `fit`: each global batch is computed in
+        `accumulate` microbatches, with communication after the last; the gradient's
+        norm is clipped to `clip`; the model computes in `precision` ("fp32", "bf16" or
+        "fp16"); with `activation_checkpointing` only the inputs of its blocks are kept
+        for the backward pass; `sync_batchnorm` takes BatchNorm's statistics over all
+        ranks; `compile` compiles its blocks. `config` goes to the strategy in its own
+        words: DeepSpeed's configuration, the arguments of `fully_shard` or of
+        DistributedDataParallel.
+
+        Raises as `run` does; the run is in `runs` all the same.
         """
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
@@ -176,7 +196,16 @@ class Lab:
         from labkit.notebook.runs import Run
         from labkit.strategies import find_strategy
 
-        is_single = find_strategy(strategy).is_single
+        technique = find_strategy(strategy)
+        options = TrainOptions(
+            accumulate=accumulate,
+            clip=clip,
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            sync_batchnorm=sync_batchnorm,
+            compile=compile,
+        )
+        check_options(technique, options, device=self.device, config=config)
         check_timeout(timeout)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(
@@ -185,7 +214,8 @@ class Lab:
         if not (isinstance(code_or_function, str) or callable(code_or_function)):
             raise ValueError(f"{code_or_function!r} is neither code nor a function")
         name = self._run_name(name)
-        targets = [0] if is_single else list(range(self.world_size))
+        targets = [0] if technique.is_single else list(range(self.world_size))
+        packed_config = portable.dumps(dict(config or {}))
         code, function = code_or_function, None
         if callable(code_or_function):
             function = pack_function(code_or_function)
@@ -194,6 +224,7 @@ class Lab:
         with self._working() as cluster:
             if function is not None:
                 cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
+            cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
             collector = Collector(targets)
             run = Run(name, strategy, code, collector)
             self.runs.append(run)
@@ -201,7 +232,12 @@ class Lab:
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",
-                CellSpec(execution_count(), strategy=strategy, seed=seed),
+                CellSpec(
+                    execution_count(),
+                    strategy=strategy,
+                    seed=seed,
+                    options=options.for_message(),
+                ),
                 targets,
                 on_batch=collector.add,
                 on_tick=view.tick if view else lambda: None,

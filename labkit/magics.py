@@ -23,6 +23,7 @@ from labkit.lab import set_current_lab
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
+from labkit.records import PRECISIONS
 from labkit.strategies import STRATEGIES
 
 
@@ -154,6 +155,42 @@ class LabMagics(Magics):
         help="every rank begins with this seed (default: 0)",
     )
     @argument(
+        "--precision",
+        default="fp32",
+        choices=PRECISIONS,
+        help="what the model computes in (default: fp32); fp16 needs a GPU",
+    )
+    @argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="K",
+        help="compute each batch in K microbatches, communicate after the last",
+    )
+    @argument(
+        "--clip",
+        type=float,
+        metavar="NORM",
+        help="clip the norm of the whole gradient to this",
+    )
+    @argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="keep only the inputs of the model's blocks; compute the rest again",
+    )
+    @argument(
+        "--sync-batchnorm",
+        action="store_true",
+        help="take BatchNorm's statistics over the samples of all ranks",
+    )
+    @argument("--compile", action="store_true", help="torch.compile the model's blocks")
+    @argument(
+        "--config",
+        metavar="NAME",
+        help="a dict of the notebook, for the strategy in its own words: DeepSpeed's "
+        "configuration, arguments of fully_shard or of DistributedDataParallel",
+    )
+    @argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
@@ -166,11 +203,19 @@ class LabMagics(Magics):
         args = parse_argstring(self.dist_train, line)
         with usage_errors():
             work = self._work_of(args, line, cell)
+            config = None if args.config is None else self._variable(args.config)
             return current_lab().train(
                 args.strategy,
                 work,
                 name=args.name,
                 seed=args.seed,
+                accumulate=args.accumulate,
+                clip=args.clip,
+                precision=args.precision,
+                activation_checkpointing=args.activation_checkpointing,
+                sync_batchnorm=args.sync_batchnorm,
+                compile=args.compile,
+                config=config,
                 timeout=args.timeout,
                 live=not args.no_live,
             )

@@ -1,5 +1,9 @@
 """Small models for the notebooks and the tests."""
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -14,3 +18,131 @@ def mlp(num_inputs: int = 64, num_hidden: int = 64, num_classes: int = 10) -> nn
         nn.ReLU(),
         nn.Linear(num_hidden, num_classes),
     )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, around which the input is added.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(fan_in, fan_out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(fan_out)
+        self.conv2 = nn.Conv2d(fan_out, fan_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(fan_out)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or fan_in != fan_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(fan_in, fan_out, 1, stride, bias=False),
+                nn.BatchNorm2d(fan_out),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A small residual network: (N, channels, height, width) to (N, num_classes).
+
+    Three stages of `width`, 2 and 4 times `width` channels, `blocks` blocks in each.
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        num_classes: int = 10,
+        *,
+        width: int = 16,
+        blocks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        stages: list[nn.Module] = []
+        fan_in = width
+        for stage in range(3):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                fan_out = width * 2**stage
+                stages.append(ResidualBlock(fan_in, fan_out, stride))
+                fan_in = fan_out
+        self.blocks = nn.Sequential(*stages)
+        self.head = nn.Linear(fan_in, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(F.relu(self.bn(self.conv(x))))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: attention, then an MLP, each added to its input."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: token ids (N, T) to logits (N, T, vocab_size).
+
+    The output layer's weight is the token embedding's (tied). `GPT(50257,
+    context=1024, dim=768, num_heads=12, num_layers=12)` has GPT-2's size.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners".
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        *,
+        context: int = 128,
+        dim: int = 128,
+        num_heads: int = 4,
+        num_layers: int = 4,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, dim)
+        self.positions = nn.Embedding(context, dim)
+        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(self._initialize)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = self.tokens(ids) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @staticmethod
+    def _initialize(module: Any) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of logits (N, T, vocab_size) against token ids (N, T)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,5 +1,6 @@
 """What crosses from rank to notebook: the one shared vocabulary."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -46,6 +47,30 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class TrainOptions:
+    """What the magic line says about the training step."""
+
+    accumulate: int = 1
+    """Microbatches of one optimizer step."""
+    clip: float | None = None
+    """The norm that all gradients together are clipped to."""
+    precision: str = "fp32"
+    """One of `PRECISIONS`."""
+    activation_checkpointing: bool = False
+    sync_batchnorm: bool = False
+    compile: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What `--config` hands to the strategy, in its own words."""
+
+    def for_message(self) -> dict[str, Any]:
+        """All but the config, which JSON could not hold."""
+        return {k: v for k, v in vars(self).items() if k != "config"}
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
 class CellSpec:
     """How ranks are to run one cell; travels in the request's metadata."""
 
@@ -54,6 +79,8 @@ class CellSpec:
     strategy: str | None = None
     """The strategy of `%%dist_train`, or None for a plain `%%dist` cell."""
     seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    """The `TrainOptions` of a training cell, but for its config, which is pickled."""
 
 
 @dataclass(frozen=True)

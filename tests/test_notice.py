@@ -17,7 +17,7 @@ class Notes:
     """A noticer and what it noticed: the losses before each optimizer step."""
 
     def __init__(self) -> None:
-        self.steps: list[list[Loss]] = []
+        self.steps: list[Loss | None] = []
         self.noticer = Noticer(self.steps.append)
 
 
@@ -45,14 +45,14 @@ def test_the_loss_of_a_plain_loop_is_noticed(notes: Notes, x: nn.Parameter) -> N
     losses = []
     for _ in range(3):
         loss = (x**2).sum()
-        losses.append([loss.item()])
+        losses.append(loss.item())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     assert notes.steps == losses
 
 
-def test_accumulation_gives_the_losses_of_all_microbatches(
+def test_accumulation_gives_the_mean_of_all_microbatches(
     notes: Notes, x: nn.Parameter
 ) -> None:
     optimizer = sgd(x)
@@ -60,14 +60,14 @@ def test_accumulation_gives_the_losses_of_all_microbatches(
         (number * x.sum() / 7).backward()
         if number % 3 == 0:
             optimizer.step()
-    assert [len(losses) for losses in notes.steps] == [3, 3]
-    assert notes.steps[0] == pytest.approx([1.0, 2.0, 3.0])
+    assert notes.steps[0] == pytest.approx(2.0)
+    assert len(notes.steps) == 2
 
 
 def test_a_step_without_a_loss_is_a_step(notes: Notes, x: nn.Parameter) -> None:
     x.grad = torch.ones(2)
     sgd(x).step()
-    assert notes.steps == [[]]
+    assert notes.steps == [None]
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
@@ -75,7 +75,7 @@ def test_every_optimizer_is_watched(make: Any, notes: Notes, x: nn.Parameter) ->
     optimizer = make([x], lr=0.1)
     x.sum().backward()
     optimizer.step()
-    assert notes.steps == [[7.0]]
+    assert notes.steps == [7.0]
 
 
 def test_an_optimizer_from_before_the_cell_is_watched(x: nn.Parameter) -> None:
@@ -84,7 +84,7 @@ def test_an_optimizer_from_before_the_cell_is_watched(x: nn.Parameter) -> None:
     with notes.noticer.watching():
         x.sum().backward()
         optimizer.step()
-    assert notes.steps == [[7.0]]
+    assert notes.steps == [7.0]
 
 
 def test_a_backward_of_more_than_a_scalar_is_no_loss(
@@ -92,7 +92,7 @@ def test_a_backward_of_more_than_a_scalar_is_no_loss(
 ) -> None:
     (2 * x).backward(torch.ones(2))
     sgd(x).step()
-    assert notes.steps == [[]]
+    assert notes.steps == [None]
 
 
 def test_a_noticed_loss_stays_when_the_tensor_is_changed(
@@ -103,7 +103,7 @@ def test_a_noticed_loss_stays_when_the_tensor_is_changed(
     with torch.no_grad():
         loss.zero_()
     sgd(x).step()
-    assert notes.steps == [[7.0]]
+    assert notes.steps == [7.0]
 
 
 # ---- nothing is different for the loop ----
@@ -164,7 +164,7 @@ def test_the_weight_is_not_in_the_noticed_loss(notes: Notes, x: nn.Parameter) ->
     notes.noticer.weight = 0.5
     x.sum().backward()
     sgd(x).step()
-    assert notes.steps == [[7.0]]
+    assert notes.steps == [7.0]
 
 
 # ---- GradScaler ----
@@ -176,7 +176,7 @@ def test_a_scaled_loss_is_noticed_unscaled(notes: Notes, x: nn.Parameter) -> Non
     scaler.scale(x.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert notes.steps == [[7.0]]
+    assert notes.steps == [7.0]
     assert x.tolist() == [2.875, 3.875]
 
 
@@ -186,7 +186,7 @@ def test_the_weight_works_with_a_scaled_loss(notes: Notes, x: nn.Parameter) -> N
     optimizer = sgd(x)
     scaler.scale(x.sum()).backward()
     scaler.step(optimizer)
-    assert notes.steps == [[7.0]]
+    assert notes.steps == [7.0]
     assert x.tolist() == [3.0 - 0.125 / 2, 4.0 - 0.125 / 2]
 
 

@@ -1,6 +1,5 @@
 """Shows what ranks print and display: in rank order, equal output once."""
 
-import os
 import re
 import sys
 import time
@@ -122,8 +121,10 @@ class OutputMerger:
         """Queue lines that have only begun: what all ranks have said of them so far,
         or, where they differ, what each has."""
         for stream in ("stdout", "stderr"):
-            said = {rank: self._partial.pop((rank, stream), "") for rank in self._queues}
-            common = os.path.commonprefix(list(said.values()))
+            said = {
+                rank: self._partial.pop((rank, stream), "") for rank in self._queues
+            }
+            common = common_beginning(list(said.values()))
             for rank, text in said.items():
                 if text:
                     self._append(rank, Item(stream, common or text))
@@ -225,6 +226,14 @@ class OutputMerger:
             sys.stdout.flush()
         self._label = ""
         publish_display_data(item.data, transient=transient, update=update)
+
+
+def common_beginning(texts: Sequence[str]) -> str:
+    """The longest text that all of `texts` begin with."""
+    first, last = min(texts), max(texts)
+    pairs = zip(first, last, strict=False)
+    differs = (place for place, (a, b) in enumerate(pairs) if a != b)
+    return first[: next(differs, len(first))]
 
 
 def has_waited(since: float | None) -> bool:

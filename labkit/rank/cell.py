@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from labkit.records import KEY
 from labkit.records import CellSpec
 from labkit.records import Outcome
 from labkit.records import Placement
+from labkit.records import TrainOptions
 from labkit.records import message
 from labkit.strategies import find_strategy
 
@@ -64,6 +66,7 @@ class CellRunner:
         self.placement = placement
         self.membership = Membership(placement)
         self.function: Any = None
+        self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
         self._spec: CellSpec | None = None
         self._contexts = contextlib.ExitStack()
@@ -183,6 +186,7 @@ class CellRunner:
             world_size=world_size,
             device=self.membership.device,
             seed=spec.seed,
+            options=TrainOptions(**spec.options, config=self.config),
         )
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in _TRAINING_NAMES}
@@ -383,6 +387,11 @@ def receive_function(
     for name, (number, lines) in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         runner().shell.compile._filename_map[name] = number
+
+
+def receive_config(payload: bytes) -> None:
+    """Keep the next training cell's `--config`, pickled."""
+    runner().config = portable.loads(payload)
 
 
 def describe_rank() -> dict[str, Any]:

@@ -19,21 +19,25 @@ from torch.utils.data import default_collate
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of one global batch."""
+    """A rank's part of one microbatch."""
 
     num_samples: int
     weight: float
-    """What this rank's mean loss must be multiplied by, so that the average over
-    the ranks is the mean over the global batch: 1 when all parts are equal."""
+    """What this rank's mean loss must be multiplied by, so that the average over the
+    ranks, summed over the microbatches, is the mean over the global batch: 1 when
+    there is one microbatch and all parts are equal."""
+    is_last: bool = True
+    """Whether the optimizer steps after this microbatch."""
 
 
 class GlobalBatches(Sampler[Any]):
     """This rank's sample indices in every global batch of an epoch.
 
     Global batch k holds places k*B to (k+1)*B-1 of the epoch's order, on any number
-    of ranks; each rank takes a contiguous part of it. The parts of the last batch
-    may be unequal, and a rank may have none: it then gets the batch's first sample
-    with weight 0, so that it takes part in every collective and counts for nothing.
+    of ranks. It is cut into `accumulate` microbatches, and each of them into a part
+    for each rank, all contiguous. Parts may be unequal, and a rank may have none: it
+    then gets the batch's first sample with weight 0, so that it takes part in every
+    collective and counts for nothing.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class GlobalBatches(Sampler[Any]):
         shuffle: bool,
         drop_last: bool = False,
         seed: int = 0,
+        accumulate: int = 1,
     ) -> None:
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -54,14 +59,21 @@ class GlobalBatches(Sampler[Any]):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = seed
+        self.accumulate = accumulate
         self.epoch = 0
         self.as_tensors = False
         """Whether indices come as a tensor, for a dataset that takes one."""
 
-    def __len__(self) -> int:
+    @property
+    def num_batches(self) -> int:
+        """Global batches of an epoch: optimizer steps."""
         if self.drop_last:
             return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
+
+    def __len__(self) -> int:
+        """Microbatches of an epoch."""
+        return self.num_batches * self.accumulate
 
     def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
@@ -70,28 +82,36 @@ class GlobalBatches(Sampler[Any]):
             order = torch.randperm(self.num_samples, generator=generator)
         else:
             order = torch.arange(self.num_samples)
-        for batch in range(len(self)):
-            first = batch * self.batch_size
-            start, stop = self._bounds(batch)
+        for number in range(len(self)):
+            first = number // self.accumulate * self.batch_size
+            start, stop = self._bounds(number)
             part = order[first + start : first + stop]
             if not len(part):
                 part = order[first : first + 1]
             yield part if self.as_tensors else part.tolist()
 
-    def share(self, batch: int) -> Share:
-        """This rank's part of global batch number `batch`."""
-        start, stop = self._bounds(batch)
-        size = self._size(batch)
-        return Share(stop - start, (stop - start) * self.world_size / size)
+    def share(self, number: int) -> Share:
+        """This rank's part of microbatch `number` of the epoch."""
+        start, stop = self._bounds(number)
+        return Share(
+            stop - start,
+            (stop - start) * self.world_size / self._size(number),
+            is_last=(number + 1) % self.accumulate == 0,
+        )
 
-    def _size(self, batch: int) -> int:
-        return min(self.batch_size, self.num_samples - batch * self.batch_size)
+    def _size(self, number: int) -> int:
+        """Samples of the global batch that microbatch `number` is a part of."""
+        first = number // self.accumulate * self.batch_size
+        return min(self.batch_size, self.num_samples - first)
 
-    def _bounds(self, batch: int) -> tuple[int, int]:
-        size = self._size(batch)
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Where this rank's part lies in the global batch of microbatch `number`."""
+        size, micro = self._size(number), number % self.accumulate
+        start = micro * size // self.accumulate
+        length = (micro + 1) * size // self.accumulate - start
         return (
-            self.rank * size // self.world_size,
-            (self.rank + 1) * size // self.world_size,
+            start + self.rank * length // self.world_size,
+            start + (self.rank + 1) * length // self.world_size,
         )
 
 
@@ -161,6 +181,7 @@ def deal_out(
     rank: int,
     world_size: int,
     seed: int,
+    accumulate: int = 1,
 ) -> tuple[DataLoader[Any], GlobalBatches]:
     """A DataLoader over this rank's part of `source`, and the batches it deals.
 
@@ -217,6 +238,11 @@ def deal_out(
         )
     if not batch_size >= 1:
         raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    if accumulate > batch_size:
+        raise ValueError(
+            f"--accumulate {accumulate}: a batch of {batch_size} cannot be cut into so "
+            "many microbatches"
+        )
     if not len(dataset):
         raise ValueError("the dataset is empty")
     batches = GlobalBatches(
@@ -227,6 +253,7 @@ def deal_out(
         shuffle=shuffle,
         drop_last=drop_last,
         seed=seed,
+        accumulate=accumulate,
     )
     collate = options.get("collate_fn", default_collate)
     if type(dataset) is TensorDataset and collate is default_collate:

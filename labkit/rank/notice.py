@@ -4,24 +4,48 @@ import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 Loss = float | torch.Tensor
+Result = TypeVar("Result")
 
 
 class Noticer:
-    """Watches one run: `on_step(losses)` is called after every optimizer step.
+    """Watches one run: `on_step(loss)` is called after every optimizer step.
 
-    `losses` are those given to `backward()` since the last step, one a microbatch.
+    `loss` is the weighted mean of those given to `backward()` since the last step, one
+    a microbatch; None if there was none, or none that counts.
     """
 
-    def __init__(self, on_step: Callable[[list[Loss]], None]) -> None:
+    def __init__(self, on_step: Callable[[Loss | None], None]) -> None:
         self.weight = 1.0
         """What a backward pass is scaled by: see `labkit.rank.loader.Share`."""
+        self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+        """Makes of a loss what the backward pass begins with: see `Prepared.scale`."""
         self._on_step = on_step
-        self._losses: list[Loss] = []
+        self._losses: list[tuple[Loss, float]] = []
+        self._is_inside_step = False
+
+    def step(self, take: Callable[[], Result]) -> Result:
+        """Take one step, however often `take` calls the `step` of optimizers."""
+        self._is_inside_step = True
+        try:
+            result = take()
+        finally:
+            self._is_inside_step = False
+        self._report()
+        return result
+
+    def _report(self) -> None:
+        losses, self._losses = self._losses, []
+        total = sum(weight for _, weight in losses)
+        mean = None
+        if total:
+            mean = sum(loss * (weight / total) for loss, weight in losses if weight)
+        self._on_step(mean)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -34,10 +58,12 @@ class Noticer:
             self: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: Any
         ) -> None:
             if self.numel() == 1:
-                noticer._losses.append(snapshot(getattr(self, "_unscaled_loss", self)))
+                loss = snapshot(getattr(self, "_unscaled_loss", self))
+                noticer._losses.append((loss, noticer.weight))
                 if noticer.weight != 1.0:
                     ones = torch.ones_like(self) if gradient is None else gradient
                     gradient = noticer.weight * ones
+                self = noticer.scale(self)
             backward(self, gradient, *args, **kwargs)
 
         def noticed_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -47,8 +73,8 @@ class Noticer:
             return scaled
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
-            losses, self._losses = self._losses, []
-            self._on_step(losses)
+            if not self._is_inside_step:
+                self._report()
 
         torch.Tensor.backward = noticed_backward  # type: ignore[method-assign]
         torch.amp.GradScaler.scale = noticed_scale  # type: ignore[method-assign]

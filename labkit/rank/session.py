@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import random
+import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
@@ -23,8 +25,16 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
+from labkit.rank.stepping import PreparedOptimizer
+from labkit.rank.stepping import schedulers_in_step
 from labkit.records import NOTICED_LOSS
+from labkit.records import TrainOptions
 from labkit.strategies import Strategy
+from labkit.strategies.model_options import checkpoint_activations
+from labkit.strategies.model_options import compile_blocks
+from labkit.strategies.model_options import synchronize_batchnorm
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.zero import is_zero
 
 RESERVED = frozenset({"rank", "seconds", "memory_bytes"})
 
@@ -43,16 +53,21 @@ class Session:
         world_size: int,
         device: torch.device,
         seed: int,
+        options: TrainOptions,
     ) -> None:
         self.strategy = strategy
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.seed = seed
+        self.options = options
         self._emitter = emitter
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
-        self._share: Share | None = None
+        self._optimizers: list[PreparedOptimizer] = []
+        self._undo: list[Callable[[], None]] = []
+        self._num_samples: int | None = None
+        """Of this step so far; None in a loop over data of its own."""
         self._optimizer_steps = 0
         self._log_calls: dict[str, int] = {}
 
@@ -60,8 +75,18 @@ class Session:
     def running(self) -> Iterator[None]:
         """Watch the cell's loop; the same seed on every rank, so equal models."""
         seed_everything(self.seed)
-        with self._noticer.watching():
-            yield
+        with (
+            self._noticer.watching(),
+            schedulers_in_step(self._optimizers),
+            warnings.catch_warnings(),
+        ):
+            # DeepSpeed calls collectives by names that torch is about to change.
+            warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")
+            try:
+                yield
+            finally:
+                for undo in reversed(self._undo):
+                    undo()
 
     # ---- the three names a cell has ----
 
@@ -84,12 +109,13 @@ class Session:
 
         After it, the plain PyTorch loop is the same under every strategy.
         """
-        if self.strategy.is_by_hand:
+        if self.strategy.technique is None:
             raise ValueError(
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
                 "fit use another strategy, as %%dist_train ddp"
             )
         check_prepared(model, optimizer)
+        options = self.options
         loader, batches = deal_out(
             dataset,
             batch_size=batch_size,
@@ -97,19 +123,32 @@ class Session:
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
+            accumulate=options.accumulate,
         )
-        model = self.strategy.apply(model.to(self.device), self.device)
+        if options.sync_batchnorm:
+            synchronize_batchnorm(model)
+        if options.activation_checkpointing:
+            self._undo += checkpoint_activations(model)
+        if options.compile:
+            self._undo += compile_blocks(model)
+        technique = self.strategy.load()
+        prepared = technique(model.to(self.device), optimizer, self.device, options)
+        self._undo.append(prepared.close)
+        self._noticer.scale = prepared.scale
+        self._noticer.weight = 1.0 / options.accumulate
+        stepping = PreparedOptimizer(prepared, self._take_step)
+        self._optimizers.append(stepping)
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
         return (
-            model,
-            optimizer,
+            prepared.model,
+            stepping,
             RankLoader(
                 loader,
                 batches,
                 self.device,
                 on_epoch=lambda epoch: self._set_progress(
-                    epoch=epoch, steps_per_epoch=len(batches)
+                    epoch=epoch, steps_per_epoch=batches.num_batches
                 ),
                 on_batch=self._begin_batch,
                 on_end=self._end_batches,
@@ -193,24 +232,31 @@ class Session:
     # ---- what the loop tells the session ----
 
     def _begin_batch(self, share: Share) -> None:
-        self._share = share
+        self._num_samples = (self._num_samples or 0) + share.num_samples
         self._noticer.weight = share.weight
+        for optimizer in self._optimizers:
+            optimizer.begin_microbatch(share.is_last)
 
     def _end_batches(self) -> None:
-        self._share = None
-        self._noticer.weight = 1.0
+        self._num_samples = None
+        self._noticer.weight = 1.0 / self.options.accumulate
 
-    def _after_optimizer_step(self, losses: list[Loss]) -> None:
+    def _take_step(self, prepared: Prepared) -> None:
+        norm = self._noticer.step(prepared.step)
+        if norm is not None:
+            self._emitter.put(
+                "gradient_norm", norm, self._optimizer_steps, self._read_memory()
+            )
+
+    def _after_optimizer_step(self, loss: Loss | None) -> None:
         self._optimizer_steps += 1
         step = self._emitter.step = self._optimizer_steps
         memory_bytes = self._read_memory()
-        share = self._share
-        if losses and (share is None or share.num_samples):
-            # Microbatches of one step: their mean. Tensors stay on the device.
-            loss = losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+        if loss is not None:
             self._emitter.put(NOTICED_LOSS, loss, step, memory_bytes)
-        if share is not None:
-            self._emitter.put("samples", share.num_samples, step, memory_bytes)
+        if self._num_samples is not None:
+            self._emitter.put("samples", self._num_samples, step, memory_bytes)
+            self._num_samples = 0
 
     def _set_progress(self, **changes: Any) -> None:
         self._emitter.progress = dataclasses.replace(self._emitter.progress, **changes)
@@ -233,26 +279,24 @@ class Session:
             seed=0,
         )
         batches.drop_last = False
-        # A replica computes without talking to the others: no hook of DDP's runs.
-        plain = getattr(model, "module", model)
-        was_training = plain.training
-        plain.eval()
+        shares: list[Share] = []
+        was_training = model.training
+        model.eval()
         sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=self.device)
         for x, y in RankLoader(
             loader,
             batches,
             self.device,
             on_epoch=lambda epoch: None,
-            on_batch=self._begin_batch,
-            on_end=self._end_batches,
+            on_batch=shares.append,
+            on_end=lambda: None,
         ):
-            assert self._share is not None
-            num_samples = self._share.num_samples
-            output = plain(x)
+            num_samples = shares[-1].num_samples
+            output = model(x)
             values = [float(function(output, y)) for function in functions.values()]
             if num_samples:
                 sums += num_samples * torch.tensor([*values, 1.0], device=self.device)
-        plain.train(was_training)
+        model.train(was_training)
         dist.all_reduce(sums)
         *totals, count = sums.tolist()
         return {
@@ -275,6 +319,11 @@ def check_prepared(model: Any, optimizer: Any) -> None:
         raise ValueError(
             "model is wrapped in DistributedDataParallel already; give prepare the "
             "plain model, or use %%dist_train raw"
+        )
+    if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "model is sharded already, by an earlier run or by hand; make it anew in "
+            "this cell, or use %%dist_train raw"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(

@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_map_only
 
 from labkit import portable
 from labkit.rank.cell import runner
+from labkit.strategies.zero import full_state_dict
+from labkit.strategies.zero import is_zero
 
 
 def push(payload: bytes) -> None:
@@ -34,6 +36,8 @@ def gather_full(value: Any) -> Any:
     A model gives its whole state dict, loadable in the plain model; a DTensor, and
     any DTensor in a list or dict, the whole tensor.
     """
+    if isinstance(value, nn.Module) and is_zero(value):
+        return full_state_dict(value)
     if isinstance(value, nn.Module):
         return get_model_state_dict(
             value, options=StateDictOptions(full_state_dict=True)

@@ -5,8 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from labkit.strategies.prepared import Prepared
 
 
 @dataclass(frozen=True)
@@ -15,21 +14,20 @@ class Strategy:
 
     name: str
     description: str
-    module: str | None = None
-    """The module of this package whose `apply_<module>(model, device)` wraps a model;
-    None where nothing is to be wrapped."""
+    technique: str | None
+    """Module and class, in this package, of what it makes of a model; None where the
+    cell does all of it, and `prepare` and `fit` are not for it."""
     is_single: bool = False
     """Runs on rank 0 alone, as if it were the whole world."""
-    is_by_hand: bool = False
-    """The cell does all of it; `prepare` and `fit` are not for it."""
 
-    def apply(self, model: "nn.Module", device: "torch.device") -> "nn.Module":
-        """`model`, which is on `device`, wrapped for this strategy."""
-        if self.module is None:
-            return model
+    def load(self) -> "type[Prepared]":
+        """The class that prepares a model for this strategy."""
+        assert self.technique is not None
         # Loaded here, on a rank: the notebook reads the table without torch.
-        module = import_module(f"labkit.strategies.{self.module}")
-        return getattr(module, f"apply_{self.module}")(model, device)
+        module, name = self.technique.split(":")
+        technique: type[Prepared]
+        technique = getattr(import_module(f"labkit.strategies.{module}"), name)
+        return technique
 
 
 STRATEGIES = {
@@ -38,17 +36,41 @@ STRATEGIES = {
         Strategy(
             "single",
             "one process on the whole batch: the reference for all the others",
+            "prepared:Prepared",
             is_single=True,
         ),
         Strategy(
             "ddp",
             "a replica on every rank, gradients averaged (DistributedDataParallel)",
-            module="ddp",
+            "ddp:DDP",
         ),
         Strategy(
-            "raw",
-            "nothing is done for you: the cell wraps the model itself",
-            is_by_hand=True,
+            "zero1",
+            "replicas, but each rank has the optimizer state of a part (DeepSpeed)",
+            "zero:ZeRO1",
+        ),
+        Strategy(
+            "zero2",
+            "as zero1, and the gradients of that part (DeepSpeed)",
+            "zero:ZeRO2",
+        ),
+        Strategy(
+            "zero3",
+            "as zero2, and the parameters of that part (DeepSpeed)",
+            "zero:ZeRO3",
+        ),
+        Strategy(
+            "fsdp",
+            "a shard of everything on every rank, gathered by blocks (fully_shard)",
+            "fsdp:FSDP",
+        ),
+        Strategy(
+            "hsdp",
+            "sharded within groups of ranks, replicated across them (fully_shard)",
+            "fsdp:HSDP",
+        ),
+        Strategy(
+            "raw", "nothing is done for you: the cell wraps the model itself", None
         ),
     )
 }

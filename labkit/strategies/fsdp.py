@@ -1,0 +1,163 @@
+"""Fully sharded data parallelism: every rank keeps a shard of everything."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.prepared import Tensors
+from labkit.strategies.prepared import blocks
+from labkit.strategies.prepared import check_keys
+
+
+class FSDP(Prepared):
+    """Shard parameters, gradients and optimizer state over all ranks.
+
+    Forward: all-gather the parameters of one block, compute, free them. Backward:
+    the same, then reduce-scatter the block's gradients.
+
+    `--config` takes the arguments of `fully_shard`.
+
+    Source: Zhao et al., "PyTorch FSDP", VLDB 2023;
+    `torch.distributed.fsdp.fully_shard`.
+    """
+
+    def wrap(self) -> None:
+        known = list(inspect.signature(fully_shard).parameters)[1:]
+        check_keys(self.options.config, known, "fully_shard")
+        settings = dict(self.options.config)
+        settings["mesh"] = self.mesh(settings.get("mesh"))
+        at_root = {}
+        if self.options.precision != "fp32" and "mp_policy" not in settings:
+            # Gradients are summed over the ranks in fp32, and the loss computed in it.
+            policy = MixedPrecisionPolicy(self.dtype, torch.float32)
+            settings["mp_policy"] = policy
+            at_root["mp_policy"] = replace(policy, output_dtype=torch.float32)
+        if self.options.precision == "fp16":
+            self.scaler = torch.amp.GradScaler(self.device.type)
+        whole = {parameter: name for name, parameter in self.module.named_parameters()}
+        for block in blocks(self.module):
+            fully_shard(block, **settings)
+        self.model = fully_shard(self.module, **{**settings, **at_root})
+        self._hand_shards_to_optimizer(whole)
+
+    def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
+        """One dimension: everything is sharded over all ranks."""
+        if isinstance(sizes, DeviceMesh):
+            return sizes
+        return init_device_mesh(
+            self.device.type,
+            mesh_shape(sizes or [dist.get_world_size()], 1),
+            mesh_dim_names=("shard",),
+        )
+
+    def begin_microbatch(self, *, is_last: bool) -> None:
+        self.model.set_requires_gradient_sync(is_last)
+
+    def memory(self) -> dict[str, Tensors]:
+        shards = [local(p) for p in self.module.parameters()]
+        return {
+            "parameters": [*shards, *self.module.buffers()],
+            "gradients": [
+                *(local(p.grad) for p in self.module.parameters()),
+                *self._unsharded("unsharded_accumulated_grad"),
+            ],
+            "optimizer_state": [
+                local(value)
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            ],
+            "communication_buffers": self._unsharded("_unsharded_param"),
+        }
+
+    def _unsharded(self, attribute: str) -> list[torch.Tensor]:
+        """What FSDP holds whole at the moment, of the blocks in use."""
+        found = []
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                group = module._get_fsdp_state()._fsdp_param_group
+                for parameter in group.fsdp_params if group else []:
+                    tensor = getattr(parameter, attribute, None)
+                    if tensor is not None:
+                        found.append(tensor)
+        return found
+
+    def _hand_shards_to_optimizer(self, whole: dict[nn.Parameter, str]) -> None:
+        """Put the shards in the place of the whole parameters, and shard the state."""
+        shards = dict(self.module.named_parameters())
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            group["params"] = [
+                shards[whole[p]] if p in whole else p for p in group["params"]
+            ]
+        for parameter, name in whole.items():
+            if parameter in state:
+                state[shards[name]] = {
+                    key: shard_like(value, shards[name])
+                    for key, value in state.pop(parameter).items()
+                }
+
+
+class HSDP(FSDP):
+    """Shard within a host, replicate across hosts.
+
+    As FSDP, but gradients are also all-reduced between the groups that hold replicas:
+    the all-gathers stay on the fast links of one host.
+
+    `--config` takes the arguments of `fully_shard`; `"mesh": (2, 4)` stands for 2
+    replicas of 4 shards. Without it the ranks of a host make a group or, on a single
+    host, half of the ranks do.
+    """
+
+    def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
+        if isinstance(sizes, DeviceMesh):
+            return sizes
+        world_size = dist.get_world_size()
+        num_replicas = 2 if world_size % 2 == 0 else 1
+        return init_device_mesh(
+            self.device.type,
+            mesh_shape(sizes or [num_replicas, world_size // num_replicas], 2),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
+    """`sizes` as a mesh's shape; ValueError if it does not hold all ranks."""
+    world_size = dist.get_world_size()
+    shape = tuple(sizes)
+    if len(shape) != num_dims or torch.Size(shape).numel() != world_size:
+        kind = "(replicate, shard)" if num_dims == 2 else "(shard,)"
+        raise ValueError(
+            f'--config: "mesh" is {shape}; it must be {kind} sizes whose product is '
+            f"the number of ranks, {world_size}"
+        )
+    return shape
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A state tensor sharded as its parameter is; a step count stays as it is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

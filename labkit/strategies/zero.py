@@ -1,0 +1,260 @@
+"""ZeRO: what every replica would hold twice is partitioned over the ranks."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.prepared import Tensors
+from labkit.strategies.prepared import cast_floats
+from labkit.strategies.prepared import check_keys
+from labkit.strategies.prepared import optimizer_tensors
+
+BUCKET_ELEMENTS = 2_000_000
+"""DeepSpeed's own 5e8 would take 2 GB for a bucket of fp32."""
+
+SET_BY_OPTION = {
+    "gradient_accumulation_steps": "--accumulate",
+    "gradient_clipping": "--clip",
+    "train_batch_size": "prepare(..., batch_size=B)",
+    "train_micro_batch_size_per_gpu": "prepare(..., batch_size=B)",
+    "optimizer": "the optimizer given to prepare",
+    "scheduler": "a torch.optim.lr_scheduler in the cell",
+}
+KNOWN_KEYS = (
+    "activation_checkpointing",
+    "bf16",
+    "communication_data_type",
+    "comms_logger",
+    "data_types",
+    "dump_state",
+    "flops_profiler",
+    "fp16",
+    "gradient_predivide_factor",
+    "memory_breakdown",
+    "prescale_gradients",
+    "sparse_gradients",
+    "steps_per_print",
+    "torch_autocast",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_optimization",
+)
+
+
+class ZeRO(Prepared):
+    """Partition optimizer state (1), gradients too (2), and parameters too (3).
+
+    Stage 1 and 2: reduce the gradients to the rank that owns their part, update that
+    part in fp32, all-gather the parameters. Stage 3: all-gather a layer's parameters
+    for its forward and its backward pass, and free them after each.
+
+    `--config` takes DeepSpeed's own configuration.
+
+    Source: Rajbhandari et al., "ZeRO", SC 2020; `deepspeed.initialize`.
+    """
+
+    stage: int
+
+    def wrap(self) -> None:
+        config = self._config()
+        deepspeed = import_deepspeed(self.device)
+        check_keys(
+            self.options.config.get("zero_optimization", {}),
+            deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields,
+            "DeepSpeed's zero_optimization",
+        )
+        with quiet():
+            self.model, self._zero, _, _ = deepspeed.initialize(
+                model=self.module,
+                optimizer=self.optimizer,
+                config=config,
+                dist_init_required=False,
+            )
+        if self.options.precision != "fp32":
+            # DeepSpeed keeps the model itself in this precision, not its inputs.
+            dtype = self.dtype
+            self._handles += [
+                self.model.register_forward_pre_hook(
+                    lambda model, args: cast_floats(args, dtype)
+                ),
+                self.model.register_forward_hook(
+                    lambda model, args, output: cast_floats(output, torch.float32)
+                ),
+            ]
+
+    def _config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration: ours, under what `--config` says."""
+        given = self.options.config
+        for key, option in SET_BY_OPTION.items():
+            if key in given:
+                raise ValueError(f"--config: {key!r} is for {option} to say")
+        check_keys(given, KNOWN_KEYS, "DeepSpeed")
+        ours = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # the loop says which is the last
+            "gradient_clipping": self.options.clip or 0.0,
+            "bf16": {"enabled": self.options.precision == "bf16"},
+            "fp16": {"enabled": self.options.precision == "fp16"},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": None,
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 2,
+                "stage3_max_live_parameters": BUCKET_ELEMENTS,
+                "stage3_max_reuse_distance": BUCKET_ELEMENTS,
+                "stage3_param_persistence_threshold": 1_000,
+            },
+        }
+        merged = merge(ours, given)
+        if merged["zero_optimization"]["stage"] != self.stage:
+            raise ValueError(
+                f'--config: "stage" is {merged["zero_optimization"]["stage"]}; '
+                f"the magic line says zero{self.stage}"
+            )
+        return merged
+
+    def begin_microbatch(self, *, is_last: bool) -> None:
+        self.model.set_gradient_accumulation_boundary(is_last)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.model.scale(loss) if self.options.precision == "fp16" else loss
+
+    def step(self) -> float | None:
+        self.model.step()  # clips, and clears the gradients
+        norm = self.model.get_global_grad_norm()
+        return None if self.options.clip is None or norm is None else float(norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero.zero_grad(set_to_none)
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        return dict(self.module.named_parameters()) if self.stage < 3 else {}
+
+    def close(self) -> None:
+        super().close()
+        self.model.destroy()  # takes its hooks off the parameters
+
+
+class ZeRO1(ZeRO):
+    stage = 1
+
+    def memory(self) -> dict[str, Tensors]:
+        zero = self._zero
+        return {
+            "parameters": [*self.module.parameters(), *self.module.buffers()],
+            "gradients": [
+                *(p.grad for p in self.module.parameters()),
+                *flat(zero.averaged_gradients.values()),
+                *flat(zero.all_grad_tensors.values()),
+                *(p.grad for p in zero.single_partition_of_fp32_groups),
+            ],
+            "optimizer_state": optimizer_tensors(self.optimizer),
+            "master_parameters": zero.single_partition_of_fp32_groups,
+            "communication_buffers": flat(
+                bucket.buffer for bucket in zero.ipg_buckets.values()
+            ),
+        }
+
+
+class ZeRO2(ZeRO1):
+    stage = 2
+
+
+class ZeRO3(ZeRO):
+    stage = 3
+
+    def memory(self) -> dict[str, Tensors]:
+        zero = self._zero
+        parameters: list[Any] = list(self.module.parameters())
+        return {
+            "parameters": [*(p.ds_tensor for p in parameters), *self.module.buffers()],
+            "gradients": [
+                zero.grad_partitions_flat_buffer,
+                *(p.grad for p in parameters),
+            ],
+            "optimizer_state": optimizer_tensors(self.optimizer),
+            "master_parameters": zero.fp32_partitioned_groups_flat,
+            "communication_buffers": [
+                *(p.data for p in parameters if p.numel()),  # gathered at the moment
+                *flat(b.buffer for b in zero.ipg_buckets.values()),
+            ],
+        }
+
+
+def flat(tensors: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, which may hold None."""
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif value is not None:
+            yield from flat(value)
+
+
+def merge(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` over `ours`, section by section."""
+    merged = dict(ours)
+    for key, value in given.items():
+        inner = merged.get(key)
+        merged[key] = (
+            merge(inner, value)
+            if isinstance(inner, Mapping) and isinstance(value, Mapping)
+            else value
+        )
+    return merged
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, on the process group of today."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    if device.type == "cpu":
+        # It would compile an op for 36 s, which is for inference.
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+    # It keeps groups from one initialize to the next, and ours may have been
+    # formed anew in between.
+    deepspeed.comm.comm.cdb = None
+    deepspeed.utils.groups._WORLD_GROUP = None
+    return deepspeed
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without DeepSpeed's many lines about itself."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def is_zero(model: nn.Module) -> bool:
+    """Whether this is a DeepSpeed engine, or a module that ZeRO-3 has partitioned."""
+    return hasattr(model, "zero_optimization") or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights of a model under ZeRO, on every rank. Collective."""
+    import deepspeed
+
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        model = model.module
+    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned):
+        return {key: value.clone() for key, value in model.state_dict().items()}
