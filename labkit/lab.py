@@ -150,8 +150,6 @@ class Lab:
                 code if code.strip() else "pass",
                 CellSpec(execution_count=execution_count()),
                 targets,
-                on_batch=lambda rank, batch: None,
-                on_tick=lambda: None,
             )
             self._finish(dispatch, timeout)
 
@@ -240,6 +238,7 @@ class Lab:
                 ),
                 targets,
                 on_batch=collector.add,
+                on_measurement=collector.add_measurement,
                 on_tick=view.tick if view else lambda: None,
             )
             try:

@@ -104,6 +104,65 @@ class Batch:
     step: int
 
 
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "master_parameters",
+    "communication_buffers",
+    "activations_peak",
+    "total_peak",
+)
+"""What a rank's memory is made of; the first four are the model states."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The collectives of one kind in a training step of one rank."""
+
+    kind: str
+    """"all_reduce", "all_gather", "reduce_scatter", ..."""
+    count: int = 0
+    payload_bytes: int = 0
+    """Of the whole tensors."""
+    wire_bytes: int = 0
+    """What the rank sends, if the collective is a ring."""
+    seconds: float = 0.0
+
+    def plus(self, payload_bytes: int, wire_bytes: int, seconds: float) -> "Collective":
+        """With one more of the kind."""
+        return Collective(
+            self.kind,
+            self.count + 1,
+            self.payload_bytes + payload_bytes,
+            self.wire_bytes + wire_bytes,
+            self.seconds + seconds,
+        )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the model states of a training step are computed from."""
+
+    num_parameters: int
+    """Elements of all parameters, each counted once."""
+    num_trainable: int
+    state_bytes: float
+    """Of the optimizer, for one trainable element: 8 for Adam in fp32."""
+    num_shards: int = 1
+    """Ranks that share one copy of what the strategy shards."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One training step of one rank, measured."""
+
+    memory: dict[str, int]
+    """Bytes by component, each at its greatest within the step."""
+    collectives: list[Collective]
+    models: list[ModelFacts]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a cell ended on one rank: the last message about it."""

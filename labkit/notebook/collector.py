@@ -8,6 +8,7 @@ import pandas as pd
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
+from labkit.records import Measurement
 from labkit.records import Progress
 
 _AGAIN = "(again)"  # no metric can be called so
@@ -24,6 +25,8 @@ class Collector:
         self.num_records = dict.fromkeys(ranks, 0)
         self.num_lost = 0
         """Batches that never came, by their sequence numbers."""
+        self.measurements: dict[int, list[Measurement]] = {rank: [] for rank in ranks}
+        """Of the steps that were measured, in order."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
         self._chunks: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
         self._next_sequence = dict.fromkeys(ranks, 0)
@@ -41,6 +44,10 @@ class Collector:
         if len(batch.records):
             self._chunks[rank].append(batch.records)
             self.num_records[rank] += len(batch.records)
+
+    def add_measurement(self, rank: int, measurement: Measurement) -> None:
+        """Take what a rank measured in one step."""
+        self.measurements[rank].append(measurement)
 
     def finish(self, rank: int, num_batches: int) -> None:
         """Take a rank's last word: how many batches it sent."""

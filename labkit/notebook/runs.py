@@ -1,11 +1,14 @@
 """A training run: what was run, how it ended, and its history."""
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from labkit.notebook.collector import Collector
+from labkit.records import COMPONENTS
+from labkit.records import Collective
 
 if TYPE_CHECKING:
     from labkit.notebook.plots import RunFigure
@@ -50,6 +53,40 @@ class Run:
     def history(self) -> pd.DataFrame:
         """One row a rank and step: step, rank, seconds, loss, memory_bytes, metrics."""
         return self.collector.history()
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """Bytes by rank and component, each at its greatest in the measured steps.
+
+        The first step, in which states are only made, counts for the total alone where
+        others were measured. Empty where none was: in `raw` runs.
+        """
+        rows = {
+            rank: {
+                component: max(
+                    found.memory[component]
+                    for found in measured[component != "total_peak" :] or measured
+                )
+                for component in COMPONENTS
+            }
+            for rank, measured in self.collector.measurements.items()
+            if measured
+        }
+        table = pd.DataFrame.from_dict(rows, orient="index", columns=list(COMPONENTS))
+        return table.rename_axis("rank")
+
+    @property
+    def comm(self) -> pd.DataFrame:
+        """Collectives of one optimizer step by rank and kind, as last measured: count,
+        payload_bytes, wire_bytes (what the rank sends in a ring), and seconds, each
+        collective waited for where it begins."""
+        rows = [
+            {"rank": rank, **vars(collective)}
+            for rank, measured in self.collector.measurements.items()
+            for collective in (measured[-1].collectives if measured else [])
+        ]
+        names = ["rank", *(field.name for field in dataclasses.fields(Collective))]
+        return pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
 
     def end(self, state: str) -> None:
         self.state = state

@@ -25,6 +25,8 @@ class Noticer:
         """What a backward pass is scaled by: see `labkit.rank.loader.Share`."""
         self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
         """Makes of a loss what the backward pass begins with: see `Prepared.scale`."""
+        self.on_backward: Callable[[bool], None] = lambda begins: None
+        """Called before (True) and after a backward pass."""
         self._on_step = on_step
         self._losses: list[tuple[Loss, float]] = []
         self._is_inside_step = False
@@ -64,7 +66,9 @@ class Noticer:
                     ones = torch.ones_like(self) if gradient is None else gradient
                     gradient = noticer.weight * ones
                 self = noticer.scale(self)
+            noticer.on_backward(True)
             backward(self, gradient, *args, **kwargs)
+            noticer.on_backward(False)
 
         def noticed_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = scale(self, outputs)

@@ -25,6 +25,7 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
+from labkit.rank.probe import StepProbe
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.rank.stepping import schedulers_in_step
 from labkit.records import NOTICED_LOSS
@@ -54,6 +55,7 @@ class Session:
         device: torch.device,
         seed: int,
         options: TrainOptions,
+        report: Callable[[Any], None] = lambda measured: None,
     ) -> None:
         self.strategy = strategy
         self.rank = rank
@@ -64,6 +66,8 @@ class Session:
         self._emitter = emitter
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
+        self._report = report
+        self._probe: StepProbe | None = None
         self._optimizers: list[PreparedOptimizer] = []
         self._undo: list[Callable[[], None]] = []
         self._num_samples: int | None = None
@@ -85,6 +89,7 @@ class Session:
             try:
                 yield
             finally:
+                self._end_probe(is_complete=False)
                 for undo in reversed(self._undo):
                     undo()
 
@@ -236,6 +241,8 @@ class Session:
         self._noticer.weight = share.weight
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
+        if self._probe is None and is_sampled(self._optimizer_steps + 1):
+            self._begin_probe()
 
     def _end_batches(self) -> None:
         self._num_samples = None
@@ -248,7 +255,30 @@ class Session:
                 "gradient_norm", norm, self._optimizer_steps, self._read_memory()
             )
 
+    def _begin_probe(self) -> None:
+        prepared = [optimizer.prepared for optimizer in self._optimizers]
+        self._probe = StepProbe(prepared, self.device)
+        self._probe.start()
+        self._noticer.on_backward = self._probe_backward
+
+    def _probe_backward(self, begins: bool) -> None:
+        assert self._probe is not None
+        if begins:
+            self._probe.begin_backward()
+        else:
+            self._probe.end_backward()
+
+    def _end_probe(self, *, is_complete: bool = True) -> None:
+        if self._probe is None:
+            return
+        self._noticer.on_backward = lambda begins: None
+        if measured := self._probe.stop():
+            self._probe = None
+            if is_complete:
+                self._report(measured)
+
     def _after_optimizer_step(self, loss: Loss | None) -> None:
+        self._end_probe()
         self._optimizer_steps += 1
         step = self._emitter.step = self._optimizer_steps
         memory_bytes = self._read_memory()
@@ -302,6 +332,15 @@ class Session:
         return {
             f"val_{name}": t / count for name, t in zip(functions, totals, strict=True)
         }
+
+
+def is_sampled(step: int) -> bool:
+    """Whether optimizer step `step`, counted from 1, is measured.
+
+    The first, in which state is made; the third, for DDP arranges its buckets anew in
+    the second; then the 10th, 100th, ..., so that it costs nothing.
+    """
+    return step == 3 or str(step).rstrip("0") == "1"
 
 
 def seed_everything(seed: int) -> None:

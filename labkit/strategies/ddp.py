@@ -40,6 +40,10 @@ class DDP(Prepared):
     def begin_microbatch(self, *, is_last: bool) -> None:
         self.model.require_backward_grad_sync = is_last  # what no_sync() sets
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        # In place, or the next microbatch would make gradients outside of the buckets.
+        super().zero_grad(set_to_none and not self.model.gradient_as_bucket_view)
+
     def memory(self) -> dict[str, Tensors]:
         held = super().memory()
         if not self.model.gradient_as_bucket_view:

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: every rank keeps a shard of everything."""
 
 import inspect
+from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import check_keys
+from labkit.strategies.prepared import optimizer_tensors
 
 
 class FSDP(Prepared):
@@ -36,7 +38,8 @@ class FSDP(Prepared):
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
         settings = dict(self.options.config)
-        settings["mesh"] = self.mesh(settings.get("mesh"))
+        settings["mesh"] = mesh = self.mesh(settings.get("mesh"))
+        self.num_shards = mesh.size(-1)
         at_root = {}
         if self.options.precision != "fp32" and "mp_policy" not in settings:
             # Gradients are summed over the ranks in fp32, and the loss computed in it.
@@ -49,6 +52,8 @@ class FSDP(Prepared):
         for block in blocks(self.module):
             fully_shard(block, **settings)
         self.model = fully_shard(self.module, **{**settings, **at_root})
+        # In a forward pass the module has the gathered ones in their place.
+        self._shards = dict(self.module.named_parameters())
         self._hand_shards_to_optimizer(whole)
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
@@ -65,37 +70,31 @@ class FSDP(Prepared):
         self.model.set_requires_gradient_sync(is_last)
 
     def memory(self) -> dict[str, Tensors]:
-        shards = [local(p) for p in self.module.parameters()]
+        shards = list(self._shards.values())
+        whole = list(self._gathered())
         return {
-            "parameters": [*shards, *self.module.buffers()],
+            "parameters": [*map(local, shards), *self.module.buffers()],
             "gradients": [
-                *(local(p.grad) for p in self.module.parameters()),
-                *self._unsharded("unsharded_accumulated_grad"),
+                *(local(shard.grad) for shard in shards),
+                # Between the microbatches of a step gradients are not sharded.
+                *(parameter.grad for parameter in whole),
             ],
-            "optimizer_state": [
-                local(value)
-                for state in self.optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            ],
-            "communication_buffers": self._unsharded("_unsharded_param"),
+            "optimizer_state": map(local, optimizer_tensors(self.optimizer)),
+            "communication_buffers": whole,
         }
 
-    def _unsharded(self, attribute: str) -> list[torch.Tensor]:
-        """What FSDP holds whole at the moment, of the blocks in use."""
-        found = []
+    def _gathered(self) -> Iterator[torch.Tensor]:
+        """The whole parameters of the blocks in use; the others' hold no memory."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 group = module._get_fsdp_state()._fsdp_param_group
                 for parameter in group.fsdp_params if group else []:
-                    tensor = getattr(parameter, attribute, None)
-                    if tensor is not None:
-                        found.append(tensor)
-        return found
+                    if hasattr(parameter, "_unsharded_param"):
+                        yield parameter._unsharded_param
 
     def _hand_shards_to_optimizer(self, whole: dict[nn.Parameter, str]) -> None:
         """Put the shards in the place of the whole parameters, and shard the state."""
-        shards = dict(self.module.named_parameters())
+        shards = self._shards
         state = self.optimizer.state
         for group in self.optimizer.param_groups:
             group["params"] = [
@@ -150,7 +149,8 @@ def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not to_local(), an operator: this is called while others are in the middle.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 
 Tensors = Iterable[torch.Tensor | None]
@@ -25,6 +26,9 @@ class Prepared:
     the user's own, over what of the parameters this rank updates. This class is the
     strategy `single`; the others change the methods that they do otherwise.
     """
+
+    keeps_gradients = False
+    """Whether all gradients are there at once only within the backward pass."""
 
     def __init__(
         self,
@@ -41,7 +45,12 @@ class Prepared:
         self.dtype = DTYPES[options.precision]
         self.scaler: torch.amp.GradScaler | None = None
         """Scales an fp16 loss, so that small gradients do not vanish."""
+        self.num_shards = 1
+        """Ranks that share one copy of what this strategy shards."""
         self._handles: list[Any] = []
+        parameters = list(module.parameters())
+        self._num_parameters = sum(p.numel() for p in parameters)
+        self._num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
         self.wrap()
 
     def wrap(self) -> None:
@@ -93,6 +102,17 @@ class Prepared:
             "gradients": [parameter.grad for parameter in self.module.parameters()],
             "optimizer_state": optimizer_tensors(self.optimizer),
         }
+
+    def facts(self) -> ModelFacts:
+        """What theory computes the model states from."""
+        updated = [p for g in self.optimizer.param_groups for p in g["params"]]
+        state = sum(
+            t.numel() * t.element_size() for t in optimizer_tensors(self.optimizer)
+        )
+        per_element = state / max(1, sum(p.numel() for p in updated))
+        return ModelFacts(
+            self._num_parameters, self._num_trainable, per_element, self.num_shards
+        )
 
     def replicas(self) -> dict[str, torch.Tensor]:
         """By name, what must be equal on every rank."""

@@ -64,6 +64,7 @@ class ZeRO(Prepared):
 
     def wrap(self) -> None:
         config = self._config()
+        self.num_shards = torch.distributed.get_world_size()
         deepspeed = import_deepspeed(self.device)
         check_keys(
             self.options.config.get("zero_optimization", {}),
@@ -147,27 +148,31 @@ class ZeRO(Prepared):
 
 class ZeRO1(ZeRO):
     stage = 1
+    keeps_gradients = True  # until the backward pass ends, in which they are reduced
 
     def memory(self) -> dict[str, Tensors]:
         zero = self._zero
+        masters = zero.single_partition_of_fp32_groups
+        whole = [p.grad for p in self.module.parameters() if p.grad is not None]
+        partition = [
+            *flat(zero.averaged_gradients.values()),
+            *flat(zero.all_grad_tensors.values()),
+            *flat(master.grad for master in masters),
+        ]
+        is_whole = self.keeps_gradients and whole
         return {
+            # First, for a gradient may be a view of a bucket.
+            "communication_buffers": buckets(zero),
             "parameters": [*self.module.parameters(), *self.module.buffers()],
-            "gradients": [
-                *(p.grad for p in self.module.parameters()),
-                *flat(zero.averaged_gradients.values()),
-                *flat(zero.all_grad_tensors.values()),
-                *(p.grad for p in zero.single_partition_of_fp32_groups),
-            ],
+            "gradients": whole if is_whole else [*partition, *whole],
             "optimizer_state": optimizer_tensors(self.optimizer),
-            "master_parameters": zero.single_partition_of_fp32_groups,
-            "communication_buffers": flat(
-                bucket.buffer for bucket in zero.ipg_buckets.values()
-            ),
+            "master_parameters": masters,
         }
 
 
 class ZeRO2(ZeRO1):
     stage = 2
+    keeps_gradients = False
 
 
 class ZeRO3(ZeRO):
@@ -177,18 +182,23 @@ class ZeRO3(ZeRO):
         zero = self._zero
         parameters: list[Any] = list(self.module.parameters())
         return {
+            "communication_buffers": [
+                *(p.data for p in parameters if p.numel()),  # gathered at the moment
+                *buckets(zero),
+            ],
             "parameters": [*(p.ds_tensor for p in parameters), *self.module.buffers()],
             "gradients": [
                 zero.grad_partitions_flat_buffer,
-                *(p.grad for p in parameters),
+                *(parameter.grad for parameter in parameters),
             ],
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
-            "communication_buffers": [
-                *(p.data for p in parameters if p.numel()),  # gathered at the moment
-                *flat(b.buffer for b in zero.ipg_buckets.values()),
-            ],
         }
+
+
+def buckets(zero: Any) -> Iterator[torch.Tensor]:
+    """What DeepSpeed collects gradients in, to reduce many of them at once."""
+    return flat(bucket.buffer for bucket in zero.ipg_buckets.values())
 
 
 def flat(tensors: Any) -> Iterator[torch.Tensor]:

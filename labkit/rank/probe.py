@@ -1,0 +1,237 @@
+"""Measures one training step: memory by component, and what went over the wire."""
+
+import time
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from labkit.records import COMPONENTS
+from labkit.records import Collective
+from labkit.records import Measurement
+from labkit.strategies.prepared import Prepared
+
+LOOK_EVERY_OPS = 4
+"""How often the components are looked at: that takes some 0.1 ms."""
+
+# What kind of collective an operator is, and which of its arguments is the whole tensor
+# (the others hold a part of it). With `_c10d_functional` the group is a name.
+_KINDS = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::reduce_": ("reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_coalesced_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::alltoall_": ("all_to_all", 0),
+    "c10d::alltoall_base_": ("all_to_all", 0),
+    "c10d::gather_": ("gather", 0),
+    "c10d::scatter_": ("scatter", 1),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+}
+
+
+class StepProbe(TorchDispatchMode):
+    """Sees every operator of one training step on this rank.
+
+    Memory: the bytes of all live storages that the step's operators returned or that
+    hold model states; the greatest sum is the peak. Activations: what is alive when a
+    backward pass begins, and is no model state. Collectives: each is waited for where
+    it begins, so its seconds hold the wait for the slowest rank, and no overlap.
+    """
+
+    def __init__(self, prepared: Iterable[Prepared], device: torch.device) -> None:
+        super().__init__()
+        self._prepared = list(prepared)
+        self._device = device
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._held = dict.fromkeys(COMPONENTS, 0)
+        self._collectives: dict[str, Collective] = {}
+        self._num_ops = 0
+        self._is_active = False
+
+    # ---- one step ----
+
+    def start(self) -> None:
+        """Begin to watch; all that holds model states is known from here on."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        for tensors in self._components().values():
+            for tensor in tensors:
+                self._see(tensor)
+        self.look()
+        self._is_active = True
+        self.__enter__()
+
+    def begin_backward(self) -> None:
+        components = self._components()
+        states = {
+            storage_key(tensor) for tensors in components.values() for tensor in tensors
+        }
+        others = sum(
+            storage.nbytes()
+            for key, storage in self._alive()
+            if key not in states and storage.nbytes()
+        )
+        self._held["activations_peak"] = max(self._held["activations_peak"], others)
+        self.look()
+
+    def end_backward(self) -> None:
+        self.look(is_after_backward=True)
+
+    def stop(self) -> Measurement | None:
+        """End the watch; None where a mode of the user's own was entered meanwhile,
+        which has to end first."""
+        self._is_active = False
+        if _get_current_dispatch_mode() is not self:
+            return None
+        self.__exit__(None, None, None)
+        self.look()
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self._held["total_peak"] = max(self._held["total_peak"], peak)
+        facts = [prepared.facts() for prepared in self._prepared]
+        return Measurement(self._held, list(self._collectives.values()), facts)
+
+    # ---- what is seen ----
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it comes again as what it is made of
+        name = getattr(func, "_schema", None) and func._schema.name
+        began = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        if not self._is_active:
+            return out
+        if name in _KINDS:
+            self._note_collective(name, args, out, began)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        self._num_ops += 1
+        if name in _KINDS or self._num_ops % LOOK_EVERY_OPS == 0:
+            self.look()
+        else:
+            self._note_total()
+        return out
+
+    def look(self, *, is_after_backward: bool = False) -> None:
+        """Note the bytes of every component, where they are more than before.
+
+        Those of gradients as a rule after a backward pass only: on their way from one
+        place to another some are in both.
+        """
+        gradients = is_after_backward or any(p.keeps_gradients for p in self._prepared)
+        seen: set[int] = set()
+        for component, tensors in self._components().items():
+            total = 0
+            for tensor in tensors:
+                key = storage_key(tensor)
+                if key not in seen:
+                    seen.add(key)
+                    total += tensor.untyped_storage().nbytes()
+                    self._see(tensor)
+            if gradients or component != "gradients":
+                self._held[component] = max(self._held[component], total)
+        self._note_total()
+
+    def _components(self) -> dict[str, list[torch.Tensor]]:
+        found: dict[str, list[torch.Tensor]] = {}
+        for prepared in self._prepared:
+            for component, tensors in prepared.memory().items():
+                found.setdefault(component, []).extend(
+                    tensor for tensor in tensors if tensor is not None
+                )
+        return found
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        # Operators are also run on fake tensors, to learn the shape of a result.
+        if tensor.device.type != self._device.type or is_fake(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, reference: Any) -> None:
+        self._storages.pop(key, None)
+
+    def _alive(self) -> list[tuple[int, torch.UntypedStorage]]:
+        pairs = [(key, reference()) for key, reference in [*self._storages.items()]]
+        return [(key, storage) for key, storage in pairs if storage is not None]
+
+    def _note_total(self) -> None:
+        total = sum(storage.nbytes() for _, storage in self._alive())
+        self._held["total_peak"] = max(self._held["total_peak"], total)
+
+    def _note_collective(self, name: str, args: Any, out: Any, began: float) -> None:
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.ScriptObject):
+                dist.Work.unbox(leaf).wait()
+        if name.startswith("_c10d_functional"):
+            torch.ops._c10d_functional.wait_tensor(out)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - began
+        kind, whole = _KINDS[name]
+        payload = sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(out if whole is None else args[whole])
+            if isinstance(leaf, torch.Tensor)
+        )
+        noted = self._collectives.get(kind, Collective(kind))
+        self._collectives[kind] = noted.plus(
+            payload, bytes_on_the_wire(kind, payload, group_size(args)), seconds
+        )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Tells storages apart: several tensors may share one."""
+    return tensor.untyped_storage()._cdata
+
+
+def group_size(args: Any) -> int:
+    """The ranks of the group that a collective's arguments name."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg).size()
+            except RuntimeError:  # a reduce operation, for one
+                continue
+    name: Any = [arg for arg in args if isinstance(arg, str)][-1]
+    return dist.distributed_c10d._resolve_process_group(name).size()
+
+
+def bytes_on_the_wire(kind: str, payload: int, num_ranks: int) -> int:
+    """What a rank sends for a collective over a whole tensor of `payload` bytes.
+
+    A ring sends 1/N of it N-1 times to gather or to reduce and scatter, and does both
+    to all-reduce. A broadcast or a reduce is the whole sent by all ranks but one: here
+    their mean.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
+    the bus bandwidth of nccl-tests.
+    """
+    share = payload * (num_ranks - 1) // num_ranks
+    return 2 * share if kind == "all_reduce" else share
