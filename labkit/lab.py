@@ -224,7 +224,7 @@ class Lab:
                 cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
             cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
             collector = Collector(targets)
-            run = Run(name, strategy, code, collector)
+            run = Run(name, strategy, code, collector, options)
             self.runs.append(run)
             view = LiveView(run) if live else None
             dispatch = Dispatch(

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from labkit import theory
 from labkit.notebook.collector import Collector
 from labkit.records import COMPONENTS
 from labkit.records import Collective
+from labkit.records import ModelFacts
+from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.plots import RunFigure
@@ -21,11 +24,17 @@ class Run:
     """
 
     def __init__(
-        self, name: str, strategy: str, code: str, collector: Collector
+        self,
+        name: str,
+        strategy: str,
+        code: str,
+        collector: Collector,
+        options: TrainOptions | None = None,
     ) -> None:
         self.name = name
         self.strategy = strategy
         self.code = code
+        self.options = options or TrainOptions()
         self.state = "running"
         self.collector = collector
         self.seconds = 0.0
@@ -87,6 +96,26 @@ class Run:
         ]
         names = ["rank", *(field.name for field in dataclasses.fields(Collective))]
         return pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
+
+    @property
+    def theory(self) -> dict[str, float]:
+        """What the model states of a rank, by component, and `wire_bytes` should be,
+        by the formulas of `labkit.theory`; empty where nothing was measured."""
+        total: dict[str, float] = {}
+        for model in self.models:
+            states = theory.model_states(self.strategy, model, self.options)
+            states["wire_bytes"] = theory.wire_bytes(
+                self.strategy, model, self.options, world_size=self.world_size
+            )
+            for component, value in states.items():
+                total[component] = total.get(component, 0.0) + value
+        return total
+
+    @property
+    def models(self) -> list[ModelFacts]:
+        """What was prepared in this run."""
+        measured = self.collector.measurements[self.collector.ranks[0]]
+        return measured[-1].models if measured else []
 
     def end(self, state: str) -> None:
         self.state = state

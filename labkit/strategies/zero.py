@@ -97,6 +97,7 @@ class ZeRO(Prepared):
             if key in given:
                 raise ValueError(f"--config: {key!r} is for {option} to say")
         check_keys(given, KNOWN_KEYS, "DeepSpeed")
+        bucket = max(1, min(BUCKET_ELEMENTS, self._num_parameters))
         ours = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # the loop says which is the last
@@ -108,11 +109,11 @@ class ZeRO(Prepared):
             "steps_per_print": None,
             "zero_optimization": {
                 "stage": self.stage,
-                "reduce_bucket_size": BUCKET_ELEMENTS,
-                "allgather_bucket_size": BUCKET_ELEMENTS,
-                "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 2,
-                "stage3_max_live_parameters": BUCKET_ELEMENTS,
-                "stage3_max_reuse_distance": BUCKET_ELEMENTS,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                "stage3_prefetch_bucket_size": bucket // 2,
+                "stage3_max_live_parameters": bucket,
+                "stage3_max_reuse_distance": bucket,
                 "stage3_param_persistence_threshold": 1_000,
             },
         }
@@ -153,7 +154,7 @@ class ZeRO1(ZeRO):
     def memory(self) -> dict[str, Tensors]:
         zero = self._zero
         masters = zero.single_partition_of_fp32_groups
-        whole = [p.grad for p in self.module.parameters() if p.grad is not None]
+        whole = [p.grad for p in self.module.parameters() if has_own_storage(p.grad)]
         partition = [
             *flat(zero.averaged_gradients.values()),
             *flat(zero.all_grad_tensors.values()),
@@ -194,6 +195,13 @@ class ZeRO3(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
         }
+
+
+def has_own_storage(gradient: torch.Tensor | None) -> bool:
+    """Whether this is a gradient that is no view of a bucket or a partition."""
+    return (
+        gradient is not None and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
 
 
 def buckets(zero: Any) -> Iterator[torch.Tensor]:
