@@ -238,7 +238,7 @@ class Lab:
                 ),
                 targets,
                 on_batch=collector.add,
-                on_measurement=collector.add_measurement,
+                on_report=collector.add_report,
                 on_tick=view.tick if view else lambda: None,
             )
             try:
@@ -246,6 +246,8 @@ class Lab:
             finally:
                 if view:
                     view.close()
+            for mismatch in run.mismatches:
+                print(f"labkit: {mismatch}", file=sys.stderr)
         return run
 
     def push(self, ranks: Ranks = None, /, **values: Any) -> None:

@@ -164,6 +164,35 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """The samples that one rank drew of a dataset in one epoch."""
+
+    epoch: int
+    num_samples: int
+    """Of the dataset."""
+    num_drawn: int
+    drawn: int
+    """A fingerprint of their indices; those of disjoint sets add up, modulo 2**64."""
+    whole: int
+    """The fingerprint of all indices."""
+
+
+@dataclass(frozen=True)
+class ReplicaNotes:
+    """What one rank had that others are to have too, or are not to."""
+
+    group: int
+    """Ranks of the same group hold replicas of each other."""
+    steps: list[int]
+    names: list[str]
+    values: np.ndarray
+    """(num_steps, num_names) fingerprints of the parameters."""
+    draws: list[Draw]
+    seed: int
+    """What this rank's random numbers began with."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a cell ended on one rank: the last message about it."""
 

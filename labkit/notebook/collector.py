@@ -10,6 +10,7 @@ from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Measurement
 from labkit.records import Progress
+from labkit.records import ReplicaNotes
 
 _AGAIN = "(again)"  # no metric can be called so
 _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
@@ -27,6 +28,7 @@ class Collector:
         """Batches that never came, by their sequence numbers."""
         self.measurements: dict[int, list[Measurement]] = {rank: [] for rank in ranks}
         """Of the steps that were measured, in order."""
+        self.replica_notes: dict[int, ReplicaNotes] = {}
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
         self._chunks: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
         self._next_sequence = dict.fromkeys(ranks, 0)
@@ -45,9 +47,12 @@ class Collector:
             self._chunks[rank].append(batch.records)
             self.num_records[rank] += len(batch.records)
 
-    def add_measurement(self, rank: int, measurement: Measurement) -> None:
-        """Take what a rank measured in one step."""
-        self.measurements[rank].append(measurement)
+    def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
+        """Take what a rank measured in one step, or its notes at the end."""
+        if isinstance(report, Measurement):
+            self.measurements[rank].append(report)
+        else:
+            self.replica_notes[rank] = report
 
     def finish(self, rank: int, num_batches: int) -> None:
         """Take a rank's last word: how many batches it sent."""

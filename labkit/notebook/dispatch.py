@@ -16,7 +16,6 @@ from labkit.notebook.cluster import Cluster
 from labkit.notebook.output import OutputMerger
 from labkit.records import Batch
 from labkit.records import CellSpec
-from labkit.records import Measurement
 from labkit.records import Outcome
 
 GRACE_S = 0.2
@@ -42,7 +41,7 @@ class Dispatch:
         ranks: Sequence[int],
         *,
         on_batch: Callable[[int, Batch], None] = lambda rank, batch: None,
-        on_measurement: Callable[[int, Measurement], None] = lambda rank, found: None,
+        on_report: Callable[[int, Any], None] = lambda rank, report: None,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.outcomes: list[Outcome] = []
@@ -51,7 +50,7 @@ class Dispatch:
         self.timed_out = False
         self._cluster = cluster
         self._on_batch = on_batch
-        self._on_measurement = on_measurement
+        self._on_report = on_report
         self._on_tick = on_tick
         self._pending = set(ranks)
         self._tracebacks: dict[int, list[str]] = {}
@@ -132,8 +131,8 @@ class Dispatch:
             timeout = 0.0
             if kind == "batch":
                 self._on_batch(rank, content)
-            elif kind == "measurement":
-                self._on_measurement(rank, content)
+            elif kind == "report":
+                self._on_report(rank, content)
             elif kind == "error":
                 self._tracebacks[rank] = content["traceback"]
             elif kind == "outcome":

@@ -8,6 +8,7 @@ import pandas as pd
 
 from labkit import theory
 from labkit.notebook.collector import Collector
+from labkit.notebook.replicas import find_mismatches
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import ModelFacts
@@ -116,6 +117,11 @@ class Run:
         """What was prepared in this run."""
         measured = self.collector.measurements[self.collector.ranks[0]]
         return measured[-1].models if measured else []
+
+    @property
+    def mismatches(self) -> list[str]:
+        """Where the ranks differ that should agree, in words; empty if all is well."""
+        return find_mismatches(self.collector.replica_notes, self.strategy)
 
     def end(self, state: str) -> None:
         self.state = state

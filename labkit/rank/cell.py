@@ -187,7 +187,7 @@ class CellRunner:
             device=self.membership.device,
             seed=spec.seed,
             options=TrainOptions(**spec.options, config=self.config),
-            report=lambda measured: self._publish("measurement", measured),
+            report=lambda report: self._publish("report", report),
         )
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in _TRAINING_NAMES}

@@ -63,6 +63,8 @@ class GlobalBatches(Sampler[Any]):
         self.epoch = 0
         self.as_tensors = False
         """Whether indices come as a tensor, for a dataset that takes one."""
+        self.drawn: list[int] = []
+        """The samples of the last pass so far, without those that do not count."""
 
     @property
     def num_batches(self) -> int:
@@ -70,6 +72,11 @@ class GlobalBatches(Sampler[Any]):
         if self.drop_last:
             return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
+
+    @property
+    def num_dealt(self) -> int:
+        """Samples that all ranks draw together in an epoch."""
+        return min(self.num_samples, self.num_batches * self.batch_size)
 
     def __len__(self) -> int:
         """Microbatches of an epoch."""
@@ -82,10 +89,12 @@ class GlobalBatches(Sampler[Any]):
             order = torch.randperm(self.num_samples, generator=generator)
         else:
             order = torch.arange(self.num_samples)
+        self.drawn = []
         for number in range(len(self)):
             first = number // self.accumulate * self.batch_size
             start, stop = self._bounds(number)
             part = order[first + start : first + stop]
+            self.drawn += part.tolist()
             if not len(part):
                 part = order[first : first + 1]
             yield part if self.as_tensors else part.tolist()
@@ -119,7 +128,8 @@ class RankLoader:
     """Yields this rank's part of every global batch, on its device.
 
     `on_batch(share)` is called before each batch is handed out, `on_epoch(epoch)`
-    before each pass, counted from 1, and `on_end()` after it.
+    before each pass, counted from 1, and `on_end()` after it; `on_drawn(indices,
+    num_samples, epoch)` after a whole one, with the samples that this rank had.
     """
 
     def __init__(
@@ -131,6 +141,7 @@ class RankLoader:
         on_epoch: Callable[[int], None],
         on_batch: Callable[[Share], None],
         on_end: Callable[[], None],
+        on_drawn: Callable[[list[int], int, int], None] = lambda *drawn: None,
     ) -> None:
         self.loader = loader
         self.batches = batches
@@ -138,6 +149,7 @@ class RankLoader:
         self._on_epoch = on_epoch
         self._on_batch = on_batch
         self._on_end = on_end
+        self._on_drawn = on_drawn
         self._num_epochs = 0
 
     def __len__(self) -> int:
@@ -155,6 +167,8 @@ class RankLoader:
             for number, batch in enumerate(self.loader):
                 self._on_batch(self.batches.share(number))
                 yield to_device(batch, self.device)
+            drawn = self.batches.drawn
+            self._on_drawn(drawn, self.batches.num_dealt, self._num_epochs)
         finally:
             self._on_end()
 

@@ -26,6 +26,7 @@ from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
 from labkit.rank.probe import StepProbe
+from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.rank.stepping import schedulers_in_step
 from labkit.records import NOTICED_LOSS
@@ -68,6 +69,7 @@ class Session:
         self._noticer = Noticer(self._after_optimizer_step)
         self._report = report
         self._probe: StepProbe | None = None
+        self._watch = ReplicaWatch()
         self._optimizers: list[PreparedOptimizer] = []
         self._undo: list[Callable[[], None]] = []
         self._num_samples: int | None = None
@@ -83,11 +85,16 @@ class Session:
             self._noticer.watching(),
             schedulers_in_step(self._optimizers),
             warnings.catch_warnings(),
+            self._watch.watching_loaders()
+            if self.strategy.technique is None
+            else contextlib.nullcontext(),
         ):
             # DeepSpeed calls collectives by names that torch is about to change.
             warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")
             try:
                 yield
+                self._check_replicas(is_due=True)
+                self._report(self._watch.notes())
             finally:
                 self._end_probe(is_complete=False)
                 for undo in reversed(self._undo):
@@ -139,6 +146,7 @@ class Session:
         technique = self.strategy.load()
         prepared = technique(model.to(self.device), optimizer, self.device, options)
         self._undo.append(prepared.close)
+        self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
         self._noticer.weight = 1.0 / options.accumulate
         stepping = PreparedOptimizer(prepared, self._take_step)
@@ -157,6 +165,7 @@ class Session:
                 ),
                 on_batch=self._begin_batch,
                 on_end=self._end_batches,
+                on_drawn=self._watch.note_draw,
             ),
         )
 
@@ -255,6 +264,12 @@ class Session:
                 "gradient_norm", norm, self._optimizer_steps, self._read_memory()
             )
 
+    def _check_replicas(self, *, is_due: bool = False) -> None:
+        replicas: dict[str, torch.Tensor] = {}
+        for optimizer in self._optimizers:
+            replicas |= optimizer.prepared.replicas()
+        self._watch.check(self._optimizer_steps, replicas, is_due=is_due)
+
     def _begin_probe(self) -> None:
         prepared = [optimizer.prepared for optimizer in self._optimizers]
         self._probe = StepProbe(prepared, self.device)
@@ -280,6 +295,7 @@ class Session:
     def _after_optimizer_step(self, loss: Loss | None) -> None:
         self._end_probe()
         self._optimizer_steps += 1
+        self._check_replicas()
         step = self._emitter.step = self._optimizer_steps
         memory_bytes = self._read_memory()
         if loss is not None:

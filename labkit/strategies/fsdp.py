@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class FSDP(Prepared):
         settings = dict(self.options.config)
         settings["mesh"] = mesh = self.mesh(settings.get("mesh"))
         self.num_shards = mesh.size(-1)
+        self.replica_group = mesh.get_local_rank(-1)
         at_root = {}
         if self.options.precision != "fp32" and "mp_policy" not in settings:
             # Gradients are summed over the ranks in fp32, and the loss computed in it.
@@ -48,12 +50,14 @@ class FSDP(Prepared):
             at_root["mp_policy"] = replace(policy, output_dtype=torch.float32)
         if self.options.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type)
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)  # as DDP and DeepSpeed do
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
         for block in blocks(self.module):
             fully_shard(block, **settings)
         self.model = fully_shard(self.module, **{**settings, **at_root})
         # In a forward pass the module has the gathered ones in their place.
-        self._shards = dict(self.module.named_parameters())
+        self._shards: dict[str, Any] = dict(self.module.named_parameters())
         self._hand_shards_to_optimizer(whole)
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
@@ -131,7 +135,7 @@ class HSDP(FSDP):
         )
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        return {}
+        return {name: shard._local_tensor for name, shard in self._shards.items()}
 
 
 def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:

@@ -47,6 +47,8 @@ class Prepared:
         """Scales an fp16 loss, so that small gradients do not vanish."""
         self.num_shards = 1
         """Ranks that share one copy of what this strategy shards."""
+        self.replica_group = 0
+        """Ranks of the same group hold replicas of each other."""
         self._handles: list[Any] = []
         parameters = list(module.parameters())
         self._num_parameters = sum(p.numel() for p in parameters)
@@ -115,7 +117,7 @@ class Prepared:
         )
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        """By name, what must be equal on every rank."""
+        """By name, what must be equal on all ranks of this rank's replica group."""
         return {}
 
     def close(self) -> None:

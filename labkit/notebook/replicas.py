@@ -1,0 +1,107 @@
+"""Says in words where the ranks of a run differ that should agree."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from labkit.notebook.output import format_ranks
+from labkit.records import ReplicaNotes
+
+MAX_NAMES = 3
+_WRAP = 2**64
+
+
+def find_mismatches(notes: Mapping[int, ReplicaNotes], strategy: str) -> list[str]:
+    """One sentence for each thing that is not as `strategy` wants it on the ranks."""
+    if len(notes) < 2:
+        return []
+    return [
+        *parameter_mismatches(notes),
+        *data_mismatches(notes, is_by_hand=strategy == "raw"),
+        *seed_mismatches(notes, is_by_hand=strategy == "raw"),
+    ]
+
+
+def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
+    """Parameters that differ between ranks that hold replicas of each other."""
+    found: list[str] = []
+    groups: dict[int, list[int]] = {}
+    for rank, note in notes.items():
+        groups.setdefault(note.group, []).append(rank)
+    for ranks in groups.values():
+        first = notes[ranks[0]]
+        for rank in ranks[1:]:
+            other = notes[rank]
+            if (first.steps, first.names) != (other.steps, other.names):
+                found.append(
+                    f"rank {rank} took {_last(other.steps)} optimizer steps, "
+                    f"rank {ranks[0]} took {_last(first.steps)}"
+                )
+                continue
+            differs = first.values != other.values  # (steps, names)
+            columns = [int(c) for c in np.flatnonzero(differs.any(axis=0))]
+            # Those that parted first come first: the others follow from them.
+            columns.sort(key=lambda c: int(differs[:, c].argmax()))
+            for column in columns[:MAX_NAMES]:
+                row = int(differs[:, column].argmax())
+                found.append(
+                    f"rank {rank}'s copy of {first.names[column]} differs from that "
+                    f"of rank {ranks[0]} {_since(first.steps, row)}"
+                )
+            if len(columns) > MAX_NAMES:
+                found[-1] += f"; so do {len(columns) - MAX_NAMES} more parameters"
+    return found
+
+
+def data_mismatches(
+    notes: Mapping[int, ReplicaNotes], *, is_by_hand: bool
+) -> list[str]:
+    """Epochs whose samples the ranks do not share as they should."""
+    found = []
+    ranks = format_ranks(notes)
+    for draws in zip(*(note.draws for note in notes.values()), strict=False):
+        first = draws[0]
+        num_drawn = sum(draw.num_drawn for draw in draws)
+        is_same = all(draw.drawn == first.drawn for draw in draws)
+        if is_by_hand:
+            # A DistributedSampler repeats some samples to make the parts equal. What
+            # cannot be meant is that every rank draws everything.
+            if is_same and first.num_drawn == first.num_samples > 1:
+                found.append(
+                    f"{ranks} each drew all {first.num_samples} samples of a dataset: "
+                    "with a DistributedSampler each would draw its share of them"
+                )
+        elif num_drawn != first.num_samples:
+            found.append(
+                f"epoch {first.epoch}: {ranks} drew {num_drawn} samples together, the "
+                f"dataset has {first.num_samples}"
+            )
+        elif sum(draw.drawn for draw in draws) % _WRAP != first.whole:
+            found.append(
+                f"epoch {first.epoch}: {ranks} drew some samples twice and others never"
+            )
+    return list(dict.fromkeys(found))
+
+
+def seed_mismatches(
+    notes: Mapping[int, ReplicaNotes], *, is_by_hand: bool
+) -> list[str]:
+    """Ranks that draw the same random numbers after `prepare`."""
+    seeds = {note.seed for note in notes.values()}
+    if is_by_hand or len(seeds) == len(notes):
+        return []
+    return [
+        f"{format_ranks(notes)} draw the same random numbers, so dropout falls on the "
+        "same units on each of them; seed before prepare, which seeds each rank "
+        "differently"
+    ]
+
+
+def _since(steps: list[int], row: int) -> str:
+    if row and steps[row - 1] < steps[row] - 1:
+        return f"since a step between {steps[row - 1] + 1} and {steps[row]}"
+    return f"from step {steps[row]} on"
+
+
+def _last(steps: list[int]) -> int:
+    return steps[-1] if steps else 0
