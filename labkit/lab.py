@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from labkit.notebook.cluster import Cluster
     from labkit.notebook.dispatch import Dispatch
+    from labkit.notebook.plots import RunFigure
     from labkit.notebook.runs import Run
 
 _CELL = "labkit.rank.cell"
@@ -249,6 +250,30 @@ class Lab:
             for mismatch in run.mismatches:
                 print(f"labkit: {mismatch}", file=sys.stderr)
         return run
+
+    def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
+        """The runs with these names, in this order; all of them for none.
+
+        Raises ValueError where there is no such run.
+        """
+        known = {run.name: run for run in self.runs}
+        for name in names:
+            if name not in known:
+                have = ", ".join(known) or "none; %%dist_train STRATEGY makes one"
+                raise ValueError(f"there is no run {name!r}; there are: {have}")
+        return [known[name] for name in names] if names else list(self.runs)
+
+    def compare(self, *names: str) -> "pd.DataFrame":
+        """Runs in one table, one row each: see `comparison.compare_runs`."""
+        from labkit.notebook.comparison import compare_runs
+
+        return compare_runs(self.find_runs(names))
+
+    def plot_runs(self, *names: str) -> "RunFigure":
+        """Runs laid over each other: loss, memory by component, steps/s, bytes."""
+        from labkit.notebook.comparison import plot_comparison
+
+        return plot_comparison(self.find_runs(names))
 
     def push(self, ranks: Ranks = None, /, **values: Any) -> None:
         """Set variables on ranks: `lab.push(lr=0.1)`, `lab.push("0,1", lr=0.1)`.

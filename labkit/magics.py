@@ -16,6 +16,7 @@ from IPython.core.magic import magics_class
 from IPython.core.magic_arguments import argument
 from IPython.core.magic_arguments import magic_arguments
 from IPython.core.magic_arguments import parse_argstring
+from IPython.display import display
 
 from labkit.lab import Lab
 from labkit.lab import current_lab
@@ -23,6 +24,7 @@ from labkit.lab import set_current_lab
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
+from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
 from labkit.strategies import STRATEGIES
 
@@ -281,6 +283,19 @@ class LabMagics(Magics):
         return table
 
     @magic_arguments()
+    @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")
+    @line_magic
+    def dist_runs(self, line: str) -> Any:
+        """List the runs; with names, compare them in one picture and one table."""
+        args = parse_argstring(self.dist_runs, line)
+        with usage_errors():
+            lab = current_lab()
+            runs = lab.find_runs(args.names)
+            if args.names:
+                display(lab.plot_runs(*args.names))
+            return in_mib(lab.compare(*(run.name for run in runs)))
+
+    @magic_arguments()
     @argument("--all", action="store_true", help="every rank, dead or alive")
     @line_magic
     def dist_restart(self, line: str) -> None:
@@ -330,6 +345,16 @@ def numbered_like_notebook(magic: str, line: str, cell: str) -> str:
     if cell.startswith("%%"):
         return cell
     return f"# %%{magic} {line}\n{cell}"
+
+
+def in_mib(table: pd.DataFrame) -> pd.DataFrame:
+    """A comparison of runs to read: what is in bytes, in MiB."""
+    names = [*COMPONENTS, "wire_bytes", "wire_bytes_theory"]
+    shown = table.copy()
+    shown[names] = shown[names] / 2**20
+    return shown.rename(
+        columns={name: name.replace("_bytes", "") + " (MiB)" for name in names}
+    ).round(3)
 
 
 def format_bytes(value: float) -> str:

@@ -75,11 +75,11 @@ class LiveView:
     def _draw(self) -> None:
         from IPython.display import display
 
-        self._plot.update(
-            self.run.status_line(),
-            num_steps=self.run.planned_steps(),
-            is_final=self.run.state != "running",
-        )
+        if self.run.state == "running":
+            steps = self.run.planned_steps()
+            self._plot.update(self.run.status_line(), num_steps=steps)
+        else:
+            self.run.finish_plot(self._plot)
         bundle = {
             "image/png": self._plot.png(),
             # Constant, because nbval compares it with what the first display had.

@@ -56,8 +56,9 @@ class RunPlot:
         self._title = self.figure.text(0.075, 0.94, "", fontsize=10, color=_INK)
         self._loss = self.figure.add_subplot(1, 2, 1)
         self._memory = self.figure.add_subplot(1, 2, 2)
-        _dress(self._loss, "loss")
-        _dress(self._memory, "memory (MiB)")
+        for axes, label in ((self._loss, "loss"), (self._memory, "memory (MiB)")):
+            dress(axes, "optimizer step", label)
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         self._lines: dict[tuple[Axes, int], Line2D] = {}
         for place, rank in enumerate(collector.ranks):
             colour = RANK_COLOURS[place % len(RANK_COLOURS)]
@@ -108,6 +109,19 @@ class RunPlot:
                 margin = 0.05 * (high - low) or 0.05
                 axes.set_xlim(-0.03 * last, 1.03 * last)
                 axes.set_ylim(low - margin if low else 0.0, high + 2 * margin)
+
+    def add_bars(self) -> Axes:
+        """Room for bars to the right of the curves, in a figure that is wider."""
+        self.figure.set_size_inches(12.6, 3.1)
+        self.figure.subplots_adjust(left=0.054, right=0.9)
+        height = {"bottom": 0.17, "height": 0.69}
+        for axes, left in ((self._loss, 0.054), (self._memory, 0.347)):
+            axes.set_position((left, height["bottom"], 0.235, height["height"]))
+        self._title.set_x(0.054)
+        self._background = None
+        bars = self.figure.add_axes((0.7, height["bottom"], 0.18, height["height"]))
+        dress(bars, "rank", "memory by component (MiB)")
+        return bars
 
     def _wanted_limits(self, num_steps: int) -> tuple[Limits, ...]:
         """What must be seen: the steps, the losses, the memory."""
@@ -165,14 +179,14 @@ def roomy(now: Limits, wanted: Limits) -> Limits:
     return low, high + (high - low if high > now[1] else 0.0)
 
 
-def _dress(axes: Axes, label: str) -> None:
-    axes.set_xlabel("optimizer step", fontsize=9, color=_INK)
-    axes.set_ylabel(label, fontsize=9, color=_INK)
+def dress(axes: Axes, x_label: str, y_label: str) -> None:
+    """The look that all of labkit's axes share."""
+    axes.set_xlabel(x_label, fontsize=9, color=_INK)
+    axes.set_ylabel(y_label, fontsize=9, color=_INK)
     axes.tick_params(labelsize=8, colors=_INK)
     axes.grid(True, color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
 
 
@@ -196,7 +210,7 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def to_png(figure: Figure) -> bytes:
     """The figure as a PNG, drawn anew."""
-    canvas: Any = figure.canvas
+    canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())
     return Palette(pixels).encode(pixels)

@@ -15,6 +15,7 @@ def find_mismatches(notes: Mapping[int, ReplicaNotes], strategy: str) -> list[st
     """One sentence for each thing that is not as `strategy` wants it on the ranks."""
     if len(notes) < 2:
         return []
+    notes = dict(sorted(notes.items()))
     return [
         *parameter_mismatches(notes),
         *data_mismatches(notes, is_by_hand=strategy == "raw"),

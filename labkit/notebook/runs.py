@@ -16,6 +16,7 @@ from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.plots import RunFigure
+    from labkit.notebook.plots import RunPlot
 
 
 class Run:
@@ -63,6 +64,25 @@ class Run:
     def history(self) -> pd.DataFrame:
         """One row a rank and step: step, rank, seconds, loss, memory_bytes, metrics."""
         return self.collector.history()
+
+    def mean_loss(self) -> pd.DataFrame:
+        """The loss of each global batch: step, seconds, loss.
+
+        Ranks count with the number of their samples, where that is known.
+        """
+        history = self.history.dropna(subset=["loss"])
+        weights = history.get("samples", pd.Series(1.0, history.index)).fillna(1.0)
+        sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
+            "step", as_index=False
+        )
+        table = sums.agg({"seconds": "max", "loss": "sum", "weight": "sum"})
+        return table.assign(loss=table["loss"] / table["weight"]).drop(columns="weight")
+
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last global batch; NaN where none was noticed."""
+        losses = self.mean_loss()["loss"]
+        return float(losses.iloc[-1]) if len(losses) else float("nan")
 
     @property
     def memory(self) -> pd.DataFrame:
@@ -178,12 +198,24 @@ class Run:
         return pd.DataFrame(rows).set_index("rank")
 
     def plot(self) -> "RunFigure":
-        """Loss and memory per rank, as the live picture showed them at the end."""
+        """Loss and memory per rank, and memory by component, as the live picture
+        showed them at the end."""
         from labkit.notebook.plots import RunPlot
 
         plot = RunPlot(self.collector)
-        plot.update(self.status_line(), is_final=True)
+        self.finish_plot(plot)
         return plot.figure
+
+    def finish_plot(self, plot: "RunPlot") -> None:
+        """Draw the last state of the curves and, where it was measured, memory by
+        component beside what theory says."""
+        from labkit.notebook.comparison import memory_bars
+        from labkit.notebook.comparison import stack_memory
+
+        plot.update(self.status_line(), is_final=True)
+        if any(self.collector.measurements.values()):
+            bars = memory_bars(self)
+            stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])
 
     def status_line(self) -> str:
         """How far the run has come: "ddp, 2 ranks: epoch 2/3, step 40/69, ..."."""

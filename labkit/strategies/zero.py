@@ -97,7 +97,8 @@ class ZeRO(Prepared):
             if key in given:
                 raise ValueError(f"--config: {key!r} is for {option} to say")
         check_keys(given, KNOWN_KEYS, "DeepSpeed")
-        bucket = max(1, min(BUCKET_ELEMENTS, self._num_parameters))
+        # Of a small model an eighth, or its buckets would hold more than all the rest.
+        bucket = min(BUCKET_ELEMENTS, self._num_parameters // 8 + 1)
         ours = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # the loop says which is the last
@@ -110,10 +111,10 @@ class ZeRO(Prepared):
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": bucket,
-                "allgather_bucket_size": bucket,
-                "stage3_prefetch_bucket_size": bucket // 2,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "stage3_prefetch_bucket_size": bucket,
                 "stage3_max_live_parameters": bucket,
-                "stage3_max_reuse_distance": bucket,
+                "stage3_max_reuse_distance": 0,
                 "stage3_param_persistence_threshold": 1_000,
             },
         }

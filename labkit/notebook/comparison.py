@@ -1,0 +1,165 @@
+"""Lays runs beside each other: memory by component, one table, one picture."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from labkit.notebook.plots import RANK_COLOURS
+from labkit.notebook.plots import RunFigure
+from labkit.notebook.plots import dress
+from labkit.notebook.plots import thin
+from labkit.notebook.runs import Run
+from labkit.records import COMPONENTS
+
+PARTS = COMPONENTS[:-1]
+PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#BBBBBB")
+PART_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "master_parameters": "fp32 master copy",
+    "communication_buffers": "buffers",
+    "activations_peak": "activations",
+}
+MIB = 2**20
+_COLUMNS = (
+    "run",
+    "strategy",
+    "ranks",
+    "state",
+    "steps",
+    "last_loss",
+    "steps_per_s",
+    "seconds",
+    *COMPONENTS,
+    "wire_bytes",
+    "wire_bytes_theory",
+    "comm_seconds",
+)
+
+
+def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> None:
+    """One bar for each row of `table`, in bytes by component, stacked.
+
+    A black line marks the greatest total, which is less than the sum: components are
+    at their greatest at different moments. Rows in `theory` are drawn pale.
+    """
+    places = np.arange(len(table))
+    bottom = np.zeros(len(table))
+    alphas = np.where(np.isin(places, theory), 0.45, 1.0)
+    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
+        heights = table.get(part, pd.Series(0.0, table.index)).fillna(0.0) / MIB
+        if not heights.any():
+            continue
+        bars = axes.bar(
+            places,
+            heights,
+            0.72,
+            bottom=bottom,
+            color=colour,
+            label=PART_LABELS[part],
+        )
+        for bar, alpha in zip(bars, alphas, strict=True):
+            bar.set_alpha(float(alpha))
+        bottom += heights.to_numpy()
+    if "total_peak" in table:
+        totals = table["total_peak"] / MIB
+        axes.hlines(
+            totals, places - 0.36, places + 0.36, color="black", lw=1.6, label="peak"
+        )
+    axes.set_xticks(places, [str(label) for label in table.index])
+    axes.set_xlim(-0.6, len(table) - 0.4)
+    axes.grid(visible=False, axis="x")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def memory_bars(run: Run) -> pd.DataFrame:
+    """A run's memory in bytes, one row a rank, and one of theory."""
+    memory = run.memory
+    theory = pd.DataFrame([run.theory], index=["theory"]).reindex(columns=[*PARTS])
+    return pd.concat([memory, theory.dropna(axis="columns")])
+
+
+def compare_runs(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row a run: strategy, ranks, state, steps, last loss, steps/s, memory in bytes
+    of the rank that has most, and bytes and seconds of collectives in a step."""
+    if not runs:
+        return pd.DataFrame(columns=[*_COLUMNS]).set_index("run")
+    return pd.DataFrame([_row(run) for run in runs]).set_index("run")
+
+
+def _row(run: Run) -> dict[str, Any]:
+    summary = run.summary()
+    memory, comm = run.memory, run.comm
+    by_rank = comm.groupby("rank")[["wire_bytes", "seconds"]].sum()
+    row: dict[str, Any] = {
+        "run": run.name,
+        "strategy": run.strategy,
+        "ranks": run.world_size,
+        "state": run.state,
+        "steps": run.num_steps,
+        "last_loss": run.last_loss,
+        "steps_per_s": run.steps_per_s() or np.nan,
+        "seconds": summary["seconds"].max(),
+    }
+    row |= {part: memory[part].max() if len(memory) else np.nan for part in COMPONENTS}
+    measured = len(memory) > 0
+    row["wire_bytes"] = by_rank["wire_bytes"].max() if len(comm) else 0.0 * measured
+    row["wire_bytes_theory"] = run.theory.get("wire_bytes", np.nan)
+    row["comm_seconds"] = by_rank["seconds"].max() if len(comm) else 0.0 * measured
+    return row
+
+
+def plot_comparison(runs: Sequence[Run]) -> RunFigure:
+    """Loss against step and against time, memory by component, steps/s and bytes."""
+    figure = RunFigure(figsize=(12.6, 6.2), dpi=100, facecolor="white")
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.95, bottom=0.13)
+    grid = figure.add_gridspec(2, 24, hspace=0.4)
+    by_step = figure.add_subplot(grid[0, :11])
+    by_time = figure.add_subplot(grid[0, 13:], sharey=by_step)
+    memory = figure.add_subplot(grid[1, :11])
+    speed = figure.add_subplot(grid[1, 16:20])
+    wire = figure.add_subplot(grid[1, 22:])
+    colours = [RANK_COLOURS[i % len(RANK_COLOURS)] for i in range(len(runs))]
+    for place, (run, colour) in enumerate(zip(runs, colours, strict=True)):
+        losses = run.mean_loss()
+        style = "-" if place == 0 else (0, (5, 1 + place))
+        for axes, column in ((by_step, "step"), (by_time, "seconds")):
+            x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
+            axes.plot(x, y, color=colour, lw=1.5, ls=style, label=run.name)
+    dress(by_step, "optimizer step", "loss")
+    dress(by_time, "seconds", "loss")
+    by_time.legend(
+        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
+    )
+    table = compare_runs(runs)
+    dress(memory, "", "memory of a rank (MiB)")
+    stack_memory(memory, table[[*COMPONENTS]], theory=[])
+    for axes, label, values in (
+        (speed, "steps/s", table["steps_per_s"]),
+        (wire, "MiB sent in a step", table["wire_bytes"] / MIB),
+    ):
+        dress(axes, "", label)
+        axes.bar(np.arange(len(runs)), values.fillna(0.0), 0.72, color=colours)
+        axes.set_xticks(np.arange(len(runs)), list(table.index))
+    theory = table["wire_bytes_theory"] / MIB
+    places = np.arange(len(runs))
+    wire.hlines(theory, places - 0.36, places + 0.36, color="black", lw=1.6)
+    wire.set_ylim(0.0, 1.15 * max(1e-6, *theory.fillna(0.0), *wire.get_ylim()))
+    wire.set_title("black: theory", fontsize=8)
+    for axes in (memory, speed, wire):
+        axes.grid(visible=False, axis="x")
+        for label in axes.get_xticklabels():
+            label.set(rotation=45, horizontalalignment="right", rotation_mode="anchor")
+    return figure
