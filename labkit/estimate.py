@@ -7,10 +7,10 @@ each strategy keeps and gathers is added to that by arithmetic.
 
 import copy
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -380,6 +380,7 @@ def trace_step(
             now["backward"] = 1
             trace.activations = watch.total
             loss.backward()
+            note(watch.total)
     return trace
 
 
@@ -489,11 +490,11 @@ class _Plan:
         }
         self.units = [units.get(id(parameter), 0) for parameter in parameters]
         self.num_units = 1 + len(blocks(model))
-        self.modules = max(
+        self.largest_module = max(
             sum(p.numel() for p in module.parameters(recurse=False))
             for module in model.modules()
         )
-        """Elements of the module that has most of its own."""
+        """Elements of the module that has most parameters of its own."""
 
     def memory(self, strategy: str, world_size: int, batch_size: int) -> Memory:
         ranks = 1 if strategy == "single" else world_size
@@ -596,24 +597,22 @@ class _Plan:
         # When a block's gradients are copied, to be reduced.
         sharded = 0.0
         for unit in [*reversed(trace.entered), 0]:
-            others = [m.others for m in trace.moments if m.is_backward]
-            left = [
-                m.others
-                for m in trace.moments
-                if m.is_backward and by_unit[m.num_finished][unit]
-            ]
-            ends = left[0] if left and unit else others[-1]
-            gradient = kept_whole - 4 * sharded if kept_whole else 0.0
-            gradient = gradient or self.width * reduced[unit]
+            ends = next(
+                moment.others
+                for moment in trace.moments
+                if by_unit[moment.num_finished][unit] == by_unit[-1][unit]
+            )
+            gradient = kept_whole - 4 * sharded
+            if not kept_whole:
+                gradient = self.width * reduced[unit]
+            buffers = 4 * reduced[unit]
             prefetched = before.get(unit, 0)
-            reduce = 4 * reduced[unit] * (copies + 1 / num_shards)
             peak = max(
                 peak,
                 ends
                 + gathered[0]
                 + buffer[prefetched] * bool(prefetched)
-                + gradient
-                + reduce
+                + max(gradient + buffers, buffers * (copies + 1 / num_shards))
                 + 4 * sharded / num_shards,
             )
             sharded += reduced[unit]
@@ -630,9 +629,9 @@ class _Plan:
     def zero(self, trace: Trace, ranks: int, *, stage: int) -> Memory:
         """Whole parameters, a part of what updates them, and a bucket of gradients.
 
-        Gradients are copied to the bucket; when it is full they are reduced, and those
-        of the parameters that a rank's part touches copied to a buffer. In the step
-        they become a flat part in fp32.
+        Gradients are copied to the bucket, to be reduced; those of the parameters that
+        a rank's part touches go on to a buffer, and in the step become a flat part in
+        fp32. Stage 2 does so within the backward pass, stage 1 after it.
 
         Source: `deepspeed.runtime.zero.stage_1_and_2`.
         """
@@ -640,29 +639,36 @@ class _Plan:
         total = sum(self.trainable)
         part = -(-total // (2 * ranks)) * 2
         state, temporaries = self.update([(part,)])
-        bucket = max(1, min(BUCKET_ELEMENTS, sum(self.sizes)))
+        bucket = self.bucket()
         own = width * self.touched(part, ranks)
         kept = width * sum(self.sizes) + self.buffers + state + 4.0 * part
-        so_far = self.finished_bytes(trace, 1)
-        # Elements of gradients too large for the bucket stay by themselves.
-        large = [0.0]
-        for index in trace.finished:
-            size = self.trainable[index]
-            large.append(large[-1] * (stage == 1) + size * (size > bucket))
+        sizes = [0, *(self.trainable[index] for index in trace.finished)]
+        so_far = list(itertools.accumulate(sizes))
+        # What earlier microbatches of the step have left.
+        earlier = 0.0
+        if self.accumulate > 1:
+            earlier = width * total if stage == 1 else own
 
         def gradients(moment: Moment) -> float:
             if not moment.is_backward:
-                return self.held_between(stage, own)
-            done = so_far[moment.num_finished]
-            held = own * (done > bucket) + width * large[moment.num_finished]
-            if self.accumulate > 1:
-                held += own if stage == 2 else width * (total - done)
-            return width * bucket + held
+                return earlier
+            number = moment.num_finished
+            if stage == 1:
+                return width * bucket + (earlier or width * so_far[number])
+            held = width * bucket + earlier
+            if sizes[number] > bucket:
+                # It is reduced by itself, sliced by the ranks it is for.
+                held += width * sizes[number]
+                sliced = width * min(part, sizes[number])
+                is_first = so_far[number - 1] <= bucket
+                return held + (max(own, sliced) if is_first else own + sliced)
+            return held + own * (so_far[number] > bucket)
 
-        last = width * bucket + own + width * min(bucket, part)
-        if self.accumulate > 1 and stage == 2:
-            last += own
-        step = 4 * part + max(temporaries, own)
+        peak = max(
+            trace.peak(gradients),
+            width * bucket + own + (width * total if stage == 1 else earlier),
+            4 * part + max(temporaries, own),
+        )
         return self.components(
             trace,
             parameters=width * sum(self.sizes) + self.buffers,
@@ -670,21 +676,19 @@ class _Plan:
             optimizer_state=state,
             master_parameters=4.0 * part,
             communication_buffers=width * bucket,
-            total_peak=kept + max(trace.peak(gradients), last, step),
+            total_peak=kept + peak,
         )
 
-    def held_between(self, stage: int, own: float) -> float:
-        """Gradients in a forward pass: those of the step's earlier microbatches."""
-        if self.accumulate == 1:
-            return 0.0
-        return self.width * sum(self.trainable) if stage == 1 else own
+    def bucket(self) -> int:
+        """Elements of DeepSpeed's buckets, as `labkit.strategies.zero` sets them."""
+        return min(BUCKET_ELEMENTS, sum(self.sizes) // 8 + 1)
 
     def zero3(self, trace: Trace, ranks: int) -> Memory:
         """A part of everything, and what is gathered of the parameters.
 
-        DeepSpeed gathers ahead and lets parameters go when more than a bucket of them
-        is alive, so that a small model is whole at the end of the forward pass. The
-        bucket of gradients is always there; to be reduced, they are copied.
+        A module's parameters are gathered for its forward and its backward pass, and
+        as many as a bucket holds ahead of it. The bucket of gradients is always there;
+        to be reduced, they are copied.
 
         Source: `deepspeed.runtime.zero.partitioned_param_coordinator` and `stage3`.
         """
@@ -692,19 +696,17 @@ class _Plan:
         own = sum(-(-size // ranks) for size in self.sizes)
         part = sum(-(-size // ranks) for size in self.trainable)
         state, temporaries = self.update([(part,)])
-        elements = sum(self.sizes)
-        bucket = max(1, min(BUCKET_ELEMENTS, elements))
-        alive = min(elements, max(bucket, self.modules))
-        ahead = min(bucket // 2, elements - self.modules)
+        bucket = self.bucket()
+        alive = min(sum(self.sizes), self.largest_module + bucket)
         kept = width * (own + part + bucket) + self.buffers + state + 4.0 * part
+        sizes = [0, *(self.trainable[index] for index in trace.finished)]
+        copies = 1 + self.is_cpu  # gloo reduces in a copy of its own
 
         def gathering(moment: Moment) -> float:
-            is_ahead = not moment.is_backward or alive < elements
-            return width * (alive + ahead * is_ahead)
+            size = sizes[moment.num_finished]
+            return width * (alive + copies * size * (size > bucket))
 
-        copies = 1 + self.is_cpu
-        ends = trace.moments[-1].others
-        reduce = width * (bucket * copies + min(alive, self.modules)) + ends
+        reduce = width * (copies * bucket + alive) + trace.moments[-1].others
         return self.components(
             trace,
             parameters=width * own + self.buffers,
@@ -721,18 +723,17 @@ class _Plan:
         return {**zeros, "activations_peak": trace.activations, **found}
 
     def touched(self, part: int, ranks: int) -> int:
-        """Elements of all parameters that one rank's part of the flat whole touches,
-        on the rank where they are most."""
-        most, starts, start = 0, [], 0
-        for size in self.trainable:
-            starts.append(start)
-            start += size
-        pairs = list(zip(starts, self.trainable, strict=True))
-        for rank in range(ranks):
-            low, high = rank * part, (rank + 1) * part
-            here = sum(n for at, n in pairs if at < high and at + n > low)
-            most = max(most, here)
-        return most
+        """Elements of all parameters that a rank's part of the flat whole touches, on
+        the rank where they are most."""
+        ends = list(itertools.accumulate(self.trainable))
+        return max(
+            sum(
+                size
+                for end, size in zip(ends, self.trainable, strict=True)
+                if end > rank * part and end - size < (rank + 1) * part
+            )
+            for rank in range(ranks)
+        )
 
     def finished_bytes(self, trace: Trace, width: int) -> list[float]:
         """Bytes of complete gradients, by how many there are."""
@@ -752,9 +753,4 @@ class _Plan:
 
     def neighbours(self, trace: Trace) -> dict[int, int]:
         """For each block the one before it in the forward pass."""
-        return dict(_pairs(trace.entered))
-
-
-def _pairs(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    for before, here in zip(order, order[1:], strict=False):
-        yield here, before
+        return {here: there for there, here in itertools.pairwise(trace.entered)}

@@ -160,6 +160,6 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     wire.set_title("black: theory", fontsize=8)
     for axes in (memory, speed, wire):
         axes.grid(visible=False, axis="x")
-        for label in axes.get_xticklabels():
-            label.set(rotation=45, horizontalalignment="right", rotation_mode="anchor")
+        for tick in axes.get_xticklabels():
+            tick.set(rotation=45, horizontalalignment="right", rotation_mode="anchor")
     return figure

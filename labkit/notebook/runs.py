@@ -4,6 +4,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from labkit import theory
@@ -154,17 +155,15 @@ class Run:
         return self.seconds
 
     def steps_per_s(self) -> float | None:
-        """Optimizer steps a second between the first and the last one; None before
-        the second step."""
+        """Optimizer steps a second, by the median step: some are slow because they
+        are measured, the first or a validation; None before the second step."""
         rates = []
         for rank in self.collector.ranks:
             records = self.collector.records(rank)
-            if len(records):
-                first, last = records[0], records[-1]
-                seconds = last["seconds"] - first["seconds"]
-                steps = last["step"] - first["step"]
-                if seconds > 0 and steps > 0:
-                    rates.append(float(steps / seconds))
+            steps, first = np.unique(records["step"], return_index=True)
+            seconds = np.diff(records["seconds"][first]) / np.diff(steps)
+            if len(seconds) and np.median(seconds) > 0:
+                rates.append(float(1.0 / np.median(seconds)))
         return min(rates) if rates else None
 
     def planned_steps(self) -> int | None:
