@@ -69,6 +69,8 @@ class StepProbe(TorchDispatchMode):
         self._held = dict.fromkeys(COMPONENTS, 0)
         self._collectives: dict[str, Collective] = {}
         self._num_ops = 0
+        self._is_backward = False
+        self._keeps_gradients = any(p.keeps_gradients for p in self._prepared)
         self._is_active = False
 
     # ---- one step ----
@@ -96,8 +98,10 @@ class StepProbe(TorchDispatchMode):
         )
         self._held["activations_peak"] = max(self._held["activations_peak"], others)
         self.look()
+        self._is_backward = True
 
     def end_backward(self) -> None:
+        self._is_backward = False
         self.look(is_after_backward=True)
 
     def stop(self) -> Measurement | None:
@@ -122,6 +126,8 @@ class StepProbe(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it comes again as what it is made of
         name = getattr(func, "_schema", None) and func._schema.name
+        if self._keeps_gradients and self._is_backward and self._is_active:
+            self._look_at_gradients()  # before this operator takes the first away
         began = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         if not self._is_active:
@@ -144,7 +150,6 @@ class StepProbe(TorchDispatchMode):
         Those of gradients as a rule after a backward pass only: on their way from one
         place to another some are in both.
         """
-        gradients = is_after_backward or any(p.keeps_gradients for p in self._prepared)
         seen: set[int] = set()
         for component, tensors in self._components().items():
             total = 0
@@ -154,11 +159,21 @@ class StepProbe(TorchDispatchMode):
                     seen.add(key)
                     total += tensor.untyped_storage().nbytes()
                     self._see(tensor)
-            if gradients or component != "gradients":
+            if is_after_backward or component != "gradients":
                 self._held[component] = max(self._held[component], total)
         self._sizes = {key: storage.nbytes() for key, storage in self._alive()}
         self._total = sum(self._sizes.values())
         self._note_total()
+
+    def _look_at_gradients(self) -> None:
+        storages = {
+            storage_key(tensor): tensor.untyped_storage().nbytes()
+            for prepared in self._prepared
+            for tensor in prepared.memory()["gradients"]
+            if tensor is not None
+        }
+        total = sum(storages.values())
+        self._held["gradients"] = max(self._held["gradients"], total)
 
     def _components(self) -> dict[str, list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {}

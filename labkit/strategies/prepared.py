@@ -107,14 +107,17 @@ class Prepared:
 
     def facts(self) -> ModelFacts:
         """What theory computes the model states from."""
-        updated = [p for g in self.optimizer.param_groups for p in g["params"]]
         state = sum(
             t.numel() * t.element_size() for t in optimizer_tensors(self.optimizer)
         )
-        per_element = state / max(1, sum(p.numel() for p in updated))
+        per_element = state / max(1, sum(tensor.numel() for tensor in self.updated()))
         return ModelFacts(
             self._num_parameters, self._num_trainable, per_element, self.num_shards
         )
+
+    def updated(self) -> Iterable[torch.Tensor]:
+        """What the optimizer updates on this rank."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def replicas(self) -> dict[str, torch.Tensor]:
         """By name, what must be equal on all ranks of this rank's replica group."""

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
@@ -179,6 +180,10 @@ class ZeRO2(ZeRO1):
 
 class ZeRO3(ZeRO):
     stage = 3
+
+    def updated(self) -> Iterable[torch.Tensor]:
+        partitions: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
+        return partitions
 
     def memory(self) -> dict[str, Tensors]:
         zero = self._zero

@@ -1,0 +1,209 @@
+"""Memory by component and bytes in collectives, measured on real ranks."""
+
+import pytest
+
+from labkit import Lab
+from labkit.notebook.runs import Run
+from labkit.strategies import STRATEGIES
+
+MIB = 2**20
+
+# The reference values of 16.8 M parameters in fp32 under AdamW on two ranks, in MiB.
+NUM_PARAMETERS = 16 * (1024 * 1024 + 1024)
+WHOLE = 4 * NUM_PARAMETERS / MIB  # 64.06
+HALF = WHOLE / 2
+
+CELL = """
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = TensorDataset(torch.randn(48, 1024), torch.randn(48, 1024))
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=16)
+for x, y in loader:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(shared_lab: Lab) -> dict[tuple[str, int], Run]:
+    """The same cell under every strategy, with one and with two microbatches."""
+    shared_lab.restart()
+    return {
+        (strategy, accumulate): shared_lab.train(
+            strategy, CELL, accumulate=accumulate, live=False
+        )
+        for strategy in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
+        for accumulate in (1, 2)
+    }
+
+
+# Parameters, gradients, optimizer state, fp32 master copy.
+REFERENCE = {
+    ("single", 1): (WHOLE, WHOLE, 2 * WHOLE, 0),
+    ("single", 2): (WHOLE, WHOLE, 2 * WHOLE, 0),
+    ("ddp", 1): (WHOLE, WHOLE, 2 * WHOLE, 0),
+    ("ddp", 2): (WHOLE, WHOLE, 2 * WHOLE, 0),
+    ("zero1", 1): (WHOLE, WHOLE, WHOLE, HALF),
+    ("zero1", 2): (WHOLE, WHOLE, WHOLE, HALF),
+    ("zero2", 1): (WHOLE, HALF, WHOLE, HALF),
+    ("zero2", 2): (WHOLE, HALF, WHOLE, HALF),
+    ("zero3", 1): (HALF, HALF, WHOLE, HALF),
+    ("zero3", 2): (HALF, HALF, WHOLE, HALF),
+    ("fsdp", 1): (HALF, HALF, WHOLE, 0),
+    # Gradients stay whole until the last microbatch: that is the price of silence.
+    ("fsdp", 2): (HALF, WHOLE, WHOLE, 0),
+}
+
+
+@pytest.mark.parametrize("key", REFERENCE, ids="{0[0]}-{0[1]}".format)
+def test_model_states_are_what_they_are_known_to_be(
+    key: tuple[str, int], runs: dict[tuple[str, int], Run]
+) -> None:
+    memory = runs[key].memory / MIB
+    names = ["parameters", "gradients", "optimizer_state", "master_parameters"]
+    for rank in memory.index:
+        found = memory.loc[rank, names].tolist()
+        assert found == pytest.approx(REFERENCE[key], rel=0.01), f"rank {rank}"
+    # The total has the states in it, and what the optimizer needs for a moment.
+    states = memory.loc[0, names].sum()
+    assert states < memory.loc[0, "total_peak"] < states + 2 * WHOLE
+
+
+@pytest.mark.parametrize("key", REFERENCE, ids="{0[0]}-{0[1]}".format)
+def test_theory_agrees_with_the_model_states(
+    key: tuple[str, int], runs: dict[tuple[str, int], Run]
+) -> None:
+    run = runs[key]
+    for component, expected in run.theory.items():
+        if component != "wire_bytes":
+            found = run.memory[component].max()
+            assert found == pytest.approx(expected, rel=0.01, abs=1), component
+
+
+def test_activations_are_those_of_the_microbatch(
+    runs: dict[tuple[str, int], Run],
+) -> None:
+    # Sixteen layers keep their input, and what the loss needs; two ranks share a batch.
+    one_layer = 16 * 1024 * 4
+    whole = runs["single", 1].memory.loc[0, "activations_peak"]
+    assert 15 * one_layer <= whole <= 19 * one_layer
+    for strategy in ("ddp", "zero2", "fsdp"):
+        shared = runs[strategy, 1].memory.loc[0, "activations_peak"]
+        assert shared == pytest.approx(whole / 2, rel=0.1)
+        halved = runs[strategy, 2].memory.loc[0, "activations_peak"]
+        assert halved == pytest.approx(whole / 4, rel=0.3)
+
+
+def sent(run: Run) -> dict[str, float]:
+    """MiB that rank 0 sends in a step, by kind of collective."""
+    comm = run.comm.loc[0]
+    return {kind: row["wire_bytes"] / MIB for kind, row in comm.iterrows()}
+
+
+def test_collectives_send_the_textbook_volume(
+    runs: dict[tuple[str, int], Run],
+) -> None:
+    # On two ranks a gather or a reduce-scatter of all sends half, an all-reduce all.
+    assert runs["single", 1].comm.empty
+    assert sent(runs["ddp", 1]) == pytest.approx({"all_reduce": WHOLE}, rel=0.01)
+    assert sent(runs["ddp", 2]) == pytest.approx({"all_reduce": WHOLE}, rel=0.01)
+    fsdp = {"all_gather": 2 * HALF, "reduce_scatter": HALF}
+    assert sent(runs["fsdp", 1]) == pytest.approx(fsdp, rel=0.01)
+    fsdp["all_gather"] *= 2
+    assert sent(runs["fsdp", 2]) == pytest.approx(fsdp, rel=0.01)
+    # DeepSpeed all-reduces where ZeRO would reduce: twice the bytes of the paper.
+    zero = {"all_reduce": WHOLE, "all_gather": HALF}
+    assert sent(runs["zero1", 1]) == pytest.approx(zero, rel=0.01)
+    assert sent(runs["zero2", 1]) == pytest.approx(zero, rel=0.01)
+    zero3 = sent(runs["zero3", 1])
+    assert zero3["all_gather"] == pytest.approx(2 * HALF, rel=0.1)
+    assert zero3["reduce_scatter"] == pytest.approx(HALF, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_theory_agrees_with_the_bytes_sent(
+    strategy: str, runs: dict[tuple[str, int], Run]
+) -> None:
+    for accumulate in (1, 2):
+        run = runs[strategy, accumulate]
+        wire = run.comm["wire_bytes"].groupby("rank").sum()
+        assert wire.max() == pytest.approx(run.theory["wire_bytes"], rel=0.01)
+
+
+def test_collectives_take_time(runs: dict[tuple[str, int], Run]) -> None:
+    for (strategy, _), run in runs.items():
+        if strategy != "single":
+            assert (run.comm["seconds"] > 0).all()
+            assert (run.comm["count"] > 0).all()
+
+
+def test_raw_cells_are_not_measured(lab: Lab) -> None:
+    run = lab.train("raw", "log(loss=1.0)", live=False)
+    assert run.memory.empty
+    assert run.comm.empty
+    assert run.theory == {}
+
+
+def test_a_mode_of_the_cells_own_is_not_disturbed(lab: Lab) -> None:
+    code = CELL.replace(
+        "for x, y in loader:",
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "counter = FlopCounterMode(display=False)\n"
+        "counter.__enter__()\n"
+        "for x, y in loader:",
+    )
+    run = lab.train("ddp", code + "\ncounter.__exit__(None, None, None)", live=False)
+    assert run.state == "finished"
+    lab.run("flops = counter.get_total_flops()")
+    assert lab.pull("flops") > 0
+
+
+# ---- runs side by side ----
+
+
+def test_runs_are_compared_in_one_table(
+    shared_lab: Lab, runs: dict[tuple[str, int], Run]
+) -> None:
+    names = [runs[strategy, 1].name for strategy in ("single", "ddp", "zero3")]
+    table = shared_lab.compare(*names)
+    assert table.index.tolist() == names
+    assert table["strategy"].tolist() == ["single", "ddp", "zero3"]
+    assert table["ranks"].tolist() == [1, 2, 2]
+    # The same seed, model and batches: the same training.
+    assert table["last_loss"].tolist() == pytest.approx(
+        [table["last_loss"].iloc[0]] * 3, rel=1e-4
+    )
+    assert table["parameters"].tolist() == pytest.approx(
+        [WHOLE * MIB, WHOLE * MIB, HALF * MIB], rel=0.01
+    )
+    assert table["wire_bytes"].tolist()[0] == 0.0
+    figure = shared_lab.plot_runs(*names)
+    assert len(figure.axes) == 5
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_not_there_is_told(lab: Lab) -> None:
+    with pytest.raises(ValueError, match="there is no run 'nowhere'; there are: "):
+        lab.compare("nowhere")
+
+
+def test_every_strategy_is_known_to_theory() -> None:
+    from labkit import theory
+    from labkit.records import ModelFacts
+    from labkit.records import TrainOptions
+
+    model = ModelFacts(100, 100, state_bytes=8, num_shards=4)
+    for name, strategy in STRATEGIES.items():
+        states = theory.model_states(name, model, TrainOptions())
+        wire = theory.wire_bytes(name, model, TrainOptions(), world_size=4)
+        if strategy.technique is None:
+            assert states == {}
+            assert wire != wire
+        else:
+            assert states["parameters"] > 0
+            assert wire >= 0

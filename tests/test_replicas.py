@@ -1,0 +1,85 @@
+"""What labkit says of ranks that differ where they should agree."""
+
+import pytest
+
+from labkit import Lab
+from labkit.notebook.runs import Run
+
+CELL = """
+import torch.nn.functional as F
+from labkit.data import digits
+from labkit.models import mlp
+
+plain = model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, digits(), batch_size=64)
+step = 0
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    {then}
+"""
+
+
+def train(lab: Lab, strategy: str, then: str = "pass", **options: int) -> Run:
+    return lab.train(strategy, CELL.format(then=then), live=False, **options)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "fsdp"])
+def test_a_run_in_which_all_is_well_has_no_mismatch(lab: Lab, strategy: str) -> None:
+    assert train(lab, strategy).mismatches == []
+    assert train(lab, strategy, accumulate=3).mismatches == []
+
+
+def test_a_parameter_that_one_rank_changes_is_named_with_the_step(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = "if rank == 1 and step == 14: plain[1].bias.data[3] += 1e-3"
+    run = train(lab, "ddp", change)
+    first, *_ = run.mismatches
+    assert first.startswith(
+        "rank 1's copy of 1.bias differs from that of rank 0 from step 15 on"
+    )
+    assert f"labkit: {first}\n" in capsys.readouterr().err
+
+
+def test_the_same_random_numbers_on_every_rank_are_told(lab: Lab) -> None:
+    [only] = train(lab, "ddp", "torch.manual_seed(0)").mismatches
+    assert only.startswith("ranks 0-1 draw the same random numbers")
+
+
+def test_samples_that_are_dealt_twice_are_told(lab: Lab) -> None:
+    cheat = "loader.batches.rank = 0"
+    [only] = train(lab, "zero2", cheat).mismatches
+    assert "drew some samples twice" in only or "samples together" in only
+
+
+TEXTBOOK = """
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from labkit.data import digits
+from labkit.models import mlp
+
+model = DistributedDataParallel(mlp())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = {sampler}
+for epoch in range(2):
+    for x, y in DataLoader(digits(), batch_size=64, sampler=sampler):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_textbook_cell_without_a_distributed_sampler_is_told(lab: Lab) -> None:
+    run = lab.train("raw", TEXTBOOK.format(sampler="None"), live=False)
+    [only] = run.mismatches
+    assert only.startswith("ranks 0-1 each drew all 1438 samples")
+
+
+def test_a_textbook_cell_with_one_is_not(lab: Lab) -> None:
+    code = TEXTBOOK.format(sampler="DistributedSampler(digits())")
+    assert lab.train("raw", code, live=False).mismatches == []
