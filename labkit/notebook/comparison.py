@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from labkit.notebook.plots import RANK_COLOURS
 from labkit.notebook.plots import RunFigure
@@ -13,6 +14,7 @@ from labkit.notebook.plots import dress
 from labkit.notebook.plots import thin
 from labkit.notebook.runs import Run
 from labkit.records import COMPONENTS
+from labkit.records import shorten
 
 PARTS = COMPONENTS[:-1]
 PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#BBBBBB")
@@ -70,7 +72,7 @@ def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> N
         axes.hlines(
             totals, places - 0.36, places + 0.36, color="black", lw=1.6, label="peak"
         )
-    axes.set_xticks(places, [str(label) for label in table.index])
+    axes.set_xticks(places, [shorten(str(label), 14) for label in table.index])
     axes.set_xlim(-0.6, len(table) - 0.4)
     axes.grid(visible=False, axis="x")
     handles, labels = axes.get_legend_handles_labels()
@@ -124,7 +126,7 @@ def _row(run: Run) -> dict[str, Any]:
 def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     """Loss against step and against time, memory by component, steps/s and bytes."""
     figure = RunFigure(figsize=(12.6, 6.2), dpi=100, facecolor="white")
-    figure.subplots_adjust(left=0.06, right=0.9, top=0.95, bottom=0.13)
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.95, bottom=0.16)
     grid = figure.add_gridspec(2, 24, hspace=0.4)
     by_step = figure.add_subplot(grid[0, :11])
     by_time = figure.add_subplot(grid[0, 13:], sharey=by_step)
@@ -137,8 +139,9 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
         style = "-" if place == 0 else (0, (5, 1 + place))
         for axes, column in ((by_step, "step"), (by_time, "seconds")):
             x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
-            axes.plot(x, y, color=colour, lw=1.5, ls=style, label=run.name)
+            axes.plot(x, y, color=colour, lw=1.5, ls=style, label=shorten(run.name, 14))
     dress(by_step, "optimizer step", "loss")
+    by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     dress(by_time, "seconds", "loss")
     by_time.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
@@ -152,7 +155,8 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     ):
         dress(axes, "", label)
         axes.bar(np.arange(len(runs)), values.fillna(0.0), 0.72, color=colours)
-        axes.set_xticks(np.arange(len(runs)), list(table.index))
+        labels = [shorten(name, 14) for name in table.index]
+        axes.set_xticks(np.arange(len(runs)), labels)
     theory = table["wire_bytes_theory"] / MIB
     places = np.arange(len(runs))
     wire.hlines(theory, places - 0.36, places + 0.36, color="black", lw=1.6)

@@ -75,7 +75,7 @@ class FSDP(Prepared):
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
-        whole = list(self._gathered())
+        whole = list(gathered_parameters(self.module))
         return {
             "parameters": [*map(local, shards), *self.module.buffers()],
             "gradients": [
@@ -86,15 +86,6 @@ class FSDP(Prepared):
             "optimizer_state": map(local, optimizer_tensors(self.optimizer)),
             "communication_buffers": whole,
         }
-
-    def _gathered(self) -> Iterator[torch.Tensor]:
-        """The whole parameters of the blocks in use; the others' hold no memory."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                group = module._get_fsdp_state()._fsdp_param_group
-                for parameter in group.fsdp_params if group else []:
-                    if hasattr(parameter, "_unsharded_param"):
-                        yield parameter._unsharded_param
 
     def _hand_shards_to_optimizer(self, whole: dict[nn.Parameter, str]) -> None:
         """Put the shards in the place of the whole parameters, and shard the state."""
@@ -149,6 +140,23 @@ def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
             f"the number of ranks, {world_size}"
         )
     return shape
+
+
+def gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The whole parameters of the blocks in use; the others' hold no memory."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group else []:
+                if hasattr(parameter, "_unsharded_param"):
+                    yield parameter._unsharded_param
+
+
+def gathered_bytes(block: nn.Module) -> int:
+    """Bytes of the parameters that a block holds in full at the moment."""
+    return sum(
+        tensor.untyped_storage().nbytes() for tensor in gathered_parameters(block)
+    )
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:

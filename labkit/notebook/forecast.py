@@ -1,0 +1,100 @@
+"""Shows what `%dist_estimate` predicts: a table, a picture and a sentence."""
+
+from typing import TYPE_CHECKING
+
+from labkit.records import COMPONENTS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labkit.notebook.plots import RunFigure
+
+STATES = COMPONENTS[:4]
+REST = "activations, buffers"
+
+
+class Forecast:
+    """Predicted memory of a rank by world size and strategy.
+
+    `table` is in bytes, by (world_size, strategy), with a column "fits";
+    `device_bytes` is what a rank has; `sentence` says what fits and what would.
+    """
+
+    def __init__(
+        self, table: "pd.DataFrame", sentence: str, device_bytes: float
+    ) -> None:
+        self.table = table
+        self.sentence = sentence
+        self.device_bytes = device_bytes
+
+    def __repr__(self) -> str:
+        return f"{self.in_mib().to_string()}\n{self.sentence}"
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self.plot())
+        display(self.in_mib())
+        print(self.sentence)
+
+    def in_mib(self) -> "pd.DataFrame":
+        """The table to be read: MiB, and "yes" or "no" for what fits."""
+        shown = (self.table[list(COMPONENTS)] / 2**20).round(1)
+        shown.columns = [f"{name} (MiB)" for name in shown.columns]
+        shown["fits"] = ["yes" if fits else "no" for fits in self.table["fits"]]
+        return shown
+
+    def plot(self) -> "RunFigure":
+        """Stacked bars by strategy, one panel a world size, and the device's memory."""
+        from labkit.notebook.plots import RANK_COLOURS
+        from labkit.notebook.plots import RunFigure
+
+        world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
+        num_panels = len(world_sizes)
+        figure = RunFigure(
+            figsize=(max(6.0, 1.6 + 3.4 * num_panels), 3.3), dpi=100, facecolor="white"
+        )
+        figure.subplots_adjust(left=0.11, right=0.78, top=0.84, bottom=0.22)
+        panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
+        peaks = self.table["total_peak"]
+        # `single` has the whole batch: its bar may be cut, not flatten the others.
+        several = peaks[peaks.index.get_level_values(1) != "single"]
+        highest = several.max() if max(world_sizes) > 1 else peaks.max()
+        unit, name = (2**30, "GiB") if highest >= 4 * 2**30 else (2**20, "MiB")
+        limit, highest = self.device_bytes / unit, highest / unit
+        is_limit_seen = limit < 2 * highest
+        top = 1.15 * max(highest, limit * is_limit_seen)
+        for panel, world_size in zip(panels, world_sizes, strict=True):
+            here = self.table.loc[world_size] / unit
+            parts = {name: here[name] for name in STATES}
+            rest = here["total_peak"] - sum(parts.values())
+            parts[REST] = rest.clip(lower=0)
+            bottom = here["total_peak"] * 0
+            for (component, values), colour in zip(
+                parts.items(), RANK_COLOURS, strict=False
+            ):
+                panel.bar(
+                    range(len(here)),
+                    values,
+                    bottom=bottom,
+                    color=colour,
+                    width=0.7,
+                    label=component.replace("_", " "),
+                )
+                bottom = bottom + values
+            for place, peak in enumerate(here["total_peak"]):
+                if peak > top:
+                    panel.text(place, top, f"{peak:.3g}", ha="center", fontsize=7)
+            if is_limit_seen:  # far above the bars it would flatten them
+                panel.axhline(limit, color="#333333", ls="--", lw=1.2, label="device")
+            panel.set_xticks(range(len(here)), here.index, rotation=45, fontsize=8)
+            panel.tick_params(axis="y", labelsize=8)
+            panel.set_ylim(0, top)
+            noun = "rank" if world_size == 1 else "ranks"
+            panel.set_title(f"{world_size} {noun}", fontsize=10, pad=12)
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[0].set_ylabel(f"memory of a rank ({name})", fontsize=9)
+        panels[-1].legend(
+            loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
+        )
+        return figure
