@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 Loss = Callable[[Any], torch.Tensor]
+Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Shapes = Sequence[Sequence[int]]
 Memory = dict[str, float]
 
@@ -51,13 +52,14 @@ def estimate(
     x: torch.Tensor | tuple[torch.Tensor, ...],
     loss_fn: Loss | None = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     world_sizes: Sequence[int],
     batch_size: int,
     accumulate: int = 1,
     precision: str = "fp32",
     activation_checkpointing: bool = False,
     device: str = "cpu",
+    device_bytes: float | None = None,
 ) -> "pd.DataFrame":
     """Bytes of the fullest rank by (world_size, strategy), one column a component.
 
@@ -65,8 +67,9 @@ def estimate(
     `Run.memory` has them. `model` is not changed, and may be on the meta device; of `x`
     only shapes and dtypes count, its first dimension gives way to the share of
     `batch_size`, the global batch, that a rank has. `loss_fn(output)` is a scalar; by
-    default the cross-entropy of the output's last dimension. `optimizer` gives its
-    class and defaults (AdamW without it). `single` has the whole batch on one rank.
+    default the cross-entropy of the output's last dimension. `optimizer` is one whose
+    class and defaults are taken, or a class (AdamW without it). `single` has the whole
+    batch on one rank. With `device_bytes` a column "fits" compares.
 
     Workspaces inside of kernels, and what the device and its communication libraries
     keep for themselves, are not in it.
@@ -94,7 +97,75 @@ def estimate(
     }
     table = pd.DataFrame.from_dict(rows, orient="index", columns=list(COMPONENTS))
     table.index = pd.MultiIndex.from_tuples(rows, names=["world_size", "strategy"])
-    return table.round().astype("int64")
+    table = table.round().astype("int64")
+    if device_bytes is not None:
+        table["fits"] = table["total_peak"] <= device_bytes
+    return table
+
+
+def forecast(
+    model: nn.Module,
+    x: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    *,
+    world_sizes: Sequence[int],
+    device_bytes: float,
+    batch_size: int | None = None,
+    sequence: int | None = None,
+    optimizer: Optimizer | str | None = None,
+    accumulate: int = 1,
+    activation_checkpointing: bool = False,
+    **options: Any,
+) -> tuple["pd.DataFrame", str]:
+    """`estimate`, and a sentence that says what fits and what would.
+
+    Without `x` the model takes token ids of shape (batch, `sequence`). `batch_size` is
+    by default that of `x`. `optimizer` may be the name of a class of torch.optim.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}, no torch.nn.Module")
+    if batch_size is None and x is not None:
+        batch_size = len(x[0] if isinstance(x, tuple) else x)
+    if batch_size is None:
+        raise ValueError("give --batch-size B, the samples of all ranks together")
+    if isinstance(optimizer, str):
+        optimizer = optimizer_class(optimizer)
+    find = partial(
+        estimate,
+        model,
+        ids_for(model, sequence) if x is None else x,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        **options,
+    )
+    changes: dict[str, Any] = {
+        "accumulate": accumulate,
+        "activation_checkpointing": activation_checkpointing,
+    }
+    table = find(world_sizes=world_sizes, device_bytes=device_bytes, **changes)
+    sentence = what_would_fit(
+        lambda **change: find(world_sizes=[min(world_sizes)], **{**changes, **change}),
+        table,
+        device_bytes,
+        batch_size=batch_size,
+        **changes,
+    )
+    return table, sentence
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of torch.optim called `name`; ValueError with those that exist."""
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        known = [
+            key
+            for key, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        ]
+        raise ValueError(
+            f"--optimizer {name}: neither a variable nor a class of torch.optim, which "
+            f"has: {', '.join(sorted(known))}"
+        )
+    return found
 
 
 def what_would_fit(
@@ -121,6 +192,8 @@ def what_would_fit(
     fits = fitting(table)
     if len(fits) == len(STRATEGIES):
         return f"On {here} every strategy fits."
+    # Nobody asks on several ranks how one of them could do all the work.
+    sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
     least = table.loc[world_size]["total_peak"].astype(float)
     says = [
         f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
@@ -129,28 +202,30 @@ def what_would_fit(
         f"{in_words(least.min())}."
     ]
     ways = []
-    known = set(fits)
-    if not activation_checkpointing:
+    known = set(fits) & sought
+    if not activation_checkpointing and known < sought:
         found = fitting(estimate_with(activation_checkpointing=True))
-        if gained := [name for name in found if name not in known]:
+        if gained := [name for name in found if name in sought - known]:
             ways.append(f"with --activation-checkpointing {listed(gained)} would")
             known |= set(gained)
     times = 2 * accumulate
-    while times <= batch_size // world_size and len(known) < len(STRATEGIES):
+    while times <= batch_size // world_size and known < sought:
         found = fitting(estimate_with(accumulate=times))
-        if gained := [name for name in found if name not in known]:
+        if gained := [name for name in found if name in sought - known]:
             ways.append(f"with --accumulate {times} {listed(gained)} would")
             known |= set(gained)
         times *= 2
-    for more in sorted(set(table.index.get_level_values("world_size"))):
+    for more in sorted(set(table.index.get_level_values("world_size")) - {world_size}):
         peaks = table.loc[more]["total_peak"]
-        there = [n for n in STRATEGIES if n not in known and peaks[n] <= device_bytes]
+        there = [
+            n for n in STRATEGIES if n in sought - known and peaks[n] <= device_bytes
+        ]
         if there:
             ways.append(f"on {more} ranks {listed(there)} would")
             known |= set(there)
     if ways:
         says.append(f"{'; '.join(ways)}.".capitalize())
-    elif not fits:
+    elif not known:
         says.append(
             "More ranks (--ranks), a smaller batch or --precision bf16 are left to try."
         )
@@ -394,54 +469,62 @@ def _follow(
 ) -> None:
     """Keep the number of the block that is computed, in both directions."""
 
-    def set_unit(value: int, gradient: Any = None) -> None:
-        now["unit"] = value
+    def begin(gradient: Any = None) -> None:
+        now["unit"] = unit
 
-    def on_backward(tensors: Any, value: int) -> None:
+    def end(gradient: Any = None) -> None:
+        # What this block takes, another gave: that one's hook may have come before.
+        if now["unit"] == unit:
+            now["unit"] = 0
+
+    def on_gradient(tensors: Any, hook: Callable[[Any], None]) -> None:
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(set_unit, value))
+                tensor.register_hook(hook)
 
     def enter(module: nn.Module, args: Any) -> None:
-        set_unit(unit)
+        begin()
         entered.append(unit)
-        on_backward(args, 0)
+        on_gradient(args, end)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        set_unit(0)
-        on_backward(output, unit)
+        end()
+        on_gradient(output, begin)
 
     block.register_forward_pre_hook(enter)
     block.register_forward_hook(leave)
 
 
 def trace_update(
-    shapes: Shapes, optimizer: torch.optim.Optimizer | None, device: str
+    shapes: Shapes, optimizer: Optimizer | None, device: str
 ) -> tuple[int, int]:
     """Bytes of the optimizer's state for fp32 parameters, and of its temporaries."""
     temporaries: list[int] = [0]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = [nn.Parameter(torch.empty(*s, device=device)) for s in shapes]
-        kind = type(optimizer) if optimizer else torch.optim.AdamW
-        taken = inspect.signature(kind).parameters
-        given = optimizer.defaults if optimizer else {}
-        updates: Any = kind(
-            parameters, **{key: v for key, v in given.items() if key in taken}
-        )
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        updates.step()  # makes the state
-        states = [
-            value
-            for state in updates.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        with _Watch([*parameters, *gradients, *states], temporaries.append):
-            updates.step()
-        unique = {storage_of(state)._cdata: storage_of(state) for state in states}
-        return sum(s.nbytes() for s in unique.values()), max(temporaries)
+    parameters = [nn.Parameter(torch.empty(*s, device="meta")) for s in shapes]
+    kind: Any = optimizer or torch.optim.AdamW
+    given: dict[str, Any] = {}
+    if isinstance(kind, torch.optim.Optimizer):
+        given, kind = kind.defaults, type(kind)
+    taken = inspect.signature(kind).parameters
+    given = {key: value for key, value in given.items() if key in taken}
+    if device == "cuda" and "foreach" in taken and not given.get("fused"):
+        # What it is there by default: all tensors at once, with their temporaries.
+        given["foreach"] = given.get("foreach") is not False
+    updates = kind(parameters, **given)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    updates.step()  # makes the state
+    states = [
+        value
+        for state in updates.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    with _Watch([*parameters, *gradients, *states], temporaries.append):
+        updates.step()
+    unique = {storage_of(state)._cdata: storage_of(state) for state in states}
+    return sum(s.nbytes() for s in unique.values()), max(temporaries)
 
 
 # ---- what each strategy adds ----
@@ -455,7 +538,7 @@ class _Plan:
         model: nn.Module,
         inputs: tuple[torch.Tensor, ...],
         loss_fn: Loss,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         accumulate: int,
         precision: str,
         activation_checkpointing: bool,

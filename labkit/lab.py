@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from labkit.notebook.cluster import Cluster
     from labkit.notebook.dispatch import Dispatch
+    from labkit.notebook.forecast import Forecast
     from labkit.notebook.plots import RunFigure
     from labkit.notebook.runs import Run
 
@@ -36,6 +37,7 @@ _CELL = "labkit.rank.cell"
 _TRANSFER = "labkit.rank.transfer"
 
 PROOF_TIMEOUT_S = 2.0
+ESTIMATE_TIMEOUT_S = 600.0
 
 Ranks = str | int | Sequence[int] | None
 
@@ -309,6 +311,76 @@ class Lab:
         if isinstance(ranks, int) or len(targets) == 1:
             return portable.loads(by_rank[targets[0]])
         return [portable.loads(by_rank[rank]) for rank in targets]
+
+    def estimate(
+        self,
+        model: Any,
+        x: Any = None,
+        *,
+        batch_size: int | None = None,
+        sequence: int | None = None,
+        optimizer: Any = None,
+        world_sizes: Sequence[int] | None = None,
+        precision: str = "fp32",
+        accumulate: int = 1,
+        activation_checkpointing: bool = False,
+        device_bytes: float | None = None,
+    ) -> "Forecast":
+        """Predicted memory per rank, by component, for every strategy; nothing runs.
+
+        `model` is a plain module, `x` a batch of its input (a tensor, or a tuple of
+        tensors); `batch_size` is global, by default that of `x`. Without `x` the model
+        takes token ids of shape (batch, `sequence`). `optimizer` gives its class and
+        defaults, or is the name of a class of torch.optim (AdamW by default). Where
+        `model` is a string it, `x` and `optimizer` name variables of rank 0.
+
+        `world_sizes` is this lab's by default, `device_bytes` what a rank's device has;
+        ranks on the CPU share the host's memory. The rest is as for `train`.
+
+        Raises ValueError for what cannot be estimated, NameError for no such variable.
+        """
+        from labkit.notebook.forecast import Forecast
+
+        if device_bytes is None:
+            [facts] = self._running_cluster().call(f"{_CELL}:describe_rank", ranks=[0])
+            shares = self.world_size if self.device == "cpu" else 1
+            device_bytes = facts["memory_total"] / shares
+        options: dict[str, Any] = {
+            "world_sizes": list(world_sizes or [self.world_size]),
+            "device_bytes": device_bytes,
+            "device": self.device,
+            "batch_size": batch_size,
+            "sequence": sequence,
+            "precision": precision,
+            "accumulate": accumulate,
+            "activation_checkpointing": activation_checkpointing,
+        }
+        if not isinstance(model, str):
+            from labkit.estimate import forecast
+
+            found: Any = forecast(model, x, optimizer=optimizer, **options)
+        else:
+            names = [name for name in (model, x) if name is not None]
+            with self._working() as cluster:
+                [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])
+                if missing:
+                    raise NameError(
+                        f"neither the notebook nor rank 0 has a variable {missing[0]!r}"
+                    )
+                [payload] = cluster.call(
+                    f"{_TRANSFER}:forecast_variable",
+                    model,
+                    x,
+                    optimizer,
+                    options,
+                    ranks=[0],
+                    timeout_s=ESTIMATE_TIMEOUT_S,
+                )
+            found = portable.loads(payload)
+            if isinstance(found, ValueError):
+                raise found
+        table, sentence = found
+        return Forecast(table, sentence, device_bytes)
 
     def status(self) -> "pd.DataFrame":
         """One row a rank: host, pid, device, state, memory (bytes), last run, step."""

@@ -272,6 +272,83 @@ class LabMagics(Magics):
             self.shell.user_ns[args.name] = value
 
     @magic_arguments()
+    @argument(
+        "model",
+        metavar="MODEL",
+        help="a plain model: a variable of the notebook, or else of rank 0",
+    )
+    @argument(
+        "--input",
+        metavar="NAME",
+        help="a batch of its input, kept beside it (default: token ids)",
+    )
+    @argument(
+        "--batch-size",
+        type=int,
+        metavar="B",
+        help="samples of all ranks together (default: those of --input)",
+    )
+    @argument("--sequence", type=int, metavar="T", help="tokens in a sample")
+    @argument(
+        "--optimizer",
+        metavar="NAME",
+        help="one kept beside the model, or a class of torch.optim (default: AdamW)",
+    )
+    @argument(
+        "--ranks",
+        metavar="N,N",
+        help="world sizes to predict, as 8,64,512 (default: this lab's)",
+    )
+    @argument(
+        "--precision",
+        default="fp32",
+        choices=PRECISIONS,
+        help="what the model computes in (default: fp32)",
+    )
+    @argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="K",
+        help="compute each batch in K microbatches",
+    )
+    @argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="keep only the inputs of the model's blocks",
+    )
+    @argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="what a rank's device has (default: that of this lab's)",
+    )
+    @line_magic
+    def dist_estimate(self, line: str) -> Any:
+        """Predict memory per rank under every strategy, before anything runs."""
+        args = parse_argstring(self.dist_estimate, line)
+        with usage_errors():
+            if args.memory is not None and not args.memory > 0:
+                raise ValueError(f"--memory {args.memory}: it must be more than 0")
+            model, x, optimizer = args.model, args.input, args.optimizer
+            if model in self.shell.user_ns:
+                model = self._variable(model)
+                x = None if x is None else self._variable(x)
+                optimizer = self.shell.user_ns.get(optimizer, optimizer)
+            return current_lab().estimate(
+                model,
+                x,
+                batch_size=args.batch_size,
+                sequence=args.sequence,
+                optimizer=optimizer,
+                world_sizes=None if args.ranks is None else whole_numbers(args.ranks),
+                precision=args.precision,
+                accumulate=args.accumulate,
+                activation_checkpointing=args.activation_checkpointing,
+                device_bytes=None if args.memory is None else args.memory * 2**30,
+            )
+
+    @magic_arguments()
     @line_magic
     def dist_status(self, line: str) -> Any:
         """A table by rank: host, pid, device, state, memory, current run and step."""
@@ -337,6 +414,16 @@ def ready_line(lab: Lab) -> str:
     return (
         f"Ready: {lab.describe()}; every rank answered, and one all-reduce was right."
     )
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The numbers of "8,64,512"."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--ranks {text}: write world sizes with commas and no spaces, as 8,64,512"
+        ) from None
 
 
 def numbered_like_notebook(magic: str, line: str, cell: str) -> str:

@@ -21,9 +21,10 @@ GROUND_FLOOR = {"records", "portable", "data", "models", "theory"}
 MAY_IMPORT = {
     "": {"magics"},
     "magics": {"lab", "notebook", "strategies", *GROUND_FLOOR},
-    "lab": {"notebook", "strategies", *GROUND_FLOOR},
+    "lab": {"notebook", "estimate", "strategies", *GROUND_FLOOR},
     "notebook": {"strategies", *GROUND_FLOOR},
-    "rank": {"strategies", *GROUND_FLOOR},
+    "rank": {"estimate", "strategies", *GROUND_FLOOR},
+    "estimate": {"strategies", *GROUND_FLOOR},
     "strategies": GROUND_FLOOR,
 }
 FRONT_END = {"IPython", "ipyparallel", "ipykernel", "matplotlib", "ipywidgets"}
@@ -120,7 +121,7 @@ def test_the_notebook_reads_the_table_of_strategies_and_no_technique() -> None:
         each
         for each in IMPORTS
         if each.target.startswith("labkit.strategies.")
-        and part(each.importer) not in {"strategies", "rank"}
+        and part(each.importer) not in {"strategies", "rank", "estimate"}
     ]
     assert shown(wrong) == []
 
@@ -141,7 +142,7 @@ def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
     wrong = [
         each
         for each in IMPORTS
-        if part(each.importer) in {"rank", "strategies"}
+        if part(each.importer) in {"rank", "strategies", "estimate"}
         and each.target.split(".")[0] in FRONT_END
         and not (each.importer == "labkit.rank.cell" and each.in_function)
     ]
@@ -220,7 +221,8 @@ print("imported")
 def test_ranks_and_strategies_import_where_no_notebook_is_installed(
     tmp_path: Path,
 ) -> None:
-    names = [name for name in MODULES if part(name) in {"rank", "strategies"}]
+    parts = {"rank", "strategies", "estimate"}
+    names = [name for name in MODULES if part(name) in parts]
     assert {"labkit.rank.session", "labkit.strategies.ddp"} <= set(names)
     code = BLOCKED.format(blocked=sorted(FRONT_END), names=names)
     assert run_python(code, tmp_path) == "imported\n"

@@ -1,32 +1,22 @@
-"""Lays runs beside each other: memory by component, one table, one picture."""
+"""Lays runs over each other: one table, one picture."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from labkit.notebook.plots import MIB
 from labkit.notebook.plots import RANK_COLOURS
 from labkit.notebook.plots import RunFigure
 from labkit.notebook.plots import dress
+from labkit.notebook.plots import stack_memory
 from labkit.notebook.plots import thin
 from labkit.notebook.runs import Run
 from labkit.records import COMPONENTS
 from labkit.records import shorten
 
-PARTS = COMPONENTS[:-1]
-PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#BBBBBB")
-PART_LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "master_parameters": "fp32 master copy",
-    "communication_buffers": "buffers",
-    "activations_peak": "activations",
-}
-MIB = 2**20
 _COLUMNS = (
     "run",
     "strategy",
@@ -41,56 +31,6 @@ _COLUMNS = (
     "wire_bytes_theory",
     "comm_seconds",
 )
-
-
-def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> None:
-    """One bar for each row of `table`, in bytes by component, stacked.
-
-    A black line marks the greatest total, which is less than the sum: components are
-    at their greatest at different moments. Rows in `theory` are drawn pale.
-    """
-    places = np.arange(len(table))
-    bottom = np.zeros(len(table))
-    alphas = np.where(np.isin(places, theory), 0.45, 1.0)
-    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
-        heights = table.get(part, pd.Series(0.0, table.index)).fillna(0.0) / MIB
-        if not heights.any():
-            continue
-        bars = axes.bar(
-            places,
-            heights,
-            0.72,
-            bottom=bottom,
-            color=colour,
-            label=PART_LABELS[part],
-        )
-        for bar, alpha in zip(bars, alphas, strict=True):
-            bar.set_alpha(float(alpha))
-        bottom += heights.to_numpy()
-    if "total_peak" in table:
-        totals = table["total_peak"] / MIB
-        axes.hlines(
-            totals, places - 0.36, places + 0.36, color="black", lw=1.6, label="peak"
-        )
-    axes.set_xticks(places, [shorten(str(label), 14) for label in table.index])
-    axes.set_xlim(-0.6, len(table) - 0.4)
-    axes.grid(visible=False, axis="x")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        fontsize=8,
-    )
-
-
-def memory_bars(run: Run) -> pd.DataFrame:
-    """A run's memory in bytes, one row a rank, and one of theory."""
-    memory = run.memory
-    theory = pd.DataFrame([run.theory], index=["theory"]).reindex(columns=[*PARTS])
-    return pd.concat([memory, theory.dropna(axis="columns")])
 
 
 def compare_runs(runs: Sequence[Run]) -> pd.DataFrame:

@@ -1,9 +1,11 @@
-"""Draws a run's history as matplotlib figures."""
+"""Draws a run as matplotlib figures: its curves, and its memory by component."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -12,6 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from labkit.notebook.collector import Collector
+from labkit.records import COMPONENTS
+from labkit.records import shorten
 
 # Okabe and Ito's colours, told apart by the colour-blind too; black comes last.
 RANK_COLOURS = (
@@ -25,6 +29,17 @@ RANK_COLOURS = (
     "#000000",
 )
 MAX_POINTS = 1000
+PARTS = COMPONENTS[:-1]
+PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#BBBBBB")
+PART_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "master_parameters": "fp32 master copy",
+    "communication_buffers": "buffers",
+    "activations_peak": "activations",
+}
+MIB = 2**20
 _INK = "#333333"
 
 Limits = tuple[float, float]
@@ -188,6 +203,49 @@ def dress(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_locator(MaxNLocator(5))
+
+
+def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> None:
+    """One bar for each row of `table`, in bytes by component, stacked.
+
+    A black line marks the greatest total, which is less than the sum: components are
+    at their greatest at different moments. Rows in `theory` are drawn pale.
+    """
+    places = np.arange(len(table))
+    bottom = np.zeros(len(table))
+    alphas = np.where(np.isin(places, theory), 0.45, 1.0)
+    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
+        heights = table.get(part, pd.Series(0.0, table.index)).fillna(0.0) / MIB
+        if not heights.any():
+            continue
+        bars = axes.bar(
+            places,
+            heights,
+            0.72,
+            bottom=bottom,
+            color=colour,
+            label=PART_LABELS[part],
+        )
+        for bar, alpha in zip(bars, alphas, strict=True):
+            bar.set_alpha(float(alpha))
+        bottom += heights.to_numpy()
+    if "total_peak" in table:
+        totals = table["total_peak"] / MIB
+        axes.hlines(
+            totals, places - 0.36, places + 0.36, color="black", lw=1.6, label="peak"
+        )
+    axes.set_xticks(places, [shorten(str(label), 14) for label in table.index])
+    axes.set_xlim(-0.6, len(table) - 0.4)
+    axes.grid(visible=False, axis="x")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=8,
+    )
 
 
 def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -208,12 +208,13 @@ class Run:
     def finish_plot(self, plot: "RunPlot") -> None:
         """Draw the last state of the curves and, where it was measured, memory by
         component beside what theory says."""
-        from labkit.notebook.comparison import memory_bars
-        from labkit.notebook.comparison import stack_memory
+        from labkit.notebook.plots import stack_memory
 
         plot.update(self.status_line(), is_final=True)
         if any(self.collector.measurements.values()):
-            bars = memory_bars(self)
+            parts = [name for name in COMPONENTS if name in self.theory]
+            theory = pd.DataFrame([self.theory], index=["theory"], columns=parts)
+            bars = pd.concat([self.memory, theory])
             stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])
 
     def status_line(self) -> str:

@@ -161,9 +161,12 @@ class StepProbe(TorchDispatchMode):
                     self._see(tensor)
             if is_after_backward or component != "gradients":
                 self._held[component] = max(self._held[component], total)
+        self._weigh()
+        self._note_total()
+
+    def _weigh(self) -> None:
         self._sizes = {key: storage.nbytes() for key, storage in self._alive()}
         self._total = sum(self._sizes.values())
-        self._note_total()
 
     def _look_at_gradients(self) -> None:
         storages = {
@@ -206,6 +209,8 @@ class StepProbe(TorchDispatchMode):
         return [(key, storage) for key, storage in pairs if storage is not None]
 
     def _note_total(self) -> None:
+        if self._total > self._held["total_peak"]:
+            self._weigh()  # some may hold less than when they were looked at
         self._held["total_peak"] = max(self._held["total_peak"], self._total)
 
     def _note_collective(self, name: str, args: Any, out: Any, began: float) -> None:

@@ -34,7 +34,7 @@ from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.model_options import compile_blocks
-from labkit.strategies.model_options import synchronize_batchnorm
+from labkit.strategies.model_options import replace_batchnorm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero
 
@@ -91,14 +91,24 @@ class Session:
         ):
             # DeepSpeed calls collectives by names that torch is about to change.
             warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")
+            # A 1x1 convolution's gradient, which is copied once.
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:
                 yield
                 self._check_replicas(is_due=True)
                 self._report(self._watch.notes())
             finally:
-                self._end_probe(is_complete=False)
-                for undo in reversed(self._undo):
-                    undo()
+                self._end()
+
+    def _end(self) -> None:
+        """Let go of the models; the cell's own variables may be used on."""
+        self._end_probe(is_complete=False)
+        for undo in reversed(self._undo):
+            undo()
+        for optimizer in self._optimizers:
+            optimizer.take_step = Prepared.step
+        self._undo.clear()
+        self._optimizers.clear()
 
     # ---- the three names a cell has ----
 
@@ -137,8 +147,8 @@ class Session:
             seed=self.seed,
             accumulate=options.accumulate,
         )
-        if options.sync_batchnorm:
-            synchronize_batchnorm(model)
+        if options.sync_batchnorm or options.precision != "fp32":
+            replace_batchnorm(model, synchronize=options.sync_batchnorm)
         if options.activation_checkpointing:
             self._undo += checkpoint_activations(model)
         if options.compile:

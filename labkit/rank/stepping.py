@@ -20,13 +20,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, prepared: Prepared, take_step: Callable[[Prepared], None]
+        self, prepared: Prepared, take_step: Callable[[Prepared], Any]
     ) -> None:
         # Not the base's __init__: groups and state are the inner optimizer's.
         self.prepared = prepared
         self.held_back = False
         """Whether the last `step()` waits for further microbatches."""
-        self._take_step = take_step
+        self.take_step = take_step
         self._is_last = True
         self._num_held = 0
         self.begin_microbatch()
@@ -50,7 +50,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._num_held += 1
         else:
             self._num_held = 0
-            self._take_step(self.prepared)
+            self.take_step(self.prepared)
         self.begin_microbatch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A rank's side of `%dist_push` and `%dist_pull`."""
+"""A rank's side of `%dist_push`, `%dist_pull` and `%dist_estimate`."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from labkit import portable
+from labkit.estimate import forecast
 from labkit.rank.cell import runner
 from labkit.strategies.zero import full_state_dict
 from labkit.strategies.zero import is_zero
@@ -28,6 +29,27 @@ def pull(name: str, full: bool) -> bytes:
     """The pickled value of `name`; with `full`, gathered whole (a collective)."""
     value = runner().shell.user_ns[name]
     return portable.dumps(gather_full(value) if full else value)
+
+
+def forecast_variable(
+    model: str, x: str | None, optimizer: str | None, options: dict[str, Any]
+) -> bytes:
+    """The pickled forecast for variables of this rank, or the ValueError it raised.
+
+    An optimizer that is no variable is the name of a class.
+    """
+    names = runner().shell.user_ns
+    try:
+        return portable.dumps(
+            forecast(
+                names[model],
+                None if x is None else names[x],
+                optimizer=names.get(optimizer, optimizer),
+                **options,
+            )
+        )
+    except ValueError as error:
+        return portable.dumps(error)
 
 
 def gather_full(value: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 from labkit.strategies.prepared import blocks
@@ -42,41 +42,87 @@ def compile_blocks(model: nn.Module) -> list[Undo]:
     return undo
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """BatchNorm over the samples of all ranks, on the CPU as well.
+class BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm whose statistics are in fp32 and, if asked for, those of all ranks.
 
-    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; torch's own
-    `SyncBatchNorm` needs a GPU.
+    Torch's own takes no bf16 parameters beside fp32 statistics, which is what ZeRO and
+    FSDP make of it, and its `SyncBatchNorm` needs a GPU.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015.
     """
 
+    is_synchronized = False
+
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        """Any shape (N, C, ...) will do."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda or not self.training:
-            return super().forward(x)
+        dtype, x = x.dtype, x.float()
+        if not (self.is_synchronized and self.training):
+            weight = None if self.weight is None else self.weight.float()
+            bias = None if self.bias is None else self.bias.float()
+            return self._normalized_here(x, weight, bias).to(dtype)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        count = torch.tensor([x.numel() / x.shape[1]], dtype=x.dtype)
-        total = all_reduce(torch.cat([x.sum(dims), count]))
+        count = x.new_tensor([x.numel() / x.shape[1]])
+        total = SumOverRanks.apply(torch.cat([x.sum(dims), count]))
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = x - mean.view(shape)
-        variance = all_reduce(centred.square().sum(dims)) / count
-        if self.track_running_stats:
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-            share = self.momentum or 1.0 / float(self.num_batches_tracked)
+        variance = SumOverRanks.apply(centred.square().sum(dims)) / count
+        share = self._share_of_this_batch()
+        if self.running_mean is not None and self.running_var is not None:
             unbiased = variance.detach() * count / (count - 1).clamp(min=1)
             self.running_mean.lerp_(mean.detach(), share)
             self.running_var.lerp_(unbiased, share)
         normal = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal
+            weight, bias = self.weight.float(), self.bias.float()
+            normal = normal * weight.view(shape) + bias.view(shape)
+        return normal.to(dtype)
+
+    def _normalized_here(self, x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        share = self._share_of_this_batch() if self.training else 0.0
+        return F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            weight,
+            bias,
+            self.training or self.running_mean is None,
+            share,
+            self.eps,
+        )
+
+    def _share_of_this_batch(self) -> float:
+        """What this batch counts for in the running statistics."""
+        if self.num_batches_tracked is None:
+            return self.momentum or 0.0
+        self.num_batches_tracked.add_(1)
+        if self.momentum is None:
+            return 1.0 / float(self.num_batches_tracked)
+        return self.momentum
 
 
-def synchronize_batchnorm(model: nn.Module) -> None:
-    """Make every BatchNorm of a model count the samples of all ranks, in place."""
+class SumOverRanks(torch.autograd.Function):
+    """`all_reduce` with a gradient, which is all-reduced too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def replace_batchnorm(model: nn.Module, *, synchronize: bool) -> None:
+    """Make every BatchNorm of a model keep its statistics in fp32, in place, and with
+    `synchronize` over the samples of all ranks."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.__class__ = SyncBatchNorm
-            module.process_group = dist.group.WORLD  # type: ignore[assignment]
+            module.__class__ = BatchNorm
+            module.is_synchronized = synchronize

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -49,6 +50,11 @@ KNOWN_KEYS = (
 )
 
 
+_former: list[Any] = []
+"""Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
+holds on to every engine that is not destroyed, has to make the next."""
+
+
 class ZeRO(Prepared):
     """Partition optimizer state (1), gradients too (2), and parameters too (3).
 
@@ -65,6 +71,7 @@ class ZeRO(Prepared):
 
     def wrap(self) -> None:
         config = self._config()
+        destroy_former_engines()
         self.num_shards = torch.distributed.get_world_size()
         deepspeed = import_deepspeed(self.device)
         check_keys(
@@ -141,12 +148,12 @@ class ZeRO(Prepared):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero.zero_grad(set_to_none)
 
-    def replicas(self) -> dict[str, torch.Tensor]:
-        return dict(self.module.named_parameters()) if self.stage < 3 else {}
-
     def close(self) -> None:
         super().close()
-        self.model.destroy()  # takes its hooks off the parameters
+        _former.append(self.model)
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        return dict(self.module.named_parameters()) if self.stage < 3 else {}
 
 
 class ZeRO1(ZeRO):
@@ -252,6 +259,16 @@ def import_deepspeed(device: torch.device) -> Any:
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._WORLD_GROUP = None
     return deepspeed
+
+
+def destroy_former_engines() -> None:
+    """Let go of what earlier runs left in DeepSpeed; does nothing the first time."""
+    while _former:
+        with contextlib.suppress(Exception):  # its process group may be gone
+            _former.pop().destroy()
+    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if offload is not None:
+        offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
 
 
 @contextlib.contextmanager

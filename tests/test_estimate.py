@@ -1,0 +1,191 @@
+"""What is predicted before a run is what the run then measures."""
+
+import functools
+import textwrap
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from labkit import Lab
+from labkit.estimate import STRATEGIES
+from labkit.estimate import estimate
+from labkit.estimate import forecast
+from labkit.models import GPT
+from labkit.models import ResNet
+from labkit.models import mlp
+from labkit.notebook.forecast import Forecast
+
+STATES = ["parameters", "gradients", "optimizer_state", "master_parameters"]
+
+# Each as code for the ranks, and here: a model, one sample's shape, the global batch.
+SETUPS = {
+    "mlp": """
+        from labkit.data import digits
+        from labkit.models import mlp
+        images, labels = digits().tensors
+        data = torch.utils.data.TensorDataset(images[:192], labels[:192])
+        model = mlp(num_hidden=16384)
+        loss_fn = torch.nn.functional.cross_entropy
+        batch_size = 64
+        """,
+    "resnet": """
+        from labkit.data import digits
+        from labkit.models import ResNet
+        images, labels = digits().tensors
+        data = torch.utils.data.TensorDataset(images[:192], labels[:192])
+        model = ResNet(width=64)
+        loss_fn = torch.nn.functional.cross_entropy
+        batch_size = 64
+        """,
+    "gpt": """
+        from labkit.models import GPT, next_token_loss
+        ids = torch.randint(0, 256, (48, 65))
+        data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
+        model = GPT(256, context=64, dim=192, num_heads=4, num_layers=4)
+        loss_fn = next_token_loss
+        batch_size = 16
+        """,
+}
+TRAINING = """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fit(model, data, loss_fn, optimizer=optimizer, batch_size=batch_size, shuffle=False)
+    """
+OPTIONS = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "checkpointed": {"activation_checkpointing": True},
+}
+
+
+@functools.cache
+def predicted(setup: str, options: str) -> pd.DataFrame:
+    names = {"torch": torch}
+    exec(textwrap.dedent(SETUPS[setup]), names)
+    sample, _ = names["data"][0]  # type: ignore[index]
+    table = estimate(
+        names["model"],  # type: ignore[arg-type]
+        sample[None],
+        world_sizes=[2],
+        batch_size=names["batch_size"],  # type: ignore[arg-type]
+        **OPTIONS[options],  # type: ignore[arg-type]
+    )
+    return table.loc[2]
+
+
+def run_and_compare(lab: Lab, setup: str, strategy: str, options: str) -> None:
+    code = textwrap.dedent(SETUPS[setup]) + textwrap.dedent(TRAINING)
+    run = lab.train(strategy, code, live=False, **OPTIONS[options])  # type: ignore[arg-type]
+    measured = run.memory.max()
+    found = predicted(setup, options).loc[strategy]
+    for component in STATES:
+        assert found[component] == pytest.approx(measured[component], rel=0.05, abs=99)
+    assert found["total_peak"] == pytest.approx(measured["total_peak"], rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
+    run_and_compare(lab, setup, strategy, "plain")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("options", ["accumulated", "checkpointed"])
+def test_memory_with_options_is_as_predicted(
+    lab: Lab, options: str, strategy: str
+) -> None:
+    run_and_compare(lab, "gpt", strategy, options)
+
+
+def test_nothing_is_allocated_and_the_model_is_not_changed() -> None:
+    with torch.device("meta"):
+        model = GPT(50257, context=64, dim=4096, num_heads=32, num_layers=2)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    ids = torch.empty(1, 64, dtype=torch.int64, device="meta")
+    table = estimate(model, ids, world_sizes=[8, 512], batch_size=512)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    fsdp = table.xs("fsdp", level="strategy")
+    assert fsdp.loc[512, "optimizer_state"] == pytest.approx(
+        fsdp.loc[8, "optimizer_state"] / 64, rel=0.01
+    )
+
+
+def test_optimizers_class_and_defaults_count() -> None:
+    model = mlp(num_hidden=4096)
+    x = torch.zeros(8, 64)
+    states = {}
+    for name, optimizer in {
+        "plain": torch.optim.SGD,
+        "momentum": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "adam": None,
+    }.items():
+        table = estimate(model, x, optimizer=optimizer, world_sizes=[2], batch_size=8)
+        states[name] = table.loc[(2, "ddp"), "optimizer_state"]
+    weights = sum(4 * p.numel() for p in model.parameters())
+    assert states["plain"] == 0
+    assert states["momentum"] == weights
+    assert states["adam"] == pytest.approx(2 * weights, abs=99)
+
+
+def test_the_sentence_says_what_fits_and_what_would() -> None:
+    model = GPT(256, context=64, dim=192, num_heads=4, num_layers=4)
+
+    def said(mib: float, **options: object) -> str:
+        return forecast(
+            model,
+            world_sizes=[2, 8],
+            device_bytes=mib * 2**20,
+            batch_size=16,
+            sequence=64,
+            **options,  # type: ignore[arg-type]
+        )[1]
+
+    assert said(100) == "On 2 ranks of 100 MiB every strategy fits."
+    some = said(48)
+    assert some.startswith("On 2 ranks of 48 MiB zero1, zero2, zero3 and fsdp fit. ")
+    assert "With --activation-checkpointing ddp and hsdp would" in some
+    none = said(1)
+    assert "nothing fits: " in none
+    assert none.endswith("--precision bf16 are left to try.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 3}, "the model is a int, no torch.nn.Module"),
+        ({}, "begins with an Embedding.*--sequence T, or --input NAME"),
+        ({"sequence": 8, "batch_size": None}, "give --batch-size B"),
+        ({"model": ResNet()}, "begins with Conv2d.*give --input NAME"),
+        ({"x": torch.tensor(1.0)}, "first dimension is the batch"),
+        ({"sequence": 8, "world_sizes": [0]}, r"ranks \[0\].*whole numbers from 1"),
+        ({"sequence": 8, "precision": "fp8"}, "choose one of: fp32, bf16, fp16"),
+        ({"sequence": 8, "optimizer": "Foo"}, "--optimizer Foo: .*AdamW"),
+        ({"model": nn.Flatten(), "x": torch.zeros(2, 2)}, "requires a gradient"),
+    ],
+)
+def test_what_cannot_be_estimated_says_what_to_do(
+    arguments: dict[str, object], message: str
+) -> None:
+    given = {
+        "model": GPT(64, context=8, dim=16, num_heads=2, num_layers=1),
+        "world_sizes": [2],
+        "device_bytes": 2**30,
+        "batch_size": 4,
+        **arguments,
+    }
+    with pytest.raises(ValueError, match=message):
+        forecast(given.pop("model"), given.pop("x", None), **given)  # type: ignore[arg-type]
+
+
+def test_the_forecast_is_a_table_and_a_picture() -> None:
+    table, sentence = forecast(
+        mlp(), torch.zeros(8, 64), world_sizes=[2, 8], device_bytes=2**20
+    )
+    shown = Forecast(table, sentence, 2**20)
+    assert sentence in repr(shown)
+    assert set(shown.in_mib()["fits"]) <= {"yes", "no"}
+    figure = shown.plot()
+    assert [axes.get_title() for axes in figure.axes] == ["2 ranks", "8 ranks"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
