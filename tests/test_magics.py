@@ -287,3 +287,63 @@ def test_stop_is_quiet_and_start_works_again() -> None:
         assert kernel.lab_tokens() == set()
         assert kernel.run("%dist_stop").status == "ok"
         assert "Ready: 1 rank" in kernel.run("%dist_start -n 1").stdout
+
+
+# ---- strategies, runs and the forecast ----
+
+
+def test_comparing_strategies_is_editing_one_word(kernel: Kernel) -> None:
+    for strategy in ("single", "ddp", "fsdp"):
+        code = LOOP.format(options=f"--name {strategy} --no-live", epochs=1)
+        reply = kernel.run(code.replace("ddp", strategy, 1))
+        assert reply.status == "ok", reply.stderr
+    reply = kernel.run("table = %dist_runs single ddp fsdp")
+    assert reply.status == "ok", reply.stderr
+    assert "image/png" in reply.displays[0]
+    kernel.run("print(table.index.tolist(), table['last_loss'].nunique())")
+    shown = kernel.run("print(table.columns.tolist())").stdout
+    assert "parameters (MiB)" in shown
+    losses = kernel.run("print((table.last_loss.max() - table.last_loss.min()) < 1e-4)")
+    assert losses.stdout == "True\n"
+
+
+def test_a_config_is_a_dict_of_the_notebook(kernel: Kernel) -> None:
+    kernel.run("settings = {'bucket_cap_mb': 1}\nwrong = {'bucket': 1}")
+    code = LOOP.format(options="--config settings --no-live", epochs=1)
+    assert kernel.run(code).status == "ok"
+    reply = kernel.run(code.replace("settings", "wrong"))
+    assert reply.status == "error"
+    problem = "\n".join(reply.error["traceback"])
+    assert "DistributedDataParallel has no 'bucket'; it knows: " in problem
+    assert "the notebook has no variable 'nothing'" in usage_error(
+        kernel, code.replace("settings", "nothing")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--accumulate 0", "accumulate is 0; it must be a whole number from 1"),
+        ("--clip -1", "clip is -1.0; it must be a positive number"),
+        ("--precision fp16", "fp16 needs a GPU"),
+    ],
+)
+def test_wrong_options_of_a_step_are_told(
+    kernel: Kernel, options: str, message: str
+) -> None:
+    assert message in usage_error(kernel, LOOP.format(options=options, epochs=1))
+
+
+def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
+    kernel.run("from labkit.models import GPT\ngpt = GPT(64, context=16, dim=32)")
+    reply = kernel.run("%dist_estimate gpt --sequence 16 --batch-size 8 --ranks 2,8")
+    assert reply.status == "ok", reply.stderr
+    _, table = reply.displays
+    text = table["text/plain"]
+    for strategy in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"):
+        assert strategy in text
+    assert "--sequence" in usage_error(kernel, "%dist_estimate gpt --batch-size 8")
+    kernel.run("%%dist\nfrom labkit.models import GPT\non_rank = GPT(64, context=16)")
+    reply = kernel.run("%dist_estimate on_rank --sequence 16 --batch-size 8")
+    assert reply.status == "ok", reply.stderr
+    assert "has a variable" in usage_error(kernel, "%dist_estimate nothing_such")

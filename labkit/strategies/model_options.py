@@ -113,7 +113,7 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.clone()
         dist.all_reduce(total)
         return total
@@ -125,4 +125,4 @@ def replace_batchnorm(model: nn.Module, *, synchronize: bool) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.__class__ = BatchNorm
-            module.is_synchronized = synchronize
+            vars(module)["is_synchronized"] = synchronize
