@@ -1,11 +1,15 @@
 """Every strategy on a real cluster gives what one process gives on the same batches.
 
-The reference is a plain loop in this process, which knows nothing of labkit but its
-models and datasets.
+The reference is a plain loop in this process, which has nothing of labkit's but the
+models.
 """
 
 import functools
+import os
+import re
+import shutil
 import textwrap
+from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 
 from labkit import Lab
+from labkit import RankError
 from labkit.notebook.runs import Run
 
 pytestmark = pytest.mark.timeout(90)
@@ -23,42 +28,70 @@ pytestmark = pytest.mark.timeout(90)
 Captured = pytest.CaptureFixture[str]
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
-SHARDED = ["zero3", "fsdp", "hsdp"]
 
 # 19 samples in batches of 9 are 9, 9 and 1: no batch divides evenly, and of the last
 # one all ranks but one have no part. BatchNorm is to have a sample on every rank, with
 # 4 ranks and 2 microbatches as well: batches of 10 and 9.
 SETUPS = {
     "mlp": """
-        from labkit.data import digits
         from labkit.models import mlp
-        images, labels = digits().tensors
+        random = torch.Generator().manual_seed(1)
+        images = torch.rand(39, 1, 8, 8, generator=random)
+        labels = torch.randint(0, 10, (39,), generator=random)
         data = torch.utils.data.TensorDataset(images[:19], labels[:19])
-        unseen = torch.utils.data.TensorDataset(images[50:69], labels[50:69])
+        unseen = torch.utils.data.TensorDataset(images[20:], labels[20:])
         model = mlp(num_hidden=16)
         loss_fn = torch.nn.functional.cross_entropy
-        batch_size = 9
+        batch_size, epochs = 9, 2
         """,
+    # Not narrower: oneDNN corrupts the heap in the backward pass of a strided 1x1
+    # convolution of fewer than 8 channels (uxlfoundation/oneDNN#6035).
     "resnet": """
-        from labkit.data import digits
         from labkit.models import ResNet
-        images, labels = digits().tensors
+        random = torch.Generator().manual_seed(1)
+        images = torch.rand(39, 1, 8, 8, generator=random)
+        labels = torch.randint(0, 10, (39,), generator=random)
         data = torch.utils.data.TensorDataset(images[:19], labels[:19])
-        unseen = torch.utils.data.TensorDataset(images[50:69], labels[50:69])
-        model = ResNet(width=4)
+        unseen = torch.utils.data.TensorDataset(images[20:], labels[20:])
+        model = ResNet(width=8)
         loss_fn = torch.nn.functional.cross_entropy
-        batch_size = 10
+        batch_size, epochs = 10, 1
         """,
     "gpt": """
         from labkit.models import GPT, next_token_loss
-        ids = torch.randint(0, 32, (38, 9), generator=torch.Generator().manual_seed(1))
+        random = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, 32, (38, 9), generator=random)
         data = torch.utils.data.TensorDataset(ids[:19, :-1], ids[:19, 1:])
         unseen = torch.utils.data.TensorDataset(ids[19:, :-1], ids[19:, 1:])
         model = GPT(32, context=8, dim=16, num_heads=2, num_layers=2)
         loss_fn = next_token_loss
-        batch_size = 9
+        batch_size, epochs = 9, 2
+        """,
+    # Blocks with code of their own (torch leaves nn.Linear as it is), one graph.
+    "waves": """
+        class Wave(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(8, 8)
+            def forward(self, x):
+                return x + torch.sin(self.linear(x))
+        random = torch.Generator().manual_seed(1)
+        points = torch.randn(16, 8, generator=random)
+        data = torch.utils.data.TensorDataset(points, points.cos())
+        unseen = data
+        model = torch.nn.Sequential(Wave(), Wave())
+        loss_fn = torch.nn.functional.mse_loss
+        batch_size, epochs = 8, 2
         """,
 }
+# With 2 ranks and 2 microbatches the last batch, of 2 samples, leaves one rank without
+# a sample in each of its microbatches.
+SETUPS["resnet, few samples"] = (
+    SETUPS["resnet"].replace("[:19]", "[:20]").replace("= 10", "= 9")
+)
+SETUPS["gpt, partly frozen"] = (
+    textwrap.dedent(SETUPS["gpt"]) + "model.blocks[0].requires_grad_(False)"
+)
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
     # Two groups, as one leaves biases and norms out of the decay.
@@ -74,8 +107,6 @@ OPTIMIZERS = {
         weight_decay=0.1,
     )""",
 }
-EPOCHS = 2
-
 # One scheduler steps with every batch, the other with every epoch.
 EVERY_STEP = "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)"
 EVERY_EPOCH = "torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)"
@@ -112,7 +143,7 @@ def reference(
     every_epoch = eval(EVERY_EPOCH, names) if scheduled else None
     initial = {key: value.clone() for key, value in model.state_dict().items()}
     losses, norms, val_losses = [], [], []
-    for _ in range(EPOCHS):
+    for _ in range(names["epochs"]):
         for first in range(0, len(data), names["batch_size"]):
             size = min(names["batch_size"], len(data) - first)
             batch_loss = 0.0
@@ -161,7 +192,7 @@ def cell(
             "    model, optimizer, data, batch_size=batch_size, shuffle=False",
             ")",
             textwrap.dedent(after),
-            f"for epoch in range({EPOCHS}):",
+            "for epoch in range(epochs):",
             "    for x, y in loader:",
             "        loss = loss_fn(model(x), y)",
             "        loss.backward()",
@@ -180,7 +211,8 @@ def train(lab: Lab, strategy: str, code: str, **options: Any) -> Run:
 def pull_weights(lab: Lab, strategy: str) -> dict[str, torch.Tensor]:
     """The whole weights, as a plain model loads them."""
     if strategy == "single":  # rank 0 alone has this run's model
-        return lab.pull("model").state_dict()
+        lab.run("weights = model.state_dict()", ranks=0)
+        return lab.pull("weights")
     return lab.pull("model", full=True)
 
 
@@ -192,18 +224,36 @@ def global_losses(run: Run) -> np.ndarray:
 
 
 def assert_equals_reference(
-    lab: Lab, run: Run, expected: Reference, *, rtol: float = 1e-5, atol: float = 2e-6
-) -> None:
-    """Losses and weights are the reference's; `atol` is for the weights."""
+    lab: Lab, run: Run, expected: Reference, *, rtol: float = 1e-5, atol: float = 1e-6
+) -> dict[str, torch.Tensor]:
+    """The whole weights, when losses and weights are the reference's.
+
+    `atol` is for the weights, which are of the size of 0.1.
+    """
     np.testing.assert_allclose(global_losses(run), expected.losses, rtol=rtol)
     weights = pull_weights(lab, run.strategy)
     torch.testing.assert_close(weights, expected.weights, rtol=rtol, atol=atol)
+    return weights
+
+
+def plain_model(setup: str) -> nn.Module:
+    names: dict[str, Any] = {"torch": torch}
+    exec(textwrap.dedent(SETUPS[setup]), names)
+    return names["model"]
+
+
+def norm_of_all(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(tensor.square().sum().item() for tensor in tensors) ** 0.5
+
+
+def xfail(reason: str) -> pytest.MarkDecorator:
+    """A fault that is known; the test says when it is gone."""
+    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="{} ranks".format)
 def lab_of_any_size(request: pytest.FixtureRequest, shared_lab: Lab) -> Iterator[Lab]:
     if request.param == shared_lab.world_size:
-        shared_lab.restart()
         yield shared_lab
         return
     with Lab(num_ranks=request.param, group_timeout_s=30) as lab:
@@ -212,26 +262,410 @@ def lab_of_any_size(request: pytest.FixtureRequest, shared_lab: Lab) -> Iterator
 
 # ---- the same as one process ----
 
+BOTH: dict[str, Any] = {"accumulate": 2, "clip": 0.5}
+
+# All four, on every number of ranks.
+COMBINATIONS = {
+    "mlp": [{"accumulate": 2}, {"clip": 0.5}],
+    "resnet": [BOTH],
+    "gpt": [{}],
+}
+
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", COMBINATIONS)
 def test_losses_and_weights_equal_one_process(
     lab_of_any_size: Lab, setup: str, strategy: str
 ) -> None:
     lab = lab_of_any_size
-    options: list[dict[str, Any]] = [{}, {"accumulate": 2, "clip": 0.5}]
-    if setup == "mlp":
-        options += [{"accumulate": 2}, {"clip": 0.5}]
-    for chosen in options:
+    lab.restart()  # what died in a test before
+    for options in COMBINATIONS[setup]:
         run = train(
-            lab, strategy, cell(setup), sync_batchnorm=setup == "resnet", **chosen
+            lab, strategy, cell(setup), sync_batchnorm=setup == "resnet", **options
         )
-        expected = reference(setup, **chosen)
-        assert_equals_reference(lab, run, expected)
-        if "clip" in chosen:
+        expected = reference(setup, **options)
+        weights = assert_equals_reference(lab, run, expected)
+        if "clip" in options:
             norms = run.history.query("rank == 0")["gradient_norm"].dropna()
             np.testing.assert_allclose(norms, expected.gradient_norms, rtol=1e-5)
-            assert norms.max() > chosen["clip"]
-    names: dict[str, Any] = {"torch": torch}
-    exec(textwrap.dedent(SETUPS[setup]), names)
-    names["model"].load_state_dict(pull_weights(lab, strategy), strict=True)
+            assert norms.max() > options["clip"]
+    plain_model(setup).load_state_dict(weights, strict=True)
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_adamw_with_parameter_groups_equals_one_process(
+    lab: Lab, strategy: str
+) -> None:
+    run = train(lab, strategy, cell("gpt", "adamw"), clip=0.5)
+    expected = reference("gpt", "adamw", clip=0.5)
+    np.testing.assert_allclose(global_losses(run), expected.losses, rtol=1e-5)
+    weights = pull_weights(lab, strategy)
+    assert weights.keys() == expected.weights.keys()
+    for name, found in weights.items():
+        # AdamW divides a gradient by its own size plus eps, 1e-8: what differs by a
+        # rounding error, 1e-9 or so, moves the weight by up to lr / 10 where there is
+        # no real gradient. That is so for the biases of the keys, of which softmax
+        # takes no notice; elsewhere a hundredth of it is enough.
+        atol = 0.1 * 0.01 if name.endswith("qkv.bias") else 0.001 * 0.01
+        torch.testing.assert_close(
+            found, expected.weights[name], rtol=1e-5, atol=atol, msg=name
+        )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+def test_frozen_parameters_stay_as_they_are(lab: Lab, strategy: str) -> None:
+    run = train(lab, strategy, cell("gpt, partly frozen"), **BOTH)
+    expected = reference("gpt, partly frozen", **BOTH)
+    weights = assert_equals_reference(lab, run, expected)
+    name = "blocks.0.up.weight"
+    assert torch.equal(weights[name], expected.initial[name])
+
+
+@xfail("a rank without samples counts its stand-in for one in BatchNorm's statistics")
+def test_batchnorm_counts_no_sample_that_is_not_there(lab: Lab) -> None:
+    run = train(
+        lab, "fsdp", cell("resnet, few samples"), sync_batchnorm=True, accumulate=2
+    )
+    expected = reference("resnet, few samples", accumulate=2)
+    assert_equals_reference(lab, run, expected)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(
+            strategy,
+            marks=xfail(
+                "a forward pass without a backward pass leaves parameters in flight"
+            )
+            if strategy == "zero3"
+            else (),
+        )
+        for strategy in STRATEGIES
+    ],
+)
+def test_fit_equals_one_process_with_validation(lab: Lab, strategy: str) -> None:
+    code = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+fit(
+    model, data, loss_fn, optimizer=optimizer, batch_size=batch_size,
+    epochs=epochs, shuffle=False, validate=unseen,
+)
+"""
+    run = train(lab, strategy, textwrap.dedent(SETUPS["gpt"]) + code, **BOTH)
+    expected = reference("gpt", **BOTH)
+    assert_equals_reference(lab, run, expected)
+    for _, rows in run.history.groupby("rank"):
+        found = rows["val_loss"].dropna()
+        np.testing.assert_allclose(found, expected.val_losses, rtol=1e-5)
+
+
+# ---- what the magic line can ask for ----
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_schedulers_made_before_or_after_prepare_step_with_the_optimizer(
+    lab: Lab, strategy: str, made: str, capsys: Captured
+) -> None:
+    schedulers = f"every_step = {EVERY_STEP}\nevery_epoch = {EVERY_EPOCH}"
+    code = cell(
+        "mlp",
+        every_step="every_step.step()",
+        every_epoch="every_epoch.step()",
+        **{made: schedulers},
+    )
+    run = train(
+        lab, strategy, code + "\nrate = optimizer.param_groups[0]['lr']", accumulate=2
+    )
+    expected = reference("mlp", accumulate=2, scheduled=True)
+    assert_equals_reference(lab, run, expected)
+    assert lab.pull("rate") == pytest.approx(expected.learning_rate)
+    assert capsys.readouterr().err == ""  # torch warns of a wrong order
+
+
+NOTE_DTYPE = """
+dtypes = set()
+model.blocks[0].up.register_forward_hook(lambda m, x, y: dtypes.add(y.dtype))
+"""
+
+
+@dataclass(frozen=True)
+class InBf16:
+    losses: np.ndarray
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def in_bf16(shared_lab: Lab) -> InBf16:
+    """What one process finds in bf16."""
+    shared_lab.restart()
+    run = train(shared_lab, "single", cell("gpt"), precision="bf16", **BOTH)
+    return InBf16(global_losses(run), pull_weights(shared_lab, "single"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
+    lab: Lab, strategy: str, in_bf16: InBf16
+) -> None:
+    # bf16 has 8 bits: a rounding error is up to 0.4 %. `single` and ddp compute matrix
+    # products in it (autocast), fsdp everything within the blocks, and DeepSpeed's
+    # model has its parameters in it, of which fp32 masters are rounded. So: the loss,
+    # a mean, to 0.1 %, and the change of the weights as a whole to 3 %. Gradients that
+    # are summed where they should be averaged would change it by 100 %.
+    code = cell("gpt", before=NOTE_DTYPE)
+    run = train(lab, strategy, code, precision="bf16", **BOTH)
+    assert lab.pull("dtypes") == {torch.bfloat16}
+    np.testing.assert_allclose(global_losses(run), in_bf16.losses, rtol=1e-3)
+    weights, expected = pull_weights(lab, strategy), in_bf16.weights
+    assert weights.keys() == expected.keys()
+    initial = reference("gpt", **BOTH).initial
+    error = norm_of_all(weights[k].float() - expected[k] for k in expected)
+    change = norm_of_all(expected[k] - initial[k] for k in expected)
+    assert 0 < error < 0.03 * change
+    plain_model("gpt").load_state_dict(weights, strict=True)
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_activation_checkpointing_computes_twice_and_gives_the_same(
+    lab: Lab, strategy: str
+) -> None:
+    count = """
+        num_calls = 0
+        def note(module, inputs, output):
+            global num_calls
+            num_calls += 1
+        model.blocks[0].norm1.register_forward_hook(note)
+        """
+    run = train(lab, strategy, cell("gpt", before=count), activation_checkpointing=True)
+    assert_equals_reference(lab, run, reference("gpt"))
+    assert lab.pull("num_calls") == 2 * len(reference("gpt").losses)
+    # Here the blocks are single layers.
+    run = train(lab, strategy, cell("mlp"), activation_checkpointing=True, **BOTH)
+    assert_equals_reference(lab, run, reference("mlp", **BOTH))
+
+
+@xfail("BatchNorm's running statistics are updated again when a block is recomputed")
+def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
+    run = train(lab, "single", cell("resnet"), activation_checkpointing=True)
+    assert_equals_reference(lab, run, reference("resnet"))
+
+
+@pytest.mark.timeout(100)  # 12 s, where nothing else runs
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
+)
+@xfail("the probe's dispatch mode in the first step makes dynamo skip the blocks")
+def test_compile_compiles_the_blocks_and_gives_the_same(lab: Lab) -> None:
+    count = "graphs = torch._dynamo.utils.counters['stats']['unique_graphs']"
+    forget = "torch._dynamo.reset()\ntorch._dynamo.utils.counters.clear()"
+    code = f"import torch._dynamo.utils\n{forget}\n{cell('waves')}\n{count}"
+    run = lab.train("ddp", code, compile=True, live=False, timeout=90)
+    assert_equals_reference(lab, run, reference("waves"))
+    assert lab.pull("graphs") > 0
+
+
+# ---- --config ----
+
+# Between the forward and the backward pass.
+NOTE_KIND = """
+plain_loss_fn = loss_fn
+def loss_fn(output, y):
+    global kind
+    kind = type(model[1].weight).__name__
+    return plain_loss_fn(output, y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "found", "expected"),
+    [
+        ("ddp", {"bucket_cap_mb": 1}, "model.bucket_bytes_cap", 2**20),
+        ("fsdp", {}, "kind", "DTensor"),
+        ("fsdp", {"reshard_after_forward": False}, "kind", "Parameter"),
+        ("fsdp", {"mesh": (2,)}, "tuple(model[1].weight.device_mesh.shape)", (2,)),
+        ("hsdp", {}, "tuple(model[1].weight.device_mesh.shape)", (2, 1)),
+        ("hsdp", {"mesh": (1, 2)}, "tuple(model[1].weight.device_mesh.shape)", (1, 2)),
+        (  # the largest parameter has 1024 elements
+            "zero2",
+            {"zero_optimization": {"reduce_bucket_size": 1000}},
+            "model.zero_reduce_bucket_size()",
+            1000,
+        ),
+        pytest.param(
+            "zero3",
+            {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+            "model.zero_param_persistence_threshold()",
+            0,
+            marks=xfail("check_keys knows the fields by names that DeepSpeed does not"),
+        ),
+    ],
+)
+def test_config_reaches_the_library(
+    lab: Lab, strategy: str, config: dict[str, Any], found: str, expected: Any
+) -> None:
+    code = cell("mlp", before=NOTE_KIND if found == "kind" else "")
+    code += f"\nfound = {found}"
+    run = train(lab, strategy, code, config=config, **BOTH)
+    assert lab.pull("found") == expected
+    assert_equals_reference(lab, run, reference("mlp", **BOTH))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "message"),
+    [
+        ("single", {"a": 1}, "single has no 'a'; it takes none"),
+        ("ddp", {"bucket": 1}, "no 'bucket'; it knows: .*bucket_cap_mb"),
+        ("fsdp", {"reshard": 1}, "no 'reshard'; it knows: .*reshard_after_forward"),
+        ("hsdp", {"reshard": 1}, "no 'reshard'; it knows: .*reshard_after_forward"),
+        ("fsdp", {"mesh": (1, 2)}, r"\(1, 2\); it must be \(shard,\) sizes"),
+        ("hsdp", {"mesh": (2, 2)}, r"\(2, 2\);.*product is the number of ranks, 2"),
+        *(
+            (
+                zero,
+                {"zero": {}},
+                "DeepSpeed has no 'zero'; it knows:.*zero_optimization",
+            )
+            for zero in ("zero1", "zero2", "zero3")
+        ),
+        *(
+            (
+                zero,
+                {"zero_optimization": {"bucket": 1}},
+                "zero_optimization has no 'bucket'; it knows:.*reduce_bucket_size",
+            )
+            for zero in ("zero1", "zero2", "zero3")
+        ),
+        ("zero2", {"zero_optimization": {"stage": 3}}, "the magic line says zero2"),
+        ("zero1", {"gradient_clipping": 1.0}, "is for --clip to say"),
+        ("zero1", {"gradient_accumulation_steps": 2}, "is for --accumulate to say"),
+        ("zero2", {"train_batch_size": 8}, r"is for prepare\(..., batch_size=B\)"),
+        ("zero2", {"train_micro_batch_size_per_gpu": 8}, "batch_size=B"),
+        ("zero3", {"optimizer": {"type": "Adam"}}, "the optimizer given to prepare"),
+        ("zero3", {"scheduler": {}}, "a torch.optim.lr_scheduler in the cell"),
+        pytest.param(
+            "zero2",
+            {"bf16": {"enabled": True}},
+            "is for --precision to say",
+            marks=xfail("runs, and fails in the forward pass"),
+        ),
+        pytest.param(
+            "zero2",
+            {"zero_optimization": 2},
+            "--config.*zero_optimization",
+            marks=xfail("TypeError: 'int' object is not subscriptable"),
+        ),
+        pytest.param(
+            "fsdp",
+            {"mesh": 2},
+            "--config.*mesh",
+            marks=xfail("TypeError: 'int' object is not iterable"),
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_is_explained(
+    lab: Lab, strategy: str, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankError) as error:
+        train(lab, strategy, cell("mlp"), config=config)
+    # All of it: the error's own text is cut short.
+    assert re.search(message, error.value.outcomes[error.value.rank].evalue)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("ddp", {"precision": "fp16"}, "fp16 needs a GPU.*choose bf16"),
+        ("ddp", {"precision": "fp8"}, "choose one of: fp32, bf16, fp16"),
+        ("ddp", {"accumulate": 0}, "accumulate is 0; it must be a whole number"),
+        ("ddp", {"accumulate": True}, "accumulate is True"),
+        ("ddp", {"clip": 0}, "clip is 0; it must be a positive number"),
+        ("ddp", {"clip": float("nan")}, "clip is nan"),
+        ("ddp", {"config": [1]}, "config is a list; give a dict"),
+        ("ddp", {"config": {1: 2}}, "with names for keys"),
+        ("raw", {"accumulate": 2}, "--accumulate is for the cell to do"),
+        ("raw", {"clip": 1.0}, "--clip is for the cell to do"),
+        ("raw", {"precision": "bf16"}, "--precision is for the cell to do"),
+        ("raw", {"activation_checkpointing": True}, "--activation-checkpointing is"),
+        ("raw", {"sync_batchnorm": True}, "--sync-batchnorm is for the cell to do"),
+        ("raw", {"compile": True}, "--compile is for the cell to do"),
+        ("raw", {"config": {"a": 1}}, "raw has nothing that --config could set"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_runs(
+    lab: Lab, strategy: str, options: dict[str, Any], message: str
+) -> None:
+    before = list(lab.runs)
+    with pytest.raises(ValueError, match=message):
+        train(lab, strategy, "1", **options)
+    assert lab.runs == before
+
+
+def test_more_microbatches_than_samples_are_refused(lab: Lab) -> None:
+    with pytest.raises(RankError, match="a batch of 9 cannot be cut into so many"):
+        train(lab, "ddp", cell("mlp"), accumulate=10)
+
+
+# ---- one run after another ----
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_of_an_earlier_run_is_refused_in_words(lab: Lab, strategy: str) -> None:
+    train(lab, strategy, cell("mlp"))
+    again = "prepare(model, torch.optim.SGD(model.parameters()), data, batch_size=9)"
+    message = "model is sharded already, by an earlier run.*make it anew in this cell"
+    if strategy == "ddp":
+        message = "wrapped in DistributedDataParallel already; give.*the plain model"
+    with pytest.raises(RankError, match=message):
+        train(lab, strategy, again)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
+    lab: Lab, strategy: str
+) -> None:
+    fail = "if rank == 1 and epoch == 1: raise ValueError('on purpose')"
+    with pytest.raises(RankError, match="rank 1: ValueError: on purpose"):
+        train(lab, strategy, cell("mlp", every_step=fail), **BOTH)
+    run = train(lab, strategy, cell("mlp"), **BOTH)
+    assert_equals_reference(lab, run, reference("mlp", **BOTH))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2"])
+def test_fit_goes_on_with_the_model_of_an_earlier_fit(lab: Lab, strategy: str) -> None:
+    fit = """
+fit(
+    model, data, loss_fn, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    batch_size=batch_size, epochs={epochs}, shuffle=False,
+)
+"""
+    setup = textwrap.dedent(SETUPS["mlp"])
+    whole = global_losses(train(lab, strategy, setup + fit.format(epochs=2)))
+    parts = [
+        global_losses(train(lab, strategy, setup + fit.format(epochs=1))),
+        global_losses(train(lab, strategy, fit.format(epochs=1))),
+    ]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-5)
+
+
+def test_a_model_with_synchronized_batchnorm_can_be_pulled(
+    lab: Lab, capsys: Captured
+) -> None:
+    train(lab, "single", cell("resnet"), sync_batchnorm=True)
+    assert capsys.readouterr().err == ""  # torch says that its all_reduce is old
+    pulled = lab.pull("model")
+    torch.testing.assert_close(
+        pulled.state_dict(), reference("resnet").weights, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.xfail(
+    run=False, reason="rank 1 waits for rank 0 until the group's timeout: 30 minutes"
+)
+def test_pulling_a_model_that_other_ranks_have_of_another_run_waits_for_nobody(
+    lab: Lab,
+) -> None:
+    train(lab, "fsdp", cell("mlp"))
+    train(lab, "single", cell("mlp"))  # rank 1 still has the other model
+    weights = lab.pull("model", full=True)
+    torch.testing.assert_close(weights, reference("mlp").weights, rtol=1e-5, atol=1e-6)

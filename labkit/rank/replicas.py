@@ -30,11 +30,13 @@ class ReplicaWatch:
         self._interval = 1
         self._draws: list[Draw] = []
 
-    def check(
-        self, step: int, replicas: dict[str, torch.Tensor], *, is_due: bool = False
-    ) -> None:
-        """Take the fingerprint of `replicas` at `step`, if it is time to."""
-        if not replicas or not (is_due or step % self._interval == 0):
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is one to check at."""
+        return step % self._interval == 0
+
+    def check(self, step: int, replicas: dict[str, torch.Tensor]) -> None:
+        """Take the fingerprint of `replicas` at `step`."""
+        if not replicas:
             return
         if list(replicas) != self._names:
             self._names, self._checks = list(replicas), {}

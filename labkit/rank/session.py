@@ -95,7 +95,7 @@ class Session:
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:
                 yield
-                self._check_replicas(is_due=True)
+                self._check_replicas()
                 self._report(self._watch.notes())
             finally:
                 self._end()
@@ -274,11 +274,11 @@ class Session:
                 "gradient_norm", norm, self._optimizer_steps, self._read_memory()
             )
 
-    def _check_replicas(self, *, is_due: bool = False) -> None:
+    def _check_replicas(self) -> None:
         replicas: dict[str, torch.Tensor] = {}
         for optimizer in self._optimizers:
             replicas |= optimizer.prepared.replicas()
-        self._watch.check(self._optimizer_steps, replicas, is_due=is_due)
+        self._watch.check(self._optimizer_steps, replicas)
 
     def _begin_probe(self) -> None:
         prepared = [optimizer.prepared for optimizer in self._optimizers]
@@ -305,7 +305,8 @@ class Session:
     def _after_optimizer_step(self, loss: Loss | None) -> None:
         self._end_probe()
         self._optimizer_steps += 1
-        self._check_replicas()
+        if self._watch.is_due(self._optimizer_steps):
+            self._check_replicas()
         step = self._emitter.step = self._optimizer_steps
         memory_bytes = self._read_memory()
         if loss is not None:
