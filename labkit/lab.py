@@ -298,14 +298,21 @@ class Lab:
         everyone = range(self.world_size)
         with self._working() as cluster:
             missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=everyone)
-            # To gather is collective: every rank that has a part takes part.
             having = [rank for rank in everyone if not missing[rank]]
-            asked = having if full else targets
             if without := set(targets) - set(having):
                 raise NameError(
                     f"{format_ranks(without)}: no variable {name!r}; a cell that "
                     "begins with %%dist sets one"
                 )
+            asked = targets
+            if full:
+                sharded = cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
+                parts = [
+                    r for r, is_part in zip(having, sharded, strict=True) if is_part
+                ]
+                # To gather is collective: every rank that has a part takes part.
+                if set(parts) & set(targets):
+                    asked = sorted({*parts, *targets})
             values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:

@@ -58,8 +58,17 @@ class StepProbe(TorchDispatchMode):
     it begins, so its seconds hold the wait for the slowest rank, and no overlap.
     """
 
-    def __init__(self, prepared: Iterable[Prepared], device: torch.device) -> None:
+    def __init__(
+        self,
+        prepared: Iterable[Prepared],
+        device: torch.device,
+        *,
+        sees_operators: bool = True,
+    ) -> None:
+        """Without `sees_operators`, as for compiled models, only what is looked at
+        between them: model states, and on a GPU the peak."""
         super().__init__()
+        self._sees_operators = sees_operators
         self._prepared = list(prepared)
         self._device = device
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -84,7 +93,8 @@ class StepProbe(TorchDispatchMode):
                 self._see(tensor)
         self.look()
         self._is_active = True
-        self.__enter__()
+        if self._sees_operators:
+            self.__enter__()
 
     def begin_backward(self) -> None:
         components = self._components()
@@ -108,9 +118,10 @@ class StepProbe(TorchDispatchMode):
         """End the watch; None where a mode of the user's own was entered meanwhile,
         which has to end first."""
         self._is_active = False
-        if _get_current_dispatch_mode() is not self:
-            return None
-        self.__exit__(None, None, None)
+        if self._sees_operators:
+            if _get_current_dispatch_mode() is not self:
+                return None
+            self.__exit__(None, None, None)
         self.look()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)

@@ -32,6 +32,7 @@ from labkit.rank.stepping import schedulers_in_step
 from labkit.records import NOTICED_LOSS
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
+from labkit.strategies.model_options import BatchNorm
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.model_options import compile_blocks
 from labkit.strategies.model_options import replace_batchnorm
@@ -258,6 +259,7 @@ class Session:
     def _begin_batch(self, share: Share) -> None:
         self._num_samples = (self._num_samples or 0) + share.num_samples
         self._noticer.weight = share.weight
+        BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
         if self._probe is None and is_sampled(self._optimizer_steps + 1):
@@ -265,6 +267,7 @@ class Session:
 
     def _end_batches(self) -> None:
         self._num_samples = None
+        BatchNorm.counts_here = True
         self._noticer.weight = 1.0 / self.options.accumulate
 
     def _take_step(self, prepared: Prepared) -> None:
@@ -282,7 +285,10 @@ class Session:
 
     def _begin_probe(self) -> None:
         prepared = [optimizer.prepared for optimizer in self._optimizers]
-        self._probe = StepProbe(prepared, self.device)
+        # Dynamo would not compile what it first sees under a dispatch mode.
+        self._probe = StepProbe(
+            prepared, self.device, sees_operators=not self.options.compile
+        )
         self._probe.start()
         self._noticer.on_backward = self._probe_backward
 

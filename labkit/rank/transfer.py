@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only
 
 from labkit import portable
@@ -23,6 +24,14 @@ def push(payload: bytes) -> None:
 def missing(names: list[str]) -> list[str]:
     """Those of `names` that this rank has no variable for."""
     return [name for name in names if name not in runner().shell.user_ns]
+
+
+def is_sharded(name: str) -> bool:
+    """Whether this rank has but a part of the variable: to gather it is collective."""
+    value = runner().shell.user_ns[name]
+    if isinstance(value, nn.Module):
+        return is_zero(value) or any(isinstance(p, DTensor) for p in value.parameters())
+    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
 
 def pull(name: str, full: bool) -> bytes:

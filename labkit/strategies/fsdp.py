@@ -132,7 +132,7 @@ class HSDP(FSDP):
 def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
     """`sizes` as a mesh's shape; ValueError if it does not hold all ranks."""
     world_size = dist.get_world_size()
-    shape = tuple(sizes)
+    shape = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
     if len(shape) != num_dims or torch.Size(shape).numel() != world_size:
         kind = "(replicate, shard)" if num_dims == 2 else "(shard,)"
         raise ValueError(

@@ -1,6 +1,8 @@
 """What a magic line can ask of a model under any strategy."""
 
+import contextlib
 from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,12 +27,39 @@ def checkpoint_activations(model: nn.Module) -> list[Undo]:
     for block in blocks(model) or [model]:
         forward = block.forward
 
-        def again(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        def again(
+            *args: Any, forward: Any = forward, block: Any = block, **kwargs: Any
+        ) -> Any:
+            return checkpoint(
+                forward,
+                *args,
+                use_reentrant=False,
+                context_fn=lambda: (
+                    contextlib.nullcontext(),
+                    without_running_statistics(block),
+                ),
+                **kwargs,
+            )
 
         block.forward = again
         undo.append(partial(delattr, block, "forward"))
     return undo
+
+
+@contextlib.contextmanager
+def without_running_statistics(block: nn.Module) -> Iterator[None]:
+    """Leave BatchNorm's running statistics as they are: they have had this batch."""
+    kept = [
+        (buffer, buffer.clone())
+        for module in block.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for buffer in module.buffers()
+    ]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.data.copy_(value)  # `data`, for the backward pass has saved it
 
 
 def compile_blocks(model: nn.Module) -> list[Undo]:
@@ -52,6 +81,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     is_synchronized = False
+    counts_here = True
+    """Whether this rank's samples are in the batch, and are no stand-in: see
+    `labkit.rank.loader.GlobalBatches`."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         """Any shape (N, C, ...) will do."""
@@ -65,10 +97,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         count = x.new_tensor([x.numel() / x.shape[1]])
-        total = SumOverRanks.apply(torch.cat([x.sum(dims), count]))
-        mean, count = total[:-1] / total[-1], total[-1].detach()
+        present = float(BatchNorm.counts_here)
+        total = SumOverRanks.apply(present * torch.cat([x.sum(dims), count]))
+        count = total[-1].detach().clamp(min=1)
+        mean = total[:-1] / count
         centred = x - mean.view(shape)
-        variance = SumOverRanks.apply(centred.square().sum(dims)) / count
+        variance = SumOverRanks.apply(present * centred.square().sum(dims)) / count
         share = self._share_of_this_batch()
         if self.running_mean is not None and self.running_var is not None:
             unbiased = variance.detach() * count / (count - 1).clamp(min=1)

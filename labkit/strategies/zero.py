@@ -22,6 +22,8 @@ BUCKET_ELEMENTS = 2_000_000
 """DeepSpeed's own 5e8 would take 2 GB for a bucket of fp32."""
 
 SET_BY_OPTION = {
+    "bf16": "--precision",
+    "fp16": "--precision",
     "gradient_accumulation_steps": "--accumulate",
     "gradient_clipping": "--clip",
     "train_batch_size": "prepare(..., batch_size=B)",
@@ -31,13 +33,11 @@ SET_BY_OPTION = {
 }
 KNOWN_KEYS = (
     "activation_checkpointing",
-    "bf16",
     "communication_data_type",
     "comms_logger",
     "data_types",
     "dump_state",
     "flops_profiler",
-    "fp16",
     "gradient_predivide_factor",
     "memory_breakdown",
     "prescale_gradients",
@@ -74,9 +74,10 @@ class ZeRO(Prepared):
         destroy_former_engines()
         self.num_shards = torch.distributed.get_world_size()
         deepspeed = import_deepspeed(self.device)
+        fields = deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
         check_keys(
             self.options.config.get("zero_optimization", {}),
-            deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields,
+            [field.alias or name for name, field in fields.items()],
             "DeepSpeed's zero_optimization",
         )
         with quiet():
@@ -105,6 +106,11 @@ class ZeRO(Prepared):
             if key in given:
                 raise ValueError(f"--config: {key!r} is for {option} to say")
         check_keys(given, KNOWN_KEYS, "DeepSpeed")
+        if not isinstance(given.get("zero_optimization", {}), Mapping):
+            raise ValueError(
+                '--config: "zero_optimization" is a section: give a dict, as '
+                '{"zero_optimization": {"reduce_bucket_size": 1000000}}'
+            )
         # Of a small model an eighth, or its buckets would hold more than all the rest.
         bucket = min(BUCKET_ELEMENTS, self._num_parameters // 8 + 1)
         ours = {
@@ -296,6 +302,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     if isinstance(model, deepspeed.DeepSpeedEngine):
         model = model.module
+    for engine in _former:
+        if engine.module is model and engine.zero_optimization_stage() == 3:
+            # A forward pass that no backward pass followed has fetched some ahead.
+            engine.empty_partition_cache()
     partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(partitioned):
         return {key: value.clone() for key, value in model.state_dict().items()}
