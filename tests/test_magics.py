@@ -71,9 +71,9 @@ def test_start_shows_its_progress_in_one_line() -> None:
         ("%%dist one\n1", "write 0, or 0,2, or 1-3, or all"),
         ("%%dist --timeout 0\n1", "must be a number of seconds > 0"),
         ("%%dist_train\n1", "the following arguments are required: STRATEGY"),
-        ("%%dist_train zero7\n1", "choose one of: single, ddp, raw"),
+        ("%%dist_train zero7\n1", "choose one of: single, ddp, zero1, zero2, zero3"),
         ("%%dist_train ddp work\n1", "one word too many"),
-        ("%%dist_train ddp --precision bf16\n1", "unrecognized arguments"),
+        ("%%dist_train ddp --checkpoint x\n1", "unrecognized arguments"),
         ("%%dist_train ddp --seed x\n1", "invalid int value"),
         ("%dist_train ddp", "takes a strategy and a function"),
         ("%dist_train ddp nothing", "the notebook has no function 'nothing'"),
@@ -106,7 +106,7 @@ def test_without_a_lab_a_magic_says_how_to_start_one(magic: str) -> None:
 
 def test_every_magic_and_option_has_help() -> None:
     names = {**LabMagics.magics["line"], **LabMagics.magics["cell"]}.values()
-    assert len(names) == 8
+    assert len(names) == 10
     for name in names:
         magic = getattr(LabMagics, name)
         assert magic.__doc__.strip(), name

@@ -408,7 +408,7 @@ def test_prepare_is_not_for_raw_cells(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"strategy": "zero9"}, "choose one of: single, ddp, raw"),
+        ({"strategy": "zero9"}, "choose one of: single, ddp, zero1, zero2, zero3"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**70}, "from 0 to"),
         ({"code_or_function": 5}, "neither code nor a function"),
