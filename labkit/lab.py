@@ -310,9 +310,15 @@ class Lab:
                 parts = [
                     r for r, is_part in zip(having, sharded, strict=True) if is_part
                 ]
-                # To gather is collective: every rank that has a part takes part.
                 if set(parts) & set(targets):
-                    asked = sorted({*parts, *targets})
+                    # To gather is collective: it takes the parts of every rank.
+                    if others := set(everyone) - set(parts):
+                        raise RuntimeError(
+                            f"{name!r} is sharded on {format_ranks(parts)} and not on "
+                            f"{format_ranks(others)}, so it cannot be gathered; it is "
+                            "of an earlier run, and was made anew there since"
+                        )
+                    asked = list(everyone)
             values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:

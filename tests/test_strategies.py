@@ -89,6 +89,8 @@ SETUPS = {
 SETUPS["resnet, few samples"] = (
     SETUPS["resnet"].replace("[:19]", "[:20]").replace("= 10", "= 9")
 )
+# The last batch, of 1 sample, leaves one microbatch without any.
+SETUPS["resnet, one sample"] = SETUPS["resnet"].replace("= 10", "= 9")
 SETUPS["gpt, partly frozen"] = (
     textwrap.dedent(SETUPS["gpt"]) + "model.blocks[0].requires_grad_(False)"
 )
@@ -317,12 +319,19 @@ def test_frozen_parameters_stay_as_they_are(lab: Lab, strategy: str) -> None:
     assert torch.equal(weights[name], expected.initial[name])
 
 
-def test_batchnorm_counts_no_sample_that_is_not_there(lab: Lab) -> None:
-    run = train(
-        lab, "fsdp", cell("resnet, few samples"), sync_batchnorm=True, accumulate=2
-    )
-    expected = reference("resnet, few samples", accumulate=2)
-    assert_equals_reference(lab, run, expected)
+@pytest.mark.parametrize(
+    ("setup", "strategy"),
+    [
+        ("resnet, few samples", "fsdp"),
+        ("resnet, one sample", "fsdp"),
+        ("resnet, one sample", "single"),
+    ],
+)
+def test_batchnorm_counts_no_sample_that_is_not_there(
+    lab: Lab, setup: str, strategy: str
+) -> None:
+    run = train(lab, strategy, cell(setup), sync_batchnorm=True, accumulate=2)
+    assert_equals_reference(lab, run, reference(setup, accumulate=2))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -441,11 +450,21 @@ def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
 )
-def test_compile_compiles_the_blocks_and_gives_the_same(lab: Lab) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compile_compiles_the_blocks_and_gives_the_same(
+    lab: Lab, checkpointing: bool
+) -> None:
     count = "graphs = torch._dynamo.utils.counters['stats']['unique_graphs']"
     forget = "torch._dynamo.reset()\ntorch._dynamo.utils.counters.clear()"
     code = f"import torch._dynamo.utils\n{forget}\n{cell('waves')}\n{count}"
-    run = lab.train("ddp", code, compile=True, live=False, timeout=90)
+    run = lab.train(
+        "ddp",
+        code,
+        compile=True,
+        activation_checkpointing=checkpointing,
+        live=False,
+        timeout=90,
+    )
     assert_equals_reference(lab, run, reference("waves"))
     assert lab.pull("graphs") > 0
 
@@ -623,4 +642,19 @@ def test_pulling_a_model_that_other_ranks_have_of_another_run_waits_for_nobody(
     train(lab, "fsdp", cell("mlp"))
     train(lab, "single", cell("mlp"))  # rank 1 still has the other model
     weights = lab.pull("model", full=True)
+    torch.testing.assert_close(weights, reference("mlp").weights, rtol=1e-5, atol=1e-6)
+
+
+def test_pulling_a_part_whose_other_parts_are_gone_is_refused(lab: Lab) -> None:
+    train(lab, "fsdp", cell("mlp"))
+    train(lab, "single", cell("mlp"))
+    with pytest.raises(RuntimeError, match="rank 0"):
+        lab.pull("model", 1, full=True)
+
+
+def test_a_model_of_zero3_can_be_pulled_after_the_next_run(lab: Lab) -> None:
+    validate = "with torch.no_grad():\n    model(images)\nearlier = model"
+    train(lab, "zero3", cell("mlp") + validate)
+    train(lab, "zero2", cell("mlp"))
+    weights = lab.pull("earlier", full=True)
     torch.testing.assert_close(weights, reference("mlp").weights, rtol=1e-5, atol=1e-6)

@@ -25,25 +25,25 @@ def checkpoint_activations(model: nn.Module) -> list[Undo]:
     """
     undo: list[Undo] = []
     for block in blocks(model) or [model]:
-        forward = block.forward
-
-        def again(
-            *args: Any, forward: Any = forward, block: Any = block, **kwargs: Any
-        ) -> Any:
-            return checkpoint(
-                forward,
-                *args,
-                use_reentrant=False,
-                context_fn=lambda: (
-                    contextlib.nullcontext(),
-                    without_running_statistics(block),
-                ),
-                **kwargs,
-            )
-
-        block.forward = again
+        options: dict[str, Any] = {"use_reentrant": False}
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in block.modules()):
+            # Only there, for dynamo compiles no checkpoint that has it.
+            options["context_fn"] = partial(_contexts, block)
+        block.forward = _checkpointed(block.forward, options)
         undo.append(partial(delattr, block, "forward"))
     return undo
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Any:
+    def again(*args: Any, **kwargs: Any) -> Any:  # no `partial`: dynamo skips them
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return again
+
+
+def _contexts(block: nn.Module) -> tuple[Any, Any]:
+    """Contexts of a block's forward pass, and of its second one."""
+    return contextlib.nullcontext(), without_running_statistics(block)
 
 
 @contextlib.contextmanager
@@ -99,11 +99,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         count = x.new_tensor([x.numel() / x.shape[1]])
         present = float(BatchNorm.counts_here)
         total = SumOverRanks.apply(present * torch.cat([x.sum(dims), count]))
+        is_there = total[-1].detach() > 0  # one sample at least, on some rank
         count = total[-1].detach().clamp(min=1)
         mean = total[:-1] / count
         centred = x - mean.view(shape)
         variance = SumOverRanks.apply(present * centred.square().sum(dims)) / count
-        share = self._share_of_this_batch()
+        share = self._share_of_this_batch(is_there)
         if self.running_mean is not None and self.running_var is not None:
             unbiased = variance.detach() * count / (count - 1).clamp(min=1)
             self.running_mean.lerp_(mean.detach(), share)
@@ -127,14 +128,15 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             self.eps,
         )
 
-    def _share_of_this_batch(self) -> float:
-        """What this batch counts for in the running statistics."""
+    def _share_of_this_batch(self, is_there: Any = True) -> Any:
+        """What this batch counts for in the running statistics: nothing where it has
+        no samples."""
         if self.num_batches_tracked is None:
-            return self.momentum or 0.0
-        self.num_batches_tracked.add_(1)
+            return (self.momentum or 0.0) * is_there
+        self.num_batches_tracked.add_(is_there)
         if self.momentum is None:
-            return 1.0 / float(self.num_batches_tracked)
-        return self.momentum
+            return is_there / self.num_batches_tracked.clamp(min=1).item()
+        return self.momentum * is_there
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -270,11 +270,20 @@ def import_deepspeed(device: torch.device) -> Any:
 def destroy_former_engines() -> None:
     """Let go of what earlier runs left in DeepSpeed; does nothing the first time."""
     while _former:
+        engine = _former.pop()
         with contextlib.suppress(Exception):  # its process group may be gone
-            _former.pop().destroy()
+            land_parameters(engine)
+            engine.destroy()
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
+
+
+def land_parameters(engine: Any) -> None:
+    """Let go of what stage 3 fetched ahead in a forward pass that no backward pass
+    followed: DeepSpeed refuses to gather what is in flight."""
+    if engine.zero_optimization_stage() == 3:
+        engine.empty_partition_cache()
 
 
 @contextlib.contextmanager
@@ -303,9 +312,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, deepspeed.DeepSpeedEngine):
         model = model.module
     for engine in _former:
-        if engine.module is model and engine.zero_optimization_stage() == 3:
-            # A forward pass that no backward pass followed has fetched some ahead.
-            engine.empty_partition_cache()
+        if engine.module is model:
+            land_parameters(engine)
     partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(partitioned):
         return {key: value.clone() for key, value in model.state_dict().items()}
