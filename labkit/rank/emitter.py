@@ -14,6 +14,10 @@ from labkit.records import Progress
 
 Value = float | torch.Tensor
 
+INTERVAL_S = 0.5
+"""As often as the picture is drawn. On full cores each batch takes from the training
+loop: sent ten times a second they took 5 % of steps of 2.5 ms."""
+
 
 class Emitter:
     """Sends what `put` collects, every `interval_s` and once more on `close`.
@@ -23,7 +27,7 @@ class Emitter:
     """
 
     def __init__(
-        self, send: Callable[[Batch], None], *, interval_s: float = 0.1
+        self, send: Callable[[Batch], None], *, interval_s: float = INTERVAL_S
     ) -> None:
         self.progress = Progress()
         self.step = 0
