@@ -172,13 +172,15 @@ class Lab:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         live: bool = True,
+        log_scale: bool = False,
     ) -> "Run":
         """Run a training cell, or function, under `strategy` on every rank.
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
         number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
-        `live` shows loss and memory while it runs.
+        `live` shows loss and memory while it runs, the loss with `log_scale` on a
+        log scale.
 
         Of the training step in `prepare` and `fit`: each global batch is computed in
         `accumulate` microbatches, with communication after the last; the gradient's
@@ -229,7 +231,7 @@ class Lab:
             collector = Collector(targets)
             run = Run(name, strategy, code, collector, options)
             self.runs.append(run)
-            view = LiveView(run) if live else None
+            view = LiveView(run, log_scale=log_scale) if live else None
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",

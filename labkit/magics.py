@@ -199,6 +199,7 @@ class LabMagics(Magics):
         help="stop the run after so long; no limit by default",
     )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @argument("--log-scale", action="store_true", help="plot the loss on a log scale")
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
@@ -220,6 +221,7 @@ class LabMagics(Magics):
                 config=config,
                 timeout=args.timeout,
                 live=not args.no_live,
+                log_scale=args.log_scale,
             )
 
     def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:

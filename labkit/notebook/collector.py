@@ -1,10 +1,12 @@
 """Receives the ranks' records of one run and keeps its history."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
+from labkit.notebook.curves import Curves
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -30,7 +32,7 @@ class Collector:
         """Of the steps that were measured, in order."""
         self.replica_notes: dict[int, ReplicaNotes] = {}
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
-        self._chunks: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
+        self._records = {rank: GrowingArray(RECORD) for rank in ranks}
         self._next_sequence = dict.fromkeys(ranks, 0)
 
     def add(self, rank: int, batch: Batch) -> None:
@@ -44,7 +46,7 @@ class Collector:
             names[names.index(NOTICED_LOSS)] = "loss"
         self._names[rank] = names
         if len(batch.records):
-            self._chunks[rank].append(batch.records)
+            self._records[rank].extend(batch.records)
             self.num_records[rank] += len(batch.records)
 
     def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
@@ -59,13 +61,21 @@ class Collector:
         self.num_lost += num_batches - self._next_sequence[rank]
         self._next_sequence[rank] = num_batches
 
+    @cached_property
+    def curves(self) -> Curves:
+        """The history as curves of few points; `update` brings them up to it."""
+        return Curves(self)
+
+    def metrics(self, rank: int) -> list[str]:
+        """Names of a rank's metrics, by their numbers in its records."""
+        return self._names[rank]
+
     def records(self, rank: int) -> np.ndarray:
-        """All records of a rank so far: (num_records,) of `records.RECORD`."""
-        chunks = self._chunks[rank]
-        if len(chunks) != 1:
-            joined = np.concatenate(chunks) if chunks else _empty()
-            self._chunks[rank] = chunks = [joined]
-        return chunks[0]
+        """All records of a rank so far: (num_records,) of `records.RECORD`.
+
+        Costs nothing: a view. Later batches only add to its end.
+        """
+        return self._records[rank].view()
 
     def series(self, rank: int, metric: str) -> np.ndarray:
         """The records of one metric of a rank, in order; empty where it has none."""
@@ -100,6 +110,31 @@ class Collector:
         frame = values.join(rows[["seconds", "memory_bytes"]].last()).reset_index()
         frame = frame.drop(columns=_AGAIN).assign(rank=rank)
         return frame.reindex(columns=[*dict.fromkeys([*_LEADING, *frame.columns])])
+
+
+class GrowingArray:
+    """An array that grows at its end; an element is copied twice at most, on average.
+
+    A view stays valid, and as long as it was, while the array grows.
+    """
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._elements = np.empty(0, dtype=dtype)
+        self._length = 0
+
+    def extend(self, added: np.ndarray) -> None:
+        """Append `added`: (n,) of the same dtype."""
+        length = self._length + len(added)
+        if length > len(self._elements):
+            larger = np.empty(max(length, 2 * self._length), self._elements.dtype)
+            larger[: self._length] = self.view()
+            self._elements = larger
+        self._elements[self._length : length] = added
+        self._length = length
+
+    def view(self) -> np.ndarray:
+        """What it holds: (length,)."""
+        return self._elements[: self._length]
 
 
 def _empty() -> np.ndarray:

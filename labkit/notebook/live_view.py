@@ -18,8 +18,10 @@ class LiveView:
     last state stays in the saved notebook.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, log_scale: bool = False) -> None:
         self.run = run
+        self.log_scale = log_scale
+        """Whether the loss is drawn on one."""
         self.num_draws = 0
         self._plot: Any = None
         self._handle: Any = None
@@ -62,7 +64,7 @@ class LiveView:
                 # The first time this imports matplotlib, which is not drawing.
                 from labkit.notebook.plots import RunPlot
 
-                self._plot = RunPlot(self.run.collector)
+                self._plot = RunPlot(self.run.collector, log_scale=self.log_scale)
             started = time.process_time()
             self._draw()
             took = time.process_time() - started
@@ -76,8 +78,7 @@ class LiveView:
         from IPython.display import display
 
         if self.run.state == "running":
-            steps = self.run.planned_steps()
-            self._plot.update(self.run.status_line(), num_steps=steps)
+            self.run.update_plot(self._plot)
         else:
             self.run.finish_plot(self._plot)
         bundle = {
