@@ -8,8 +8,8 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from labkit.notebook.collector import Collector
-from labkit.notebook.plots import MAX_POINTS
-from labkit.notebook.plots import RANK_COLOURS
+from labkit.notebook.curves import MAX_POINTS
+from labkit.notebook.look import RANK_COLOURS
 from labkit.notebook.plots import RunPlot
 from labkit.notebook.plots import thin
 from labkit.notebook.plots import to_png

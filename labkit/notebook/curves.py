@@ -22,7 +22,8 @@ UNSEEN = frozenset({"samples", "tokens"})
 """Metrics that the session puts for the progress line. They are not drawn, nor are
 those with a name in parentheses."""
 MEMORY = "(memory)"
-"""What the bytes in use go by here; no metric can be called so."""
+"""What the bytes in use, the greatest of each step, go by here; no metric can be called
+so."""
 
 Points = tuple[np.ndarray, np.ndarray]
 
@@ -137,9 +138,14 @@ class Spread:
             taken.append(points[:, is_due & (points[0] > self._through)])
             self._pending[rank] = [points[:, ~is_due]]
         self._through = through
-        joined = np.concatenate(taken, axis=1)
-        if joined.shape[1]:
-            self._append(by_step(*joined))
+        steps = taken[0][0]
+        if not any(points.shape[1] for points in taken):
+            return
+        is_lockstep = all(np.array_equal(points[0], steps) for points in taken)
+        if is_lockstep and (np.diff(steps) > 0).all():
+            self._append(over_ranks(steps, np.stack([points[1] for points in taken])))
+        else:
+            self._append(by_step(*np.concatenate(taken, axis=1)))
 
     def _append(self, rows: np.ndarray) -> None:
         rows = np.concatenate([self._rest, rows], axis=1)
@@ -211,7 +217,11 @@ class Curves:
             found = records[is_of]
             self._extend(rank, name, found["step"], found["value"])
         own = records[is_own]
-        self._extend(rank, MEMORY, own["step"], own["memory_bytes"].astype(float))
+        if len(own):
+            steps = own["step"]
+            starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
+            greatest = np.maximum.reduceat(own["memory_bytes"], starts)
+            self._extend(rank, MEMORY, steps[starts], greatest.astype(float))
 
     def _extend(
         self, rank: int, name: str, steps: np.ndarray, values: np.ndarray
@@ -280,6 +290,16 @@ def extremes(x: np.ndarray, y: np.ndarray, stretch: int) -> Points:
     return x[places], y[places]
 
 
+def over_ranks(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """What `by_step` returns, of values that lie in order: (num_ranks, num_steps)."""
+    values = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)
+    counts = (~np.isnan(values)).sum(axis=0)  # NaN comes last
+    some, places = np.maximum(counts, 1), np.arange(len(steps))
+    low, high = values[0], values[some - 1, places]
+    middle = (values[(some - 1) // 2, places] + values[some // 2, places]) / 2
+    return np.stack([steps, low, middle, high, mean_of_finite(values.T)])
+
+
 def by_step(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     """(5, number of steps): step, least, median, greatest and mean of its values.
 
@@ -331,21 +351,30 @@ def mean_of_finite(blocks: np.ndarray) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """The mean about each value, weighted with exp(-distance / width), without NaN.
+    """The line through the values about each one, without NaN.
 
-    It looks both ways, so that it does not lag behind a falling loss.
+    They are weighted with exp(-distance / width), to both sides: a mean of what was
+    before would lag behind a falling loss, and so would any mean at the ends.
     """
-    if width < 0.5 or not len(values):
+    if width < 0.5 or len(values) < 3:
         return values
     reach = min(int(5 * width) + 1, len(values))
-    kernel = np.exp(-np.abs(np.arange(-reach, reach + 1)) / width)
+    distance = np.arange(-reach, reach + 1)
+    kernel = np.exp(-np.abs(distance) / width)
     is_finite = ~np.isnan(values)
-    # "full" and cut: "same" is as long as the longer of the two.
-    sums, weights = (
-        np.convolve(part, kernel)[reach:-reach]
-        for part in (np.where(is_finite, values, 0.0), is_finite.astype(float))
-    )
-    return np.where(is_finite, sums / np.maximum(weights, 1e-300), np.nan)
+    finite, weight = np.where(is_finite, values, 0.0), is_finite.astype(float)
+
+    def about(each: np.ndarray, power: int) -> np.ndarray:
+        """Sums of each value times its weight and distance to that power."""
+        return np.convolve(each, kernel * (-distance) ** power)[reach:-reach]
+
+    w0, w1, w2 = (about(weight, power) for power in range(3))
+    y0, y1 = (about(finite, power) for power in range(2))
+    spread = w0 * w2 - w1**2
+    is_line = spread > 1e-9 * w0**2
+    line = (w2 * y0 - w1 * y1) / np.where(is_line, spread, 1.0)
+    found = np.where(is_line, line, y0 / np.where(w0 > 0, w0, 1.0))
+    return np.where(is_finite, found, np.nan)
 
 
 def is_noisy(values: np.ndarray) -> bool:

@@ -4,7 +4,6 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 from matplotlib.ticker import LogLocator
 from matplotlib.ticker import MaxNLocator
 from matplotlib.ticker import NullFormatter
@@ -22,10 +21,12 @@ from labkit.notebook.look import style_of
 
 Limits = tuple[float, float]
 
-MIN_STEPS_OF_MEAN = 10
-PALE = 0.45
-SMOOTHING = 0.012
+MIN_STEPS_OF_MEAN = 30
+SMOOTHING = 0.02
 """The width of the smoothing, as a share of the curve's length."""
+FINE_SMOOTHING = 0.005
+"""That of one rank's line, where it is too dense to be drawn as it is."""
+MAX_ROUGH_POINTS = 400
 NUM_RECENT = 20
 """How many of the newest points tell which rank is worst."""
 
@@ -57,10 +58,12 @@ class Panel:
         self._styles = {rank: style_of(place) for place, rank in enumerate(ranks)}
         self.is_band = len(ranks) > MAX_RANK_LINES
         dress(axes, "optimizer step", label)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-5, 6))
         if log_scale:
             use_log_scale(axes)
-        (self.band,) = axes.fill([], [], color="#0072B2", alpha=0.22, lw=0)
+        (self.band,) = axes.fill([], [], color="#888888", alpha=0.25, lw=0)
         self.lines: dict[int, Line2D] = {}
         if not self.is_band:
             for rank, style in self._styles.items():
@@ -71,17 +74,35 @@ class Panel:
         self._worst_label = axes.text(
             0.99, 0.98, "", transform=axes.transAxes, ha="right", va="top", fontsize=8
         )
-        self._marks: dict[int, Line2D] = {}
+        self._trouble = axes.text(
+            0.0, 0.93, "", transform=axes.get_xaxis_transform(), va="center", fontsize=8
+        )
+        (self._mark,) = axes.plot(
+            [],
+            [],
+            transform=axes.get_xaxis_transform(),
+            ls=":",
+            lw=1.2,
+            marker="X",
+            ms=8,
+            markeredgecolor="white",
+            markevery=[1],
+        )
 
     def artists(self) -> list[Artist]:
         """All that is drawn anew when there is more data, in order."""
         found = [self.band, *self.lines.values(), self.worst, self.middle]
-        return [*found, *self._marks.values(), self._worst_label]
+        return [*found, self._mark, self._trouble, self._worst_label]
+
+    @property
+    def has_range(self) -> bool:
+        """Whether a band from the least to the greatest is drawn."""
+        return len(self.band.get_xy()) > 1
 
     @property
     def has_middle(self) -> bool:
         """Whether a mean or median is drawn."""
-        return len(self.middle.get_xdata()) > 0
+        return len(np.asarray(self.middle.get_xdata())) > 0
 
     def update(self, curves: Curves) -> None:
         """Draw what `curves` hold."""
@@ -90,42 +111,49 @@ class Panel:
             self._draw_band(curves, spread)
         else:
             self._draw_lines(curves, spread)
-        for rank in self._styles:
-            trouble = curves.curve(rank, self.metric).trouble
-            if trouble is not None:
-                self._mark(rank, trouble.step)
+        self._mark_trouble(curves)
 
     def _draw_lines(self, curves: Curves, spread: np.ndarray) -> None:
         points = {rank: self._points(curves, rank) for rank in self.lines}
         num_steps = max((curves.num_steps(rank) for rank in self.lines), default=0)
         for rank, line in self.lines.items():
-            line.set_data(*points[rank])
             # Seldom logged, as once an epoch: the points are what is known.
             num_values = curves.curve(rank, self.metric).num_values
             is_seldom = num_values <= max(1, 0.2 * num_steps)
             line.set_marker("o" if is_seldom and num_values <= 200 else "")
         values = next((y for _, y in points.values() if len(y)), np.empty(0))
         is_rough = self._has_mean and is_noisy(values)
-        steps, mean = spread[0], spread[4]
-        has_mean = len(self.lines) > 1 and len(steps) >= MIN_STEPS_OF_MEAN
-        if self._has_mean and (is_rough or has_mean):
-            self.middle.set_data(steps, self._smooth(mean))
-        for line in self.lines.values():
-            line.set_alpha(PALE if is_rough else None)
+        if self._has_mean and (is_rough or do_differ(spread)):
+            self.middle.set_data(spread[0], self._smooth(spread[4]))
+        is_dense = is_rough and len(values) > MAX_ROUGH_POINTS
+        if is_dense:  # the last rank's line would hide the others
+            self._draw_range(spread)
+        for rank, line in self.lines.items():
+            steps, values = points[rank]
+            if is_dense:
+                values = smooth(values, FINE_SMOOTHING * len(values))
+            line.set_data(steps, values)
+            is_pale = is_rough and not is_dense
+            line.set_alpha(0.7 / len(self.lines) ** 0.4 if is_pale else None)
             line.set_linewidth(1.0 if is_rough else 1.4)
 
     def _draw_band(self, curves: Curves, spread: np.ndarray) -> None:
-        steps, low, median, high, _ = spread[:, ~np.isnan(spread[1])]
-        edge = np.concatenate([low, high[::-1]]) / self._unit
-        there_and_back = np.concatenate([steps, steps[::-1]])
-        self.band.set_xy(np.stack([there_and_back, edge], axis=1))
-        self.middle.set_data(steps, self._smooth(median))
+        self._draw_range(spread)
+        steps, median = spread[0], spread[2]
+        middle = self._smooth(median) if self._has_mean else median / self._unit
+        self.middle.set_data(steps, middle)
         recent: dict[int, float] = {}
         for rank in self._styles:
             newest = self._points(curves, rank)[1][-NUM_RECENT:]
             if (~np.isnan(newest)).any():
                 recent[rank] = float(np.nanmean(newest))
         self._mark_worst(curves, recent)
+
+    def _draw_range(self, spread: np.ndarray) -> None:
+        steps, low, _, high, _ = spread[:, ~np.isnan(spread[1])]
+        edge = np.concatenate([low, high[::-1]]) / self._unit
+        there_and_back = np.concatenate([steps, steps[::-1]])
+        self.band.set_xy(np.stack([there_and_back, edge], axis=1))
 
     def _mark_worst(self, curves: Curves, recent: dict[int, float]) -> None:
         """Draw the rank with the highest loss or most memory; of other metrics, the
@@ -145,23 +173,24 @@ class Panel:
         word = "highest" if recent[rank] > centre else "lowest"
         self._worst_label.set_text(f"rank {rank} {word}")
 
-    def _mark(self, rank: int, step: int) -> None:
-        """A cross at the top, and a dotted line, where a rank's metric was NaN."""
-        if rank not in self._marks:
-            (self._marks[rank],) = self.axes.plot(
-                [],
-                [],
-                transform=self.axes.get_xaxis_transform(),
-                color=self._styles[rank]["color"],
-                ls=":",
-                lw=1.2,
-                marker="X",
-                ms=8,
-                markeredgecolor="white",
-                markevery=[1],
-                clip_on=False,
-            )
-        self._marks[rank].set_data([step, step], [0.0, 1.0])
+    def _mark_trouble(self, curves: Curves) -> None:
+        """A cross with a dotted line where the metric was NaN or infinite first."""
+        found = {rank: curves.curve(rank, self.metric).trouble for rank in self._styles}
+        steps = {rank: trouble.step for rank, trouble in found.items() if trouble}
+        if not steps:
+            return
+        rank = min(steps, key=lambda rank: steps[rank])
+        trouble, colour = found[rank], self._styles[rank]["color"]
+        assert trouble is not None
+        self._mark.set_data([trouble.step] * 2, [0.0, 0.93])
+        self._mark.set_color(colour)
+        is_right = trouble.step > 0.6 * self.axes.get_xlim()[1]
+        self._trouble.set(
+            x=trouble.step,
+            text=f"   rank {rank}: {trouble.word}   ",
+            ha="right" if is_right else "left",
+            color=colour,
+        )
 
     def _points(self, curves: Curves, rank: int) -> Points:
         steps, values = curves.curve(rank, self.metric).points()
@@ -171,6 +200,12 @@ class Panel:
         return smooth(values / self._unit, SMOOTHING * len(values))
 
     # ---- limits ----
+
+    def last_step(self) -> float:
+        """The greatest step that is drawn; 0 where there is none."""
+        lines = (*self.lines.values(), self.middle, self.worst)
+        steps = np.concatenate([np.asarray(line.get_xdata()) for line in lines])
+        return float(steps.max(initial=0.0))
 
     def data_limits(self) -> Limits | None:
         """Least and greatest value that is to be seen, as a power of ten on a log
@@ -193,10 +228,21 @@ class Panel:
             self.axes.set_ylim(low - margin if low else 0.0, high + 2 * margin)
 
 
+def do_differ(spread: np.ndarray) -> bool:
+    """Whether ranks go ways of their own, for long enough that a mean tells more.
+
+    `spread`: (5, num_steps), as of `Curves.spread`.
+    """
+    _, low, _, high, _ = spread[:, ~np.isnan(spread[1])]
+    if len(low) < MIN_STEPS_OF_MEAN:
+        return False
+    return bool((high - low).max() > 0.05 * (high.max() - low.min()))
+
+
 def use_log_scale(axes: Axes) -> None:
     """A log scale with plain numbers; what is not above 0 is left out."""
     axes.set_yscale("log", nonpositive="mask")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -39,10 +39,10 @@ PART_LABELS = {
 MIB = 2**20
 
 # Of a run's picture, in inches.
-WIDTH, WIDTH_WITH_BARS = 9.0, 13.1
-HEIGHT, ROW_HEIGHT = 3.1, 2.0
+WIDTH, WIDTH_WITH_BARS = 9.0, 13.0
+HEIGHT, ROW_HEIGHT = 3.1, 2.1
 LEFT, BOTTOM, TALL, LOW = 0.675, 0.527, 2.14, 1.4
-NUM_COLUMNS = 3
+NUM_COLUMNS, NUM_COLUMNS_WITH_BARS = 3, 4
 MAX_EXTRA = 6
 """Panels beside those of loss and memory."""
 
@@ -74,7 +74,7 @@ class RunPlot:
         self.panels: dict[str, Panel] = {}
         self._add_panel("loss", "loss", log_scale=log_scale)
         self._add_panel(MEMORY, "memory (MiB)", unit=MIB, has_mean=False)
-        self._handles = -1
+        self._legend: list[str] = []
         self._update_legend()
         self._place()
         self._limits: tuple[Limits, ...] = ()
@@ -96,8 +96,13 @@ class RunPlot:
         """
         curves = self.collector.curves
         curves.update(is_final=is_final)
-        self._title.set_text(title)
-        self._remarks.set_text("; ".join(remarks))
+        for text, line, size in (
+            (self._title, title, 10.0),
+            (self._remarks, "; ".join(remarks), 9.0),
+        ):
+            # A long line is set smaller, so that it ends within the figure.
+            room = 1090 / size
+            text.set(text=line, fontsize=size * min(1.0, room / max(1, len(line))))
         self._add_metrics(curves.metrics())
         for panel in self.panels.values():
             panel.update(curves)
@@ -128,7 +133,11 @@ class RunPlot:
         new = [name for name in metrics if name not in self.panels]
         room = 2 + MAX_EXTRA - len(self.panels)
         for metric in new[:room]:
-            self._add_panel(metric, shorten(metric, 24))
+            self._add_panel(metric, "")
+            # Above it, where a long name has room.
+            self.panels[metric].axes.set_title(
+                shorten(metric, 32), loc="left", fontsize=9, color=INK
+            )
         if new[room:]:
             self._more.set_text(f"{len(new[room:])} more metrics are in run.history")
         if new[:room]:
@@ -143,8 +152,10 @@ class RunPlot:
     def _place(self) -> None:
         """Put everything in its place, in inches: tight_layout would take longer than
         all the rest."""
-        num_rows = -(-(len(self.panels) - 2) // NUM_COLUMNS)
-        width = WIDTH if self._bars is None else WIDTH_WITH_BARS
+        width, num_columns = WIDTH, NUM_COLUMNS
+        if self._bars is not None:
+            width, num_columns = WIDTH_WITH_BARS, NUM_COLUMNS_WITH_BARS
+        num_rows = -(-(len(self.panels) - 2) // num_columns)
         height = HEIGHT + num_rows * ROW_HEIGHT
         self.figure.set_size_inches(width, height)
 
@@ -156,11 +167,11 @@ class RunPlot:
             if place < 2:
                 put(panel.axes, LEFT + place * 4.11, base, 3.315, TALL)
                 continue
-            row, column = divmod(place - 2, NUM_COLUMNS)
+            row, column = divmod(place - 2, num_columns)
             y = base - (row + 1) * ROW_HEIGHT
             put(panel.axes, LEFT + column * 2.72, y, 1.985, LOW)
         if self._bars is not None:
-            put(self._bars, 9.75, base, 2.1, TALL)
+            put(self._bars, 9.5, base, 2.0, TALL)
         for text, down in ((self._title, 0.19), (self._remarks, 0.36)):
             text.set_position((LEFT / width, 1 - down / height))
         self._more.set_position(((WIDTH - 0.1) / width, 0.08 / height))
@@ -174,13 +185,15 @@ class RunPlot:
             handle = Line2D([], [], color=line.get_color(), lw=1.4)
             handle.set(linestyle=style_of(len(handles))["ls"], label=line.get_label())
             handles.append(handle)
-        if loss.is_band:
-            handles.append(Patch(color=loss.band.get_facecolor(), label="all ranks"))
+        if any(panel.has_range for panel in self.panels.values()):
+            handles.append(Patch(color=loss.band.get_facecolor(), label="range"))
         if any(panel.has_middle for panel in self.panels.values()):
             label = "median" if loss.is_band else "mean"
+            label = label if len(loss.lines) != 1 else "trend"
             handles.append(Line2D([], [], color=INK, lw=2.0, label=label))
-        if len(handles) != self._handles:
-            self._handles = len(handles)
+        labels = [str(handle.get_label()) for handle in handles]
+        if labels != self._legend:
+            self._legend = labels
             memory.axes.legend(
                 handles=handles,
                 loc="center left",
@@ -192,15 +205,7 @@ class RunPlot:
 
     def _wanted_limits(self, num_steps: int) -> tuple[Limits, ...]:
         """What must be seen: the steps, and the values of each panel."""
-        last = max(
-            (
-                float(line.get_xdata()[-1])
-                for panel in self.panels.values()
-                for line in (*panel.lines.values(), panel.middle, panel.worst)
-                if len(line.get_xdata())
-            ),
-            default=0.0,
-        )
+        last = max(panel.last_step() for panel in self.panels.values())
         heights = [self._wanted_heights(panel) for panel in self.panels.values()]
         return ((0.0, max(float(num_steps), last) or 1.0), *heights)
 
