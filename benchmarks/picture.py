@@ -21,6 +21,10 @@ from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress
 
+COLUMNS = [
+    *("ranks", "steps", "first", "data", "median", "mean", "worst"),
+    *("refreshes/s", "PNG/KiB"),
+]
 LOAD = 0.2
 """The share of a core that drawing may take: the live view waits for the rest."""
 
@@ -34,17 +38,7 @@ def main() -> None:
     ]
     print_table(
         f"CPU milliseconds of one refresh, with {args.new} new steps of every rank",
-        [
-            "ranks",
-            "steps",
-            "first",
-            "data",
-            "median",
-            "mean",
-            "worst",
-            "refreshes/s",
-            "PNG/KiB",
-        ],
+        COLUMNS,
         rows,
     )
 

@@ -58,6 +58,7 @@ class Curve:
         self._y = np.empty(0)
         self._rest_x = np.empty(0)
         self._rest_y = np.empty(0)
+        self._newest = (np.nan, np.nan)
 
     def extend(self, steps: np.ndarray, values: np.ndarray) -> None:
         """Append points: (n,) each."""
@@ -69,6 +70,7 @@ class Curve:
         self.total += float(values[is_finite].sum())
         x = np.concatenate([self._rest_x, steps])
         y = np.concatenate([self._rest_y, np.where(is_finite, values, np.nan)])
+        self._newest = float(x[-1]), float(y[-1])
         whole = len(x) // self._stretch * self._stretch
         kept_x, kept_y = extremes(x[:whole], y[:whole], self._stretch)
         self._x = np.concatenate([self._x, kept_x])
@@ -100,11 +102,14 @@ class Curve:
 
     def points(self) -> Points:
         """What to draw: steps and values, (n,) each, the newest value last."""
-        rest_x, rest_y = self._rest_x, self._rest_y
-        if len(rest_x) > 4:
-            x, y = extremes(rest_x, rest_y, len(rest_x))
-            rest_x, rest_y = np.append(x, rest_x[-1]), np.append(y, rest_y[-1])
-        return np.concatenate([self._x, rest_x]), np.concatenate([self._y, rest_y])
+        rest = self._rest_x, self._rest_y
+        if len(self._rest_x) > 4:
+            rest = extremes(*rest, len(self._rest_x))
+        x = np.concatenate([self._x, rest[0]])
+        y = np.concatenate([self._y, rest[1]])
+        if len(x) and x[-1] != self._newest[0]:
+            x, y = np.append(x, self._newest[0]), np.append(y, self._newest[1])
+        return x, y
 
 
 class Spread:

@@ -77,7 +77,7 @@ class Panel:
         self._trouble = axes.text(
             0.0, 0.93, "", transform=axes.get_xaxis_transform(), va="center", fontsize=8
         )
-        (self._mark,) = axes.plot(
+        (self.mark,) = axes.plot(
             [],
             [],
             transform=axes.get_xaxis_transform(),
@@ -92,7 +92,7 @@ class Panel:
     def artists(self) -> list[Artist]:
         """All that is drawn anew when there is more data, in order."""
         found = [self.band, *self.lines.values(), self.worst, self.middle]
-        return [*found, self._mark, self._trouble, self._worst_label]
+        return [*found, self.mark, self._trouble, self._worst_label]
 
     @property
     def has_range(self) -> bool:
@@ -182,8 +182,8 @@ class Panel:
         rank = min(steps, key=lambda rank: steps[rank])
         trouble, colour = found[rank], self._styles[rank]["color"]
         assert trouble is not None
-        self._mark.set_data([trouble.step] * 2, [0.0, 0.93])
-        self._mark.set_color(colour)
+        self.mark.set_data([trouble.step] * 2, [0.0, 0.93])
+        self.mark.set_color(colour)
         is_right = trouble.step > 0.6 * self.axes.get_xlim()[1]
         self._trouble.set(
             x=trouble.step,
