@@ -113,11 +113,7 @@ def test_where_trouble_began_does_not_depend_on_batches(
 ) -> None:
     trouble = grown(np.array(values), batch).trouble
     assert trouble is not None
-    if lasts:
-        assert (trouble.step, trouble.word, trouble.lasts) == (step, word, True)
-    else:
-        # What is over: the first, or the last in the making when the batch ended.
-        assert not trouble.lasts
+    assert (trouble.step, trouble.word, trouble.lasts) == (step, word, lasts)
 
 
 def test_a_curve_without_trouble_says_so() -> None:

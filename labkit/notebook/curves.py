@@ -28,7 +28,7 @@ so."""
 Points = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trouble:
     """Where a curve was NaN or infinite."""
 
@@ -52,7 +52,8 @@ class Curve:
         self.num_values = 0
         self.total = 0.0
         """The sum of all finite values."""
-        self.trouble: Trouble | None = None
+        self._first_trouble: Trouble | None = None
+        self._lasting_trouble: Trouble | None = None
         self._stretch = 2
         self._x = np.empty(0)
         self._y = np.empty(0)
@@ -91,14 +92,19 @@ class Curve:
         self, steps: np.ndarray, values: np.ndarray, is_finite: np.ndarray
     ) -> None:
         good, bad = np.flatnonzero(is_finite), np.flatnonzero(~is_finite)
+        if len(bad) and self._first_trouble is None:
+            self._first_trouble = trouble_at(steps[bad[0]], values[bad[0]])
         if is_finite[-1]:
-            if self.trouble is None and len(bad):
-                self.trouble = trouble_at(steps[bad[0]], values[bad[0]])
-            if self.trouble:
-                self.trouble.lasts = False
-        elif len(good) or not (self.trouble and self.trouble.lasts):
+            self._lasting_trouble = None
+        elif len(good) or self._lasting_trouble is None:
             begin = good[-1] + 1 if len(good) else 0
-            self.trouble = trouble_at(steps[begin], values[begin])
+            trouble = trouble_at(steps[begin], values[begin], lasts=True)
+            self._lasting_trouble = trouble
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What lasts; or else the first that there was; or None."""
+        return self._lasting_trouble or self._first_trouble
 
     def points(self) -> Points:
         """What to draw: steps and values, (n,) each, the newest value last."""
@@ -275,9 +281,9 @@ class Curves:
         }
 
 
-def trouble_at(step: int, value: float) -> Trouble:
+def trouble_at(step: int, value: float, *, lasts: bool = False) -> Trouble:
     """What begins with a value that is not finite."""
-    return Trouble(int(step), "NaN" if np.isnan(value) else "infinite", lasts=True)
+    return Trouble(int(step), "NaN" if np.isnan(value) else "infinite", lasts)
 
 
 def extremes(x: np.ndarray, y: np.ndarray, stretch: int) -> Points:

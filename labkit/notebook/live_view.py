@@ -1,10 +1,12 @@
 """Shows a run while it runs: one output, displayed once, updated in place."""
 
+import shutil
 import sys
 import time
 from typing import Any
 
 from labkit.notebook.runs import Run
+from labkit.records import shorten
 
 REFRESH_S = 0.5
 MAX_LOAD = 0.2
@@ -70,7 +72,9 @@ class LiveView:
             took = time.process_time() - started
             self.num_draws += 1
         elif self._in_terminal:
-            print(f"\r{self.run.status_line():<100}", end="", flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            line = shorten(self.run.status_line(), width)
+            print("\r" + line.ljust(width), end="", flush=True)
             self.num_draws += 1
         self._next_draw = time.monotonic() + max(REFRESH_S, took / MAX_LOAD) - took
 
