@@ -21,6 +21,7 @@ from IPython.display import display
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
+from labkit.notebook.live_view import show
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
@@ -199,6 +200,11 @@ class LabMagics(Magics):
         help="stop the run after so long; no limit by default",
     )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @argument(
+        "--background",
+        action="store_true",
+        help="return at once; see the Run's wait() and stop(), and %%dist_show",
+    )
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
@@ -220,6 +226,7 @@ class LabMagics(Magics):
                 config=config,
                 timeout=args.timeout,
                 live=not args.no_live,
+                background=args.background,
             )
 
     def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:
@@ -371,6 +378,21 @@ class LabMagics(Magics):
             if args.names:
                 display(lab.plot_runs(*args.names))
             return in_mib(lab.compare(*(run.name for run in runs)))
+
+    @magic_arguments()
+    @argument(
+        "name", nargs="?", metavar="NAME", help="a run's name; the newest by default"
+    )
+    @line_magic
+    def dist_show(self, line: str) -> None:
+        """Show a run's picture in this cell, live while it runs."""
+        args = parse_argstring(self.dist_show, line)
+        with usage_errors():
+            names = [] if args.name is None else [args.name]
+            runs = current_lab().find_runs(names)
+            if not runs:
+                raise ValueError("there is no run; %%dist_train STRATEGY makes one")
+            show(runs[-1])
 
     @magic_arguments()
     @argument("--all", action="store_true", help="every rank, dead or alive")
