@@ -217,7 +217,11 @@ class Cluster:
         result is the answer; it is cancelled where the rank is dead.
         """
         answer: Future[Any] = Future()
-        if not self.is_alive(rank):
+        try:
+            ident = self._ident(rank) if self.is_alive(rank) else None
+        except (IndexError, ipyparallel.error.NoEnginesRegistered):
+            ident = None  # it died a moment ago
+        if ident is None:
             answer.cancel()
             return answer
 
@@ -228,7 +232,7 @@ class Cluster:
             self._client._control_stream,
             f"{KEY}_request",
             content={"request": request, "arguments": arguments},
-            ident=self._ident(rank),
+            ident=ident,
         ).add_done_callback(take)
         return answer
 
