@@ -1,0 +1,87 @@
+"""Says in a sentence which strategies fit a device, and what would make others fit."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from labkit.estimate.plans import STRATEGIES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def what_would_fit(
+    estimate_with: Callable[..., "pd.DataFrame"],
+    table: "pd.DataFrame",
+    device_bytes: float,
+    *,
+    batch_size: int,
+    accumulate: int = 1,
+    activation_checkpointing: bool = False,
+) -> str:
+    """One sentence or two: what fits at the least world size, and what would.
+
+    `estimate_with(accumulate=K)` and `estimate_with(activation_checkpointing=True)`
+    give the table with that option changed.
+    """
+    world_size = min(table.index.get_level_values("world_size"))
+
+    def fitting(found: "pd.DataFrame") -> list[str]:
+        peaks = found.loc[world_size]["total_peak"]
+        return [name for name in STRATEGIES if peaks[name] <= device_bytes]
+
+    here = f"{world_size} rank{'s' * (world_size > 1)} of {in_words(device_bytes)}"
+    fits = fitting(table)
+    if len(fits) == len(STRATEGIES):
+        return f"On {here} every strategy fits."
+    # Nobody asks on several ranks how one of them could do all the work.
+    sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
+    least = table.loc[world_size]["total_peak"].astype(float)
+    says = [
+        f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
+        if fits
+        else f"On {here} nothing fits: {least.idxmin()} needs least, "
+        f"{in_words(least.min())}."
+    ]
+    ways = []
+    known = set(fits) & sought
+    if not activation_checkpointing and known < sought:
+        found = fitting(estimate_with(activation_checkpointing=True))
+        if gained := [name for name in found if name in sought - known]:
+            ways.append(f"with --activation-checkpointing {listed(gained)} would")
+            known |= set(gained)
+    times = 2 * accumulate
+    while times <= batch_size // world_size and known < sought:
+        found = fitting(estimate_with(accumulate=times))
+        if gained := [name for name in found if name in sought - known]:
+            ways.append(f"with --accumulate {times} {listed(gained)} would")
+            known |= set(gained)
+        times *= 2
+    for more in sorted(set(table.index.get_level_values("world_size")) - {world_size}):
+        peaks = table.loc[more]["total_peak"]
+        there = [
+            n for n in STRATEGIES if n in sought - known and peaks[n] <= device_bytes
+        ]
+        if there:
+            ways.append(f"on {more} ranks {listed(there)} would")
+            known |= set(there)
+    if ways:
+        says.append(f"{'; '.join(ways)}.".capitalize())
+    elif not known:
+        says.append(
+            "More ranks (--ranks), a smaller batch or --precision bf16 are left to try."
+        )
+    return " ".join(says)
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def in_words(num_bytes: float) -> str:
+    """Bytes in GiB or MiB, to three digits."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.3g} GiB"
+    return f"{num_bytes / 2**20:.3g} MiB"
