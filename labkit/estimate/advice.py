@@ -24,18 +24,17 @@ def what_would_fit(
     `estimate_with(accumulate=K)` and `estimate_with(activation_checkpointing=True)`
     give the table with that option changed.
     """
-    world_size = min(table.index.get_level_values("world_size"))
+    world_sizes = sorted(set(table.index.get_level_values("world_size")))
+    world_size = world_sizes[0]
 
-    def fitting(found: "pd.DataFrame") -> list[str]:
-        peaks = found.loc[world_size]["total_peak"]
+    def fitting(found: "pd.DataFrame", num_ranks: int = world_size) -> list[str]:
+        peaks = found.loc[num_ranks]["total_peak"]
         return [name for name in STRATEGIES if peaks[name] <= device_bytes]
 
-    here = f"{world_size} rank{'s' * (world_size > 1)} of {in_words(device_bytes)}"
     fits = fitting(table)
+    here = f"{world_size} rank{'s' * (world_size > 1)} of {in_words(device_bytes)}"
     if len(fits) == len(STRATEGIES):
         return f"On {here} every strategy fits."
-    # Nobody asks on several ranks how one of them could do all the work.
-    sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
     least = table.loc[world_size]["total_peak"].astype(float)
     says = [
         f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
@@ -43,31 +42,29 @@ def what_would_fit(
         else f"On {here} nothing fits: {least.idxmin()} needs least, "
         f"{in_words(least.min())}."
     ]
+    # Nobody asks on several ranks how one of them could do all the work.
+    sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
+    lacking = sought - set(fits)
     ways = []
-    known = set(fits) & sought
-    if not activation_checkpointing and known < sought:
+
+    def note(way: str, found: list[str]) -> None:
+        if gained := [name for name in found if name in lacking]:
+            ways.append(f"{way} {listed(gained)} would")
+            lacking.difference_update(gained)
+
+    if lacking and not activation_checkpointing:
         found = fitting(estimate_with(activation_checkpointing=True))
-        if gained := [name for name in found if name in sought - known]:
-            ways.append(f"with --activation-checkpointing {listed(gained)} would")
-            known |= set(gained)
+        note("with --activation-checkpointing", found)
     times = 2 * accumulate
-    while times <= batch_size // world_size and known < sought:
+    while lacking and times <= batch_size // world_size:
         found = fitting(estimate_with(accumulate=times))
-        if gained := [name for name in found if name in sought - known]:
-            ways.append(f"with --accumulate {times} {listed(gained)} would")
-            known |= set(gained)
+        note(f"with --accumulate {times}", found)
         times *= 2
-    for more in sorted(set(table.index.get_level_values("world_size")) - {world_size}):
-        peaks = table.loc[more]["total_peak"]
-        there = [
-            n for n in STRATEGIES if n in sought - known and peaks[n] <= device_bytes
-        ]
-        if there:
-            ways.append(f"on {more} ranks {listed(there)} would")
-            known |= set(there)
+    for more in world_sizes[1:]:
+        note(f"on {more} ranks", fitting(table, more))
     if ways:
         says.append(f"{'; '.join(ways)}.".capitalize())
-    elif not known:
+    elif lacking == sought:
         says.append(
             "More ranks (--ranks), a smaller batch or --precision bf16 are left to try."
         )
