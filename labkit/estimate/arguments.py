@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from labkit.records import PRECISIONS
+from labkit.strategies.zero import is_zero
 
 
 def check(
@@ -25,7 +26,7 @@ def check(
         raise ValueError(
             f"model is {type(model).__name__}; an estimate needs a torch.nn.Module"
         )
-    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):
+    if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
             "the model is sharded already, by a run or by hand; make it anew and "
             "estimate the plain model"

@@ -15,9 +15,10 @@ from labkit.estimate.trace import Trace
 from labkit.estimate.trace import trace_step
 from labkit.estimate.trace import trace_update
 from labkit.records import COMPONENTS
+from labkit.strategies.fsdp import replicas_and_shards
 from labkit.strategies.prepared import DTYPES
 from labkit.strategies.prepared import blocks
-from labkit.strategies.zero import BUCKET_ELEMENTS
+from labkit.strategies.zero import bucket_elements
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
@@ -87,8 +88,8 @@ class Plan:
             return self.zero(trace, ranks, stage=int(strategy[-1]))
         if strategy == "zero3":
             return self.zero3(trace, ranks)
-        replicas = 2 if strategy == "hsdp" and ranks % 2 == 0 else 1
-        return self.fsdp(trace, ranks // replicas)
+        _, num_shards = replicas_and_shards(ranks) if strategy == "hsdp" else (1, ranks)
+        return self.fsdp(trace, num_shards)
 
     def update(self, shapes: Shapes) -> tuple[int, int]:
         key = tuple(map(tuple, shapes))
@@ -216,7 +217,7 @@ class Plan:
         total = sum(self.trainable)
         part = -(-total // (2 * ranks)) * 2
         state, temporaries = self.update([(part,)])
-        bucket = self.bucket()
+        bucket = bucket_elements(sum(self.sizes))
         own = width * self.touched(part, ranks)
         kept = width * sum(self.sizes) + self.buffers + state + 4.0 * part
         sizes = [0, *(self.trainable[index] for index in trace.finished)]
@@ -256,10 +257,6 @@ class Plan:
             total_peak=kept + peak,
         )
 
-    def bucket(self) -> int:
-        """Elements of DeepSpeed's buckets, as `labkit.strategies.zero` sets them."""
-        return min(BUCKET_ELEMENTS, sum(self.sizes) // 8 + 1)
-
     def zero3(self, trace: Trace, ranks: int) -> Memory:
         """A part of everything, and what is gathered of the parameters.
 
@@ -273,7 +270,7 @@ class Plan:
         own = sum(-(-size // ranks) for size in self.sizes)
         part = sum(-(-size // ranks) for size in self.trainable)
         state, temporaries = self.update([(part,)])
-        bucket = self.bucket()
+        bucket = bucket_elements(sum(self.sizes))
         alive = min(sum(self.sizes), self.largest_module + bucket)
         kept = width * (own + part + bucket) + self.buffers + state + 4.0 * part
         sizes = [0, *(self.trainable[index] for index in trace.finished)]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import cast_floats
+from labkit.strategies.prepared import optimizer_tensors
 
 Loss = Callable[[Any], torch.Tensor]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
@@ -226,12 +227,7 @@ def trace_update(
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     updates.step()  # makes the state
-    states = [
-        value
-        for state in updates.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    states = list(optimizer_tensors(updates))
     gradients = [p.grad for p in parameters if p.grad is not None]
     with _Watch([*parameters, *gradients, *states], temporaries.append):
         updates.step()
