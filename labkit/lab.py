@@ -17,6 +17,7 @@ from typing import Any
 from labkit import portable
 from labkit.notebook.functions import pack_function
 from labkit.notebook.options import check_options
+from labkit.notebook.options import is_number
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import place_ranks
 from labkit.records import FUNCTION_NAME
@@ -654,8 +655,7 @@ def check_timeout(timeout: float | None) -> None:
     """ValueError unless `timeout` is None or a number of seconds."""
     if timeout is None:
         return
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not (is_number and timeout > 0 and math.isfinite(timeout)):
+    if not (is_number(timeout) and 0 < timeout < math.inf):
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds > 0")
 
 

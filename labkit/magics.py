@@ -26,6 +26,7 @@ from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
+from labkit.records import format_bytes
 from labkit.strategies import STRATEGIES
 
 # Options that several magics have.
@@ -342,7 +343,9 @@ class LabMagics(Magics):
         with usage_errors():
             table = current_lab().status()
         for column in ("memory_used", "memory_total"):
-            table[column] = [format_bytes(value) for value in table[column]]
+            table[column] = [
+                "" if value is pd.NA else format_bytes(value) for value in table[column]
+            ]
         return table
 
     @magic_arguments()
@@ -428,12 +431,3 @@ def in_mib(table: pd.DataFrame) -> pd.DataFrame:
     return shown.rename(
         columns={name: name.replace("_bytes", "") + " (MiB)" for name in names}
     ).round(3)
-
-
-def format_bytes(value: float) -> str:
-    """Bytes in GiB or MiB, to three digits; "" for none."""
-    if value is pd.NA:
-        return ""
-    if value >= 2**30:
-        return f"{value / 2**30:.3g} GiB"
-    return f"{value / 2**20:.3g} MiB"

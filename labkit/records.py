@@ -227,6 +227,13 @@ def shorten(text: str, num_characters: int) -> str:
     return text[: num_characters - 3] + "..."
 
 
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in GiB or MiB, to three digits."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.3g} GiB"
+    return f"{num_bytes / 2**20:.3g} MiB"
+
+
 def message(name: str, value: Any) -> dict[str, Any]:
     """A published message, told apart from a user's own by its key."""
     return {KEY: (name, value)}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from labkit.estimate.plans import STRATEGIES
+from labkit.records import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +33,7 @@ def what_would_fit(
         return [name for name in STRATEGIES if peaks[name] <= device_bytes]
 
     fits = fitting(table)
-    here = f"{world_size} rank{'s' * (world_size > 1)} of {in_words(device_bytes)}"
+    here = f"{world_size} rank{'s' * (world_size > 1)} of {format_bytes(device_bytes)}"
     if len(fits) == len(STRATEGIES):
         return f"On {here} every strategy fits."
     least = table.loc[world_size]["total_peak"].astype(float)
@@ -40,7 +41,7 @@ def what_would_fit(
         f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
         if fits
         else f"On {here} nothing fits: {least.idxmin()} needs least, "
-        f"{in_words(least.min())}."
+        f"{format_bytes(least.min())}."
     ]
     # Nobody asks on several ranks how one of them could do all the work.
     sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
@@ -75,10 +76,3 @@ def listed(names: Sequence[str]) -> str:
     """ "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def in_words(num_bytes: float) -> str:
-    """Bytes in GiB or MiB, to three digits."""
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.3g} GiB"
-    return f"{num_bytes / 2**20:.3g} MiB"
