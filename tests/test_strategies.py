@@ -6,7 +6,6 @@ models.
 
 import functools
 import os
-import re
 import shutil
 import textwrap
 from collections.abc import Iterable
@@ -544,10 +543,8 @@ def test_config_reaches_the_library(
 def test_a_config_that_cannot_be_is_explained(
     lab: Lab, strategy: str, config: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RankError) as error:
+    with pytest.raises(RankError, match=message):
         train(lab, strategy, cell("mlp"), config=config)
-    # All of it: the error's own text is cut short.
-    assert re.search(message, error.value.outcomes[error.value.rank].evalue)
 
 
 @pytest.mark.parametrize(
