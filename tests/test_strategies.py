@@ -43,8 +43,6 @@ SETUPS = {
         loss_fn = torch.nn.functional.cross_entropy
         batch_size, epochs = 9, 2
         """,
-    # Not narrower: oneDNN corrupts the heap in the backward pass of a strided 1x1
-    # convolution of fewer than 8 channels (uxlfoundation/oneDNN#6035).
     "resnet": """
         from labkit.models import ResNet
         random = torch.Generator().manual_seed(1)
