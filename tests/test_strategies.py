@@ -545,6 +545,14 @@ def test_a_config_that_cannot_be_is_explained(
         train(lab, strategy, cell("mlp"), config=config)
 
 
+def test_a_static_graph_of_ddp_cannot_be_accumulated(lab: Lab) -> None:
+    config = {"static_graph": True}
+    with pytest.raises(RankError, match=r'"static_graph" cannot .* --accumulate 2'):
+        train(lab, "ddp", cell("mlp"), config=config, accumulate=2)
+    run = train(lab, "ddp", cell("mlp"), config=config)
+    assert_equals_reference(lab, run, reference("mlp"))
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
