@@ -305,7 +305,7 @@ class Lab:
                     f"{format_ranks(without)}: no variable {name!r}; a cell that "
                     "begins with %%dist sets one"
                 )
-            asked = targets
+            asked, is_collective = targets, False
             if full:
                 sharded = cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
                 parts = [
@@ -319,8 +319,11 @@ class Lab:
                             f"{format_ranks(others)}, so it cannot be gathered; it is "
                             "of an earlier run, and was made anew there since"
                         )
-                    asked = list(everyone)
+                    asked, is_collective = list(everyone), True
+            # Where one rank fails to gather, the others may wait for it.
+            self._group_is_whole = not is_collective
             values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
+            self._group_is_whole = True
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:
             return portable.loads(by_rank[targets[0]])
