@@ -1,5 +1,7 @@
 """Curves that are thinned as they grow, against the whole history."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -225,6 +227,48 @@ def test_the_sum_over_ranks_of_what_a_step_has() -> None:
     collector.curves.update()
     assert collector.curves.per_step("samples") == 6.0 + 7.0
     assert collector.curves.per_step("tokens") is None
+
+
+def test_a_run_that_is_drawn_and_asked_at_once_loses_nothing() -> None:
+    collector = Collector([0, 1])
+    threads = [threading.Thread(target=read_until, args=[collector]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 2001):
+        for rank in (0, 1):
+            send(collector, rank, ("loss", step, float(step)))
+    for thread in threads:
+        thread.join()
+    curves = collector.curves
+    curves.update(is_final=True)
+    for rank in (0, 1):
+        assert curves.curve(rank, "loss").num_values == 2000
+        assert curves.curve(rank, "loss").total == 2000 * 2001 / 2
+    rows = curves.spread("loss")
+    assert rows[0, -1] == 2000
+    np.testing.assert_array_equal(rows[1], rows[3], "the ranks were the same")
+
+
+def read_until(collector: Collector) -> None:
+    """Read as a picture does, until all steps are there."""
+    curves = collector.curves
+    while min(collector.steps.values()) < 2000:
+        with curves.lock:
+            curves.update()
+            x, y = curves.curve(0, "loss").points()
+            assert (x == y).all()
+
+
+def test_drawing_a_run_as_final_before_its_end_spoils_nothing() -> None:
+    collector = Collector([0, 1])
+    for step in range(1, 40):
+        for rank in (0, 1):
+            send(collector, rank, ("loss", step, float(step + rank)))
+        collector.curves.update(is_final=step % 10 == 0)
+    collector.curves.update(is_final=True)
+    rows = collector.curves.spread("loss")
+    assert rows[0].tolist() == list(range(1, 40))
+    assert rows[4].tolist() == [step + 0.5 for step in range(1, 40)]
 
 
 # ---- smoothing ----

@@ -39,8 +39,6 @@ class Collector:
         """Take one batch of a rank."""
         self.num_lost += batch.sequence - self._next_sequence[rank]
         self._next_sequence[rank] = batch.sequence + 1
-        self.progress[rank] = batch.progress
-        self.steps[rank] = batch.step
         names = list(batch.names)
         if NOTICED_LOSS in names and "loss" not in names:
             names[names.index(NOTICED_LOSS)] = "loss"
@@ -48,6 +46,9 @@ class Collector:
         if len(batch.records):
             self._records[rank].extend(batch.records)
             self.num_records[rank] += len(batch.records)
+        # Last: who reads a step finds its records.
+        self.progress[rank] = batch.progress
+        self.steps[rank] = batch.step
 
     def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
         """Take what a rank measured in one step, or its notes at the end."""

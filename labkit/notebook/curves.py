@@ -3,6 +3,7 @@
 A refresh of the picture pays for what is new, not for all that there is.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -139,6 +140,8 @@ class Spread:
 
     def settle(self, through: float) -> None:
         """Every rank has taken the steps up to `through`."""
+        steps = [part[0].max() for parts in self._pending.values() for part in parts]
+        through = min(through, max(steps, default=-np.inf))
         if through <= self._through:
             return
         taken = []
@@ -147,7 +150,7 @@ class Spread:
             is_due = points[0] <= through
             # What comes later than its step is in the rank's own curve alone.
             taken.append(points[:, is_due & (points[0] > self._through)])
-            self._pending[rank] = [points[:, ~is_due]]
+            self._pending[rank] = [points[:, ~is_due]] if not is_due.all() else []
         self._through = through
         steps = taken[0][0]
         if not any(points.shape[1] for points in taken):
@@ -184,11 +187,14 @@ class Curves:
     def __init__(self, collector: "Collector") -> None:
         self._collector = collector
         self.ranks = collector.ranks
+        self.lock = threading.RLock()
+        """To be held while curves are read: a run may be drawn in one thread and asked
+        for its state in another."""
+        self._numbers: dict[int, dict[str, int]] = {rank: {} for rank in self.ranks}
         self._clear()
 
     def _clear(self) -> None:
         self._num_seen = dict.fromkeys(self.ranks, 0)
-        self._numbers: dict[int, dict[str, int]] = {rank: {} for rank in self.ranks}
         self._curves: dict[tuple[int, str], Curve] = {}
         self._spreads: dict[str, Spread] = {}
 
@@ -197,25 +203,31 @@ class Curves:
 
         When the run is over, steps that not every rank took count too.
         """
-        for rank in self.ranks:
-            names = self._collector.metrics(rank)
-            if not names:
-                continue
-            numbers = {name: number for number, name in enumerate(names)}
-            if not self._numbers[rank].items() <= numbers.items():
-                # The cell logs a loss of its own, after all: the noticed one is none.
-                self._clear()
-                return self.update(is_final=is_final)
-            self._numbers[rank] = numbers
-        for rank in self.ranks:
-            self._take(rank)
-        steps = [self._collector.steps[rank] for rank in self.ranks]
-        for spread in self._spreads.values():
-            # Records of the last step may still be on their way.
-            spread.settle(np.inf if is_final else min(steps) - 1)
+        with self.lock:
+            # In the reverse of the order in which a batch is added: what is read is
+            # whole, though another thread may add more meanwhile.
+            steps = [self._collector.steps[rank] for rank in self.ranks]
+            records = {rank: self._collector.records(rank) for rank in self.ranks}
+            for rank in self.ranks:
+                self._name(rank)
+            for rank in self.ranks:
+                self._take(rank, records[rank])
+            for spread in self._spreads.values():
+                # Records of the last step may still be on their way.
+                spread.settle(np.inf if is_final else min(steps) - 1)
 
-    def _take(self, rank: int) -> None:
-        records = self._collector.records(rank)[self._num_seen[rank] :]
+    def _name(self, rank: int) -> None:
+        names = self._collector.metrics(rank)
+        numbers = {name: number for number, name in enumerate(names)}
+        if not names:
+            return
+        if not self._numbers[rank].items() <= numbers.items():
+            # The cell logs a loss of its own, after all: the noticed one is none.
+            self._clear()
+        self._numbers[rank] = numbers
+
+    def _take(self, rank: int, records: np.ndarray) -> None:
+        records = records[self._num_seen[rank] :]
         self._num_seen[rank] += len(records)
         if not len(records):
             return

@@ -5,6 +5,7 @@ import sys
 import time
 from typing import Any
 
+from labkit.notebook.background import Job
 from labkit.notebook.runs import Run
 from labkit.records import shorten
 
@@ -20,10 +21,8 @@ class LiveView:
     last state stays in the saved notebook.
     """
 
-    def __init__(self, run: Run, *, log_scale: bool = False) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.log_scale = log_scale
-        """Whether the loss is drawn on one."""
         self.num_draws = 0
         self._plot: Any = None
         self._handle: Any = None
@@ -44,6 +43,13 @@ class LiveView:
         self._try_to_refresh()
         if self._in_terminal and self.num_draws:
             print()
+
+    def follow(self) -> None:
+        """Show the run until it ends."""
+        while self.run.state == "running":
+            self.tick()
+            self.run.has_ended.wait(REFRESH_S / 2)
+        self.close()
 
     def _try_to_refresh(self) -> None:
         """Refresh; a picture that cannot be drawn is not to end the run."""
@@ -66,10 +72,10 @@ class LiveView:
                 # The first time this imports matplotlib, which is not drawing.
                 from labkit.notebook.plots import RunPlot
 
-                self._plot = RunPlot(self.run.collector, log_scale=self.log_scale)
-            started = time.process_time()
+                self._plot = RunPlot(self.run.collector, log_scale=self.run.log_scale)
+            started = time.thread_time()
             self._draw()
-            took = time.process_time() - started
+            took = time.thread_time() - started
             self.num_draws += 1
         elif self._in_terminal:
             width = shutil.get_terminal_size().columns - 1
@@ -94,6 +100,15 @@ class LiveView:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+
+
+def show(run: Run) -> None:
+    """Show a run in this cell: live while it runs, and its last picture then."""
+    view = LiveView(run)
+    if run.state == "running" and is_notebook():
+        Job(view.follow, name=f"labkit view of {run.name}")
+    else:
+        view.close()
 
 
 def is_notebook() -> bool:

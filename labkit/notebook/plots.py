@@ -95,7 +95,11 @@ class RunPlot:
         length of the run is known, and fit the data closely when it is over.
         """
         curves = self.collector.curves
-        curves.update(is_final=is_final)
+        with curves.lock:
+            curves.update(is_final=is_final)
+            self._add_metrics(curves.metrics())
+            for panel in self.panels.values():
+                panel.update(curves)
         for text, line, size in (
             (self._title, title, 10.0),
             (self._remarks, "; ".join(remarks), 9.0),
@@ -103,9 +107,6 @@ class RunPlot:
             # A long line is set smaller, so that it ends within the figure.
             room = 1090 / size
             text.set(text=line, fontsize=size * min(1.0, room / max(1, len(line))))
-        self._add_metrics(curves.metrics())
-        for panel in self.panels.values():
-            panel.update(curves)
         self._update_legend()
         wanted = self._wanted_limits(0 if is_final else num_steps or 0)
         if is_final or len(self._limits) != len(wanted):

@@ -94,12 +94,14 @@ def rates(collector: Collector, num_steps: int | None) -> list[str]:
     rate = steps_per_s(collector, num_steps)
     if rate is None:
         return []
-    collector.curves.update()
     parts = [f"{significant(rate)} steps/s"]
-    for metric in ("samples", "tokens"):
-        count = collector.curves.per_step(metric)
-        if count is not None:
-            parts.append(f"{significant(rate * count)} {metric}/s")
+    curves = collector.curves
+    with curves.lock:
+        curves.update()
+        for metric in ("samples", "tokens"):
+            count = curves.per_step(metric)
+            if count is not None:
+                parts.append(f"{significant(rate * count)} {metric}/s")
     return parts
 
 
@@ -117,9 +119,12 @@ def seconds_a_step(collector: Collector) -> float | None:
 def troubles(collector: Collector) -> list[str]:
     """Where each metric was NaN or infinite first, the loss before others: "rank 1:
     loss is NaN from step 14 on"."""
-    collector.curves.update()
+    curves = collector.curves
+    with curves.lock:
+        curves.update()
+        all_troubles = curves.troubles()
     by_metric: dict[str, dict[int, tuple[int, str, bool]]] = {}
-    for (rank, metric), trouble in collector.curves.troubles().items():
+    for (rank, metric), trouble in all_troubles.items():
         if metric != MEMORY:
             key = (trouble.step, trouble.word, trouble.lasts)
             by_metric.setdefault(metric, {})[rank] = key

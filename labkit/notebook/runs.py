@@ -1,6 +1,7 @@
 """A training run: what was run, how it ended, and its history."""
 
 import dataclasses
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
+    from labkit.notebook.background import Job
+    from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.plots import RunFigure
     from labkit.notebook.plots import RunPlot
 
@@ -45,16 +48,24 @@ class Run:
         self.options = options or TrainOptions()
         self.state = "running"
         self.collector = collector
+        self.log_scale = False
+        """Whether its pictures have the loss on one, unless they are asked otherwise."""
         self.seconds = 0.0
         """How long the cell ran."""
+        self.dispatch: Dispatch | None = None
+        """What runs it, where it is of this lab."""
+        self.has_ended = threading.Event()
+        self.job: Job | None = None
+        """What runs it in the background."""
         self._started = time.monotonic()
 
     def __repr__(self) -> str:
         # Nothing here may differ from one run of the notebook to the next.
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        steps = f", {self.num_steps} step{'s' * (self.num_steps != 1)}"
         return (
-            f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}, "
-            f"{self.num_steps} step{'s' * (self.num_steps != 1)}>"
+            f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}"
+            f"{steps if self.state != 'running' else ''}>"
         )
 
     @property
@@ -149,9 +160,43 @@ class Run:
         """Where the ranks differ that should agree, in words; empty if all is well."""
         return find_mismatches(self.collector.replica_notes, self.strategy)
 
+    def wait(self, timeout: float | None = None) -> "Run":
+        """Wait until a run in the background has ended; then this run.
+
+        Raises what the cell would have raised, and TimeoutError after `timeout`
+        seconds. An interrupt ends the waiting, and not the run.
+        """
+        if self.job is not None and not self.job.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout:g} s")
+        return self
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Stop every rank after the same optimizer step; variables are kept.
+
+        Ranks that have not come so far in `timeout` seconds are interrupted where they
+        are. Does nothing where the run has ended.
+        """
+        if self.dispatch is None or self.state != "running":
+            return
+        try:
+            self.dispatch.stop_at_a_step()
+        except RuntimeError:
+            self.interrupt()
+        if self.job is not None and not self.job.join(timeout):
+            print(f"labkit: {self.name} took no step for {timeout:g} s: interrupted")
+            self.interrupt()
+
+    def interrupt(self, timeout: float | None = None) -> None:
+        """Stop a run in the background wherever its ranks are, and wait for its end."""
+        if self.dispatch is None or self.job is None or self.state != "running":
+            return
+        self.dispatch.was_interrupted = True
+        self.job.join(timeout)
+
     def end(self, state: str) -> None:
-        self.state = state
         self.seconds = time.monotonic() - self._started
+        self.state = state
+        self.has_ended.set()
 
     def elapsed(self) -> float:
         """Seconds since the run began, or that it took."""
@@ -197,11 +242,13 @@ class Run:
             )
         return pd.DataFrame(rows).set_index("rank")
 
-    def plot(self, *, log_scale: bool = False) -> "RunFigure":
+    def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
         """Loss, memory and every other metric per rank, and memory by component, as the
-        live picture showed them at the end; the loss on a log scale if so asked."""
+        live picture showed them at the end; `log_scale` sets that of the loss."""
         from labkit.notebook.plots import RunPlot
 
+        if log_scale is None:
+            log_scale = self.log_scale
         plot = RunPlot(self.collector, log_scale=log_scale)
         self.finish_plot(plot)
         return plot.figure

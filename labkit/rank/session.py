@@ -59,6 +59,7 @@ class Session:
         seed: int,
         options: TrainOptions,
         report: Callable[[Any], None] = lambda measured: None,
+        after_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
         self.strategy = strategy
         self.rank = rank
@@ -70,6 +71,7 @@ class Session:
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
         self._report = report
+        self._after_step = after_step
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
         self._optimizers: list[PreparedOptimizer] = []
@@ -273,6 +275,7 @@ class Session:
 
     def _end_batches(self) -> None:
         self._num_samples = None
+        self._num_tokens = 0
         self._step_ended = None
         BatchNorm.counts_here = True
         self._noticer.weight = 1.0 / self.options.accumulate
@@ -333,6 +336,7 @@ class Session:
         if self._num_tokens:
             self._emitter.put("tokens", self._num_tokens, step, memory_bytes)
             self._num_tokens = 0
+        self._after_step(step)
         self._step_ended = time.perf_counter()
 
     def _set_progress(self, **changes: Any) -> None:
