@@ -49,7 +49,7 @@ class Run:
         self.state = "running"
         self.collector = collector
         self.log_scale = False
-        """Whether its pictures have the loss on one, unless they are asked otherwise."""
+        """Whether its pictures have the loss on one, unless asked otherwise."""
         self.seconds = 0.0
         """How long the cell ran."""
         self.dispatch: Dispatch | None = None
