@@ -21,6 +21,15 @@ def pack_function(function: Callable[..., Any]) -> Packed:
     return portable.dumps(function), with_rank, _cell_sources()
 
 
+def source_of(function: Callable[..., Any]) -> str:
+    """The function's source; a call of it where there is none to be had."""
+    inner = inspect.unwrap(getattr(function, "func", function))
+    try:
+        return inspect.getsource(inner)
+    except (OSError, TypeError):
+        return f"{getattr(inner, '__name__', repr(inner))}()"
+
+
 def takes_rank(function: Callable[..., Any]) -> bool:
     """Whether to call `function(rank, world_size)` rather than `function()`."""
     signature = inspect.signature(function)
