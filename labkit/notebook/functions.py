@@ -3,6 +3,7 @@
 import inspect
 import linecache
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def source_of(function: Callable[..., Any]) -> str:
     """The function's source; a call of it where there is none to be had."""
     inner = inspect.unwrap(getattr(function, "func", function))
     try:
-        return inspect.getsource(inner)
+        return textwrap.dedent(inspect.getsource(inner))
     except (OSError, TypeError):
         return f"{getattr(inner, '__name__', repr(inner))}()"
 

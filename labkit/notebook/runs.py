@@ -165,7 +165,8 @@ class Run:
 
     def refresh(self) -> "Run":
         """Take in what was written since, where another kernel runs it; itself."""
-        if self.state == "running":
+        # Ranks outlive their kernel, but not for long.
+        if self.state in ("running", "lost"):
             self._reload()
         return self
 

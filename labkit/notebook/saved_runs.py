@@ -147,7 +147,10 @@ def _take_outcome(run: Run, outcome: Outcome) -> None:
     if not has_died:
         collector.finish(rank, outcome.num_records)
     if collector.lost[rank]:
-        _say(f"{collector.lost[rank]:,} records of rank {rank} never came")
+        _say(
+            f"{collector.lost[rank]:,} records of rank {rank} never came, and are in "
+            "no journal"
+        )
     if outcome.num_not_on_disk:
         _say(
             f"rank {rank} had {outcome.num_not_on_disk:,} of its "
@@ -268,12 +271,13 @@ def state_of(info: Mapping[str, Any]) -> str:
     if state != "running" or info["host"] != socket.gethostname():
         return str(state)
     try:
-        created = psutil.Process(info["pid"]).create_time()
+        process = psutil.Process(info["pid"])
+        # To the second: it is reckoned from when the system began, which is corrected.
+        is_same = abs(process.create_time() - info["pid_created"]) < 2.0
+        is_there = is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return "lost"
-    # To the second: it is reckoned from when the system began, which is corrected.
-    is_same = abs(created - info["pid_created"]) < 2.0
-    return "running" if is_same else "lost"
+    return "running" if is_there else "lost"
 
 
 # ---- many of them ----
