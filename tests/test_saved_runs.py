@@ -1,5 +1,6 @@
 """Runs on disk: whole after any ending, loaded where no cluster is."""
 
+import functools
 import json
 import signal
 import subprocess
