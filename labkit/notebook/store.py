@@ -72,7 +72,7 @@ def _replace(path: Path, write: Any) -> None:
 
 
 def write_records(folder: Path, collector: Collector) -> None:
-    """Write all records as one table, after which the journals are not needed.
+    """Write all records as one table; if none was lost the journals are not needed.
 
     Columns: rank, metric, step, seconds, memory_bytes, value. A rank's rows are in the
     order of logging.
@@ -94,6 +94,8 @@ def write_records(folder: Path, collector: Collector) -> None:
         tables.append(pa.table(columns))
     table = pa.concat_tables(tables).unify_dictionaries()
     _replace(folder / TABLE_FILE, lambda path: parquet.write_table(table, path))
+    if collector.num_lost:
+        return
     for rank in collector.ranks:
         for name in (RECORDS_FILE, NAMES_FILE):
             (folder / name.format(rank)).unlink(missing_ok=True)
