@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -39,6 +40,9 @@ _TRANSFER = "labkit.rank.transfer"
 
 PROOF_TIMEOUT_S = 2.0
 ESTIMATE_TIMEOUT_S = 600.0
+ANSWER_S = 5.0
+STOP_S = 3.0
+"""How long `Lab.stop` waits for a run in the background to end well."""
 
 Ranks = str | int | Sequence[int] | None
 
@@ -173,13 +177,15 @@ class Lab:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         live: bool = True,
+        background: bool = False,
     ) -> "Run":
         """Run a training cell, or function, under `strategy` on every rank.
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
         number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
-        `live` shows loss and memory while it runs.
+        `live` shows loss and memory while it runs. With `background` it returns at
+        once: see `Run.wait` and `Run.stop`.
 
         Of the training step in `prepare` and `fit`: each global batch is computed in
         `accumulate` microbatches, with communication after the last; the gradient's
@@ -192,9 +198,11 @@ class Lab:
 
         Raises as `run` does; the run is in `runs` all the same.
         """
+        from labkit.notebook.background import Job
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
         from labkit.notebook.live_view import LiveView
+        from labkit.notebook.live_view import is_notebook
         from labkit.notebook.runs import Run
         from labkit.notebook.saved_runs import begin
         from labkit.notebook.saved_runs import save
@@ -227,7 +235,8 @@ class Lab:
             code, source = f"{FUNCTION_NAME}()", source_of(code_or_function)
         assert isinstance(code, str)
         assert isinstance(source, str)
-        with self._working() as cluster:
+        with contextlib.ExitStack() as work:
+            cluster = work.enter_context(self._working())
             if function is not None:
                 cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
             cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
@@ -241,7 +250,9 @@ class Lab:
                 collector.add_report(rank, report)
                 save(run)
 
-            view = LiveView(run) if live else None
+            # A terminal has one line for this, which is then the next prompt's.
+            is_seen = live and (not background or is_notebook())
+            view = LiveView(run) if is_seen else None
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",
@@ -257,13 +268,23 @@ class Lab:
                 on_report=take_report,
                 on_tick=view.tick if view else lambda: None,
             )
-            try:
-                self._finish(dispatch, timeout, run)
-            finally:
-                if view:
-                    view.close()
-            for mismatch in run.mismatches:
-                print(f"labkit: {mismatch}", file=sys.stderr)
+            run.dispatch = dispatch
+            held = work.pop_all()
+
+        def see_to_its_end() -> None:
+            with held:
+                try:
+                    self._finish(dispatch, timeout, run)
+                finally:
+                    if view:
+                        view.close()
+                for mismatch in run.mismatches:
+                    print(f"labkit: {mismatch}", file=sys.stderr)
+
+        if background:
+            run.job = Job(see_to_its_end, name=f"labkit {name}")
+        else:
+            see_to_its_end()
         return run
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
@@ -366,7 +387,7 @@ class Lab:
         from labkit.notebook.forecast import Forecast
 
         if device_bytes is None:
-            [facts] = self._running_cluster().call(f"{_CELL}:describe_rank", ranks=[0])
+            facts = self._running_cluster().ask(0, "describe").result(ANSWER_S)
             shares = self.world_size if self.device == "cpu" else 1
             device_bytes = facts["memory_total"] / shares
         options: dict[str, Any] = {
@@ -411,21 +432,24 @@ class Lab:
         import pandas as pd
 
         cluster = self._running_cluster()
+        answers = [cluster.ask(rank, "describe") for rank in range(self.world_size)]
         facts = {}
-        for rank in range(self.world_size):
-            # A rank may die while it is asked.
-            with contextlib.suppress(RuntimeError):
-                if cluster.is_alive(rank):
-                    [facts[rank]] = cluster.call(f"{_CELL}:describe_rank", ranks=[rank])
+        for rank, answer in enumerate(answers):
+            # A rank may be dead, die while it is asked, or be deep in native code.
+            with contextlib.suppress(CancelledError, TimeoutError):
+                facts[rank] = answer.result(ANSWER_S)
         run = self.runs[-1] if self.runs else None
         rows = []
         for placement in self.placements:
             rank = placement.rank
-            row = {"rank": rank, "device": placement.device, "state": "idle"}
-            if rank in facts:
-                row.update(facts[rank])
-            else:
-                row.update(pid=cluster.pids[rank], state="dead")
+            alive = cluster.is_alive(rank)
+            row = {
+                "rank": rank,
+                "device": placement.device,
+                "pid": cluster.pids[rank],
+                "state": "does not answer" if alive else "dead",
+                **facts.get(rank, {}),
+            }
             if run is not None:
                 row.update(run=run.name, step=run.collector.steps.get(rank))
             rows.append(row)
@@ -466,6 +490,8 @@ class Lab:
 
     def stop(self) -> None:
         """End all that this lab started; does nothing the second time."""
+        for run in self.runs:
+            run.interrupt(timeout=STOP_S)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
@@ -476,10 +502,11 @@ class Lab:
     def _lock(self) -> Iterator[None]:
         from labkit.notebook.cluster import CallError
 
+        for run in self.runs[-1:]:
+            if run.job is not None and run.state != "running":
+                run.job.join()  # it has ended, and its group is being looked after
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "the lab is running another cell; wait for it, or stop it"
-            )
+            raise RuntimeError(self._what_is_running())
         try:
             yield
         except CallError as error:
@@ -502,6 +529,15 @@ class Lab:
             if not self._group_is_whole:
                 self._form_group()
             yield cluster
+
+    def _what_is_running(self) -> str:
+        run = self.runs[-1] if self.runs else None
+        if run is None or run.job is None or run.state != "running":
+            return "the lab is running another cell; wait for it, or stop it"
+        return (
+            f"{run.name} is running in the background: %dist_show {run.name} shows it; "
+            "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
+        )
 
     def _running_cluster(self) -> "Cluster":
         if self._cluster is None:
@@ -555,6 +591,8 @@ class Lab:
                 first = first if first and first.status == "died" else None
             elif first is not None:
                 state = "failed"
+            elif dispatch.is_stopping:
+                state = "interrupted" if any_stopped(outcomes) else "finished"
             elif stopped := [o for o in dispatch.outcomes if o.status != "ok"]:
                 first = stopped[0]  # by a KeyboardInterrupt of its own
             else:
@@ -574,7 +612,7 @@ class Lab:
         if dispatch.timed_out:
             assert timeout is not None
             raise CellTimeoutError(outcomes, timeout)
-        if dispatch.was_interrupted:
+        if dispatch.was_interrupted and not dispatch.is_stopping:
             raise Interrupted(outcomes, "Interrupted; every rank keeps its variables.")
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
@@ -618,6 +656,10 @@ class Lab:
             )
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
+
+
+def any_stopped(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.status == "interrupted" for outcome in outcomes)
 
 
 def current_lab() -> Lab:

@@ -21,6 +21,7 @@ from IPython.display import display
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
+from labkit.notebook.live_view import show
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
@@ -203,6 +204,11 @@ class LabMagics(Magics):
         help="stop the run after so long; no limit by default",
     )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @argument(
+        "--background",
+        action="store_true",
+        help="return at once; see the Run's wait() and stop(), and %%dist_show",
+    )
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
@@ -224,6 +230,7 @@ class LabMagics(Magics):
                 config=config,
                 timeout=args.timeout,
                 live=not args.no_live,
+                background=args.background,
             )
 
     def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:
@@ -386,8 +393,7 @@ class LabMagics(Magics):
                 "%dist_runs lists runs, lays those that are named over each other, or "
                 "deletes some: give names, or --delete, or what to list"
             )
-        lab = running_lab()
-        own = [] if lab is None else lab.runs
+        own = own_runs()
         with usage_errors():
             if args.delete:
                 deleted = delete_runs(*args.delete)
@@ -407,6 +413,23 @@ class LabMagics(Magics):
 
         display(plot_comparison(runs))
         return in_mib(compare_runs(runs))
+
+    @magic_arguments()
+    @argument(
+        "name", nargs="?", metavar="NAME", help="a run's name; the newest by default"
+    )
+    @line_magic
+    def dist_show(self, line: str) -> None:
+        """Show a run's picture in this cell, live while it runs."""
+        args = parse_argstring(self.dist_show, line)
+        with usage_errors():
+            if args.name is None:
+                runs = current_lab().runs
+            else:
+                runs = find_runs([args.name], own_runs())
+            if not runs:
+                raise ValueError("there is no run; %%dist_train STRATEGY makes one")
+            show(runs[-1])
 
     @magic_arguments()
     @argument("--all", action="store_true", help="every rank, dead or alive")
@@ -443,6 +466,12 @@ def running_lab() -> Lab | None:
         return current_lab()
     except RuntimeError:
         return None
+
+
+def own_runs() -> list[Run]:
+    """The runs of the magics' lab; none where none is running."""
+    lab = running_lab()
+    return [] if lab is None else lab.runs
 
 
 def ready_line(lab: Lab) -> str:

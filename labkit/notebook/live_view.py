@@ -4,6 +4,7 @@ import sys
 import time
 from typing import Any
 
+from labkit.notebook.background import Job
 from labkit.notebook.runs import Run
 
 REFRESH_S = 0.5
@@ -41,6 +42,13 @@ class LiveView:
         if self._in_terminal and self.num_draws:
             print()
 
+    def follow(self) -> None:
+        """Show the run until it ends."""
+        while self.run.refresh().state == "running":
+            self.tick()
+            self.run.has_ended.wait(REFRESH_S / 2)
+        self.close()
+
     def _try_to_refresh(self) -> None:
         """Refresh; a picture that cannot be drawn is not to end the run."""
         if self._has_failed:
@@ -63,9 +71,9 @@ class LiveView:
                 from labkit.notebook.plots import RunPlot
 
                 self._plot = RunPlot(self.run.collector)
-            started = time.process_time()
+            started = time.thread_time()
             self._draw()
-            took = time.process_time() - started
+            took = time.thread_time() - started
             self.num_draws += 1
         elif self._in_terminal:
             print(f"\r{self.run.status_line():<100}", end="", flush=True)
@@ -89,6 +97,15 @@ class LiveView:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+
+
+def show(run: Run) -> None:
+    """Show a run in this cell: live while it runs, and its last picture then."""
+    view = LiveView(run)
+    if run.state == "running" and is_notebook():
+        Job(view.follow, name=f"labkit view of {run.name}")
+    else:
+        view.close()
 
 
 def is_notebook() -> bool:

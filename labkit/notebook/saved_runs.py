@@ -118,9 +118,9 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
 
     Records that only a rank's journal has are taken in before.
     """
-    run.end(state)
     for outcome in outcomes:
         _take_outcome(run, outcome)
+    run.end(state)
     kept = [asdict(outcome) for outcome in sorted(outcomes, key=lambda o: o.rank)]
     for each in kept:
         del each["traceback"]
@@ -249,6 +249,8 @@ def take(run: Run, info: dict[str, Any]) -> None:
             collector.progress[rank] = known(Progress, info["progress"][str(rank)])
     run.state = state
     run.seconds = info["seconds"]
+    if state != "running":
+        run.has_ended.set()
     if state == "running":
         run._started = time.monotonic() - (time.time() - info["began"])
     elif state == "lost":

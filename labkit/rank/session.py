@@ -60,6 +60,7 @@ class Session:
         seed: int,
         options: TrainOptions,
         report: Callable[[Any], None] = lambda measured: None,
+        after_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
         self.strategy = strategy
         self.rank = rank
@@ -71,6 +72,7 @@ class Session:
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
         self._report = report
+        self._after_step = after_step
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
         self._optimizers: list[PreparedOptimizer] = []
@@ -324,6 +326,7 @@ class Session:
         if self._num_samples is not None:
             self._emitter.put("samples", self._num_samples, step, memory_bytes)
             self._num_samples = 0
+        self._after_step(step)
 
     def _note_progress(self, **changes: int) -> None:
         """Note what changed of `records.Progress`."""
