@@ -19,6 +19,7 @@ from labkit import portable
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
+from labkit.notebook.options import is_number
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import place_ranks
 from labkit.records import FUNCTION_NAME
@@ -336,7 +337,7 @@ class Lab:
                     f"{format_ranks(without)}: no variable {name!r}; a cell that "
                     "begins with %%dist sets one"
                 )
-            asked = targets
+            asked, is_collective = targets, False
             if full:
                 sharded = cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
                 parts = [
@@ -350,8 +351,11 @@ class Lab:
                             f"{format_ranks(others)}, so it cannot be gathered; it is "
                             "of an earlier run, and was made anew there since"
                         )
-                    asked = list(everyone)
+                    asked, is_collective = list(everyone), True
+            # Where one rank fails to gather, the others may wait for it.
+            self._group_is_whole = not is_collective
             values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
+            self._group_is_whole = True
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:
             return portable.loads(by_rank[targets[0]])
@@ -705,8 +709,7 @@ def check_timeout(timeout: float | None) -> None:
     """ValueError unless `timeout` is None or a number of seconds."""
     if timeout is None:
         return
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not (is_number and timeout > 0 and math.isfinite(timeout)):
+    if not (is_number(timeout) and 0 < timeout < math.inf):
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds > 0")
 
 

@@ -31,7 +31,34 @@ from labkit.notebook.saved_runs import find_runs
 from labkit.notebook.saved_runs import list_runs
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
+from labkit.records import format_bytes
 from labkit.strategies import STRATEGIES
+
+# Options that several magics have.
+timeout_option = argument(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="stop after so long; no limit by default",
+)
+precision_option = argument(
+    "--precision",
+    default="fp32",
+    choices=PRECISIONS,
+    help="what the model computes in (default: fp32); fp16 needs a GPU",
+)
+accumulate_option = argument(
+    "--accumulate",
+    type=int,
+    default=1,
+    metavar="K",
+    help="compute each batch in K microbatches, communicate after the last",
+)
+checkpointing_option = argument(
+    "--activation-checkpointing",
+    action="store_true",
+    help="keep only the inputs of the model's blocks; compute the rest again",
+)
 
 
 @contextlib.contextmanager
@@ -130,12 +157,7 @@ class LabMagics(Magics):
         default="all",
         help="0, or 0,2, or 1-3; all ranks by default",
     )
-    @argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="stop the cell after so long; no limit by default",
-    )
+    @timeout_option
     @cell_magic
     def dist(self, line: str, cell: str) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
@@ -161,30 +183,15 @@ class LabMagics(Magics):
         metavar="S",
         help="every rank begins with this seed (default: 0)",
     )
-    @argument(
-        "--precision",
-        default="fp32",
-        choices=PRECISIONS,
-        help="what the model computes in (default: fp32); fp16 needs a GPU",
-    )
-    @argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="K",
-        help="compute each batch in K microbatches, communicate after the last",
-    )
+    @precision_option
+    @accumulate_option
     @argument(
         "--clip",
         type=float,
         metavar="NORM",
         help="clip the norm of the whole gradient to this",
     )
-    @argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="keep only the inputs of the model's blocks; compute the rest again",
-    )
+    @checkpointing_option
     @argument(
         "--sync-batchnorm",
         action="store_true",
@@ -197,12 +204,7 @@ class LabMagics(Magics):
         help="a dict of the notebook, for the strategy in its own words: DeepSpeed's "
         "configuration, arguments of fully_shard or of DistributedDataParallel",
     )
-    @argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="stop the run after so long; no limit by default",
-    )
+    @timeout_option
     @argument("--no-live", action="store_true", help="do not plot while it runs")
     @argument(
         "--background",
@@ -310,24 +312,9 @@ class LabMagics(Magics):
         metavar="N,N",
         help="world sizes to predict, as 8,64,512 (default: this lab's)",
     )
-    @argument(
-        "--precision",
-        default="fp32",
-        choices=PRECISIONS,
-        help="what the model computes in (default: fp32)",
-    )
-    @argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="K",
-        help="compute each batch in K microbatches",
-    )
-    @argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="keep only the inputs of the model's blocks",
-    )
+    @precision_option
+    @accumulate_option
+    @checkpointing_option
     @argument(
         "--memory",
         type=float,
@@ -367,7 +354,9 @@ class LabMagics(Magics):
         with usage_errors():
             table = current_lab().status()
         for column in ("memory_used", "memory_total"):
-            table[column] = [format_bytes(value) for value in table[column]]
+            table[column] = [
+                "" if value is pd.NA else format_bytes(value) for value in table[column]
+            ]
         return table
 
     @magic_arguments()
@@ -507,12 +496,3 @@ def in_mib(table: pd.DataFrame) -> pd.DataFrame:
     return shown.rename(
         columns={name: name.replace("_bytes", "") + " (MiB)" for name in names}
     ).round(3)
-
-
-def format_bytes(value: float) -> str:
-    """Bytes in GiB or MiB, to three digits; "" for none."""
-    if value is pd.NA:
-        return ""
-    if value >= 2**30:
-        return f"{value / 2**30:.3g} GiB"
-    return f"{value / 2**20:.3g} MiB"

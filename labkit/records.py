@@ -239,14 +239,21 @@ class Outcome:
 
     def summary(self) -> str:
         """One line for a rank that is named but not shown in full."""
-        place = f" at {self.where}" if self.where else ""
+        lines = self.evalue.strip().splitlines()
+        return self._told(shorten(lines[0], 160) if lines else "")
+
+    def in_full(self) -> str:
+        """As `summary`, with the whole message of an error, which may be many lines."""
+        return self._told(self.evalue.strip())
+
+    def _told(self, message: str) -> str:
+        between = "\n" if "\n" in message else " "
+        place = f"{between}at {self.where}" if self.where else ""
         if self.status == "ok":
             return f"rank {self.rank}: finished"
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{place}"
-        lines = self.evalue.strip().splitlines()
-        message = f": {shorten(lines[0], 160)}" if lines else ""
-        return f"rank {self.rank}: {self.ename}{message}{place}"
+        return f"rank {self.rank}: {self.ename}{message and ': '}{message}{place}"
 
 
 def shorten(text: str, num_characters: int) -> str:
@@ -254,6 +261,13 @@ def shorten(text: str, num_characters: int) -> str:
     if len(text) <= num_characters:
         return text
     return text[: num_characters - 3] + "..."
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in GiB or MiB, to three digits."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.3g} GiB"
+    return f"{num_bytes / 2**20:.3g} MiB"
 
 
 def message(name: str, value: Any) -> dict[str, Any]:
