@@ -17,6 +17,7 @@ from typing import Any
 
 from labkit import portable
 from labkit.notebook.functions import pack_function
+from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
 from labkit.notebook.options import is_number
 from labkit.notebook.output import format_ranks
@@ -204,6 +205,8 @@ class Lab:
         from labkit.notebook.live_view import LiveView
         from labkit.notebook.live_view import is_notebook
         from labkit.notebook.runs import Run
+        from labkit.notebook.saved_runs import begin
+        from labkit.notebook.saved_runs import save
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
@@ -227,18 +230,27 @@ class Lab:
         targets = [0] if technique.is_single else list(range(self.world_size))
         packed_config = portable.dumps(dict(config or {}))
         code, function = code_or_function, None
+        source = code
         if callable(code_or_function):
             function = pack_function(code_or_function)
-            code = f"{FUNCTION_NAME}()"
+            code, source = f"{FUNCTION_NAME}()", source_of(code_or_function)
         assert isinstance(code, str)
+        assert isinstance(source, str)
         with contextlib.ExitStack() as work:
             cluster = work.enter_context(self._working())
             if function is not None:
                 cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
             cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
             collector = Collector(targets)
-            run = Run(name, strategy, code, collector, options)
+            run = Run(name, strategy, source, collector, options)
+            devices = [self.placements[rank].device for rank in targets]
+            begin(run, seed=seed, devices=devices, backend=self.backend, config=config)
             self.runs.append(run)
+
+            def take_report(rank: int, report: Any) -> None:
+                collector.add_report(rank, report)
+                save(run)
+
             # A terminal has one line for this, which is then the next prompt's.
             is_seen = live and (not background or is_notebook())
             view = LiveView(run) if is_seen else None
@@ -250,10 +262,11 @@ class Lab:
                     strategy=strategy,
                     seed=seed,
                     options=options.for_message(),
+                    folder=None if run.folder is None else str(run.folder),
                 ),
                 targets,
                 on_batch=collector.add,
-                on_report=collector.add_report,
+                on_report=take_report,
                 on_tick=view.tick if view else lambda: None,
             )
             run.dispatch = dispatch
@@ -276,16 +289,14 @@ class Lab:
         return run
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
-        """The runs with these names, in this order; all of them for none.
+        """The runs with these names, in this order; all of this lab's for none.
 
-        Raises ValueError where there is no such run.
+        What this lab did not run is loaded from disk: see `labkit.load_run`. Raises
+        ValueError where there is no such run.
         """
-        known = {run.name: run for run in self.runs}
-        for name in names:
-            if name not in known:
-                have = ", ".join(known) or "none; %%dist_train STRATEGY makes one"
-                raise ValueError(f"there is no run {name!r}; there are: {have}")
-        return [known[name] for name in names] if names else list(self.runs)
+        from labkit.notebook.saved_runs import find_runs
+
+        return find_runs(names, own=self.runs) if names else list(self.runs)
 
     def compare(self, *names: str) -> "pd.DataFrame":
         """Runs in one table, one row each: see `comparison.compare_runs`."""
@@ -574,13 +585,11 @@ class Lab:
         from labkit.notebook.failure import Interrupted
         from labkit.notebook.failure import RankError
         from labkit.notebook.failure import first_failure
+        from labkit.notebook.saved_runs import end
 
         state = "interrupted"
         try:
             outcomes = dispatch.wait(timeout)
-            for outcome in outcomes:
-                if run is not None and outcome.status != "died":
-                    run.collector.finish(outcome.rank, outcome.num_batches)
             first = first_failure(dispatch.outcomes)
             if dispatch.was_interrupted or dispatch.timed_out:
                 first = first if first and first.status == "died" else None
@@ -594,7 +603,7 @@ class Lab:
                 state = "finished"
         finally:
             if run is not None:
-                run.end(state)
+                end(run, state, dispatch.outcomes)
         try:
             self._settle(outcomes)
         except RuntimeError as error:

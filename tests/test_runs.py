@@ -27,8 +27,8 @@ def make_run(
             for step, value in enumerate(values, 1)
         ]
         records = np.array(rows, dtype=RECORD)
-        batch = Batch(sequence, ["loss"], records, progress or Progress(), len(values))
-        collector.add(rank, batch)
+        collector.add(rank, Batch(sequence, ["loss"], records))
+        collector.progress[rank] = progress or Progress()
     return Run("run-1", "ddp", "the code", collector)
 
 
@@ -174,7 +174,7 @@ def test_status_of_a_run_that_ended_has_its_time_and_no_time_left() -> None:
 
 def test_status_tells_of_lost_records() -> None:
     run = make_run({0: [1.0]}, sequence=2)
-    assert run.status_line().endswith(", 2 batches of records lost")
+    assert run.status_line().endswith(", 2 records lost")
     assert "lost" not in make_run({0: [1.0]}).status_line()
 
 
