@@ -42,7 +42,7 @@ _TRANSFER = "labkit.rank.transfer"
 PROOF_TIMEOUT_S = 2.0
 ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
-STOP_S = 3.0
+STOP_S = 4.0
 """How long `Lab.stop` waits for a run in the background to end well."""
 
 Ranks = str | int | Sequence[int] | None
@@ -499,6 +499,9 @@ class Lab:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
+        for run in self.runs:
+            if run.job is not None:
+                run.job.join(STOP_S)
 
     # ---- the group and its ranks ----
 
@@ -625,6 +628,8 @@ class Lab:
         After a failure on which the ranks agree it is as good as before, and what
         was wrapped in it stays usable.
         """
+        if not self.is_running:
+            return  # it was stopped, and this was its run in the background
         failed = any(outcome.status != "ok" for outcome in outcomes)
         in_place = all(outcome.group_in_place for outcome in outcomes)
         if in_place and not failed:
