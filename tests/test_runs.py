@@ -45,7 +45,10 @@ def test_repr_says_what_ran_and_how_it_ended() -> None:
 
 
 def test_repr_of_one_rank_and_one_step_is_english() -> None:
-    assert repr(make_run({0: [1.0]})) == "<Run 'run-1': ddp on 1 rank, running, 1 step>"
+    run = make_run({0: [1.0]})
+    assert repr(run) == "<Run 'run-1': ddp on 1 rank, running>"
+    run.end("finished")
+    assert repr(run) == "<Run 'run-1': ddp on 1 rank, finished, 1 step>"
 
 
 def test_repr_holds_nothing_that_differs_from_run_to_run() -> None:
