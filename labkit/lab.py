@@ -17,6 +17,7 @@ from typing import Any
 
 from labkit import portable
 from labkit.notebook.functions import pack_function
+from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
 from labkit.notebook.options import is_number
 from labkit.notebook.output import format_ranks
@@ -41,7 +42,7 @@ _TRANSFER = "labkit.rank.transfer"
 PROOF_TIMEOUT_S = 2.0
 ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
-STOP_S = 3.0
+STOP_S = 4.0
 """How long `Lab.stop` waits for a run in the background to end well."""
 
 Ranks = str | int | Sequence[int] | None
@@ -206,6 +207,8 @@ class Lab:
         from labkit.notebook.live_view import LiveView
         from labkit.notebook.live_view import is_notebook
         from labkit.notebook.runs import Run
+        from labkit.notebook.saved_runs import begin
+        from labkit.notebook.saved_runs import save
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
@@ -229,19 +232,28 @@ class Lab:
         targets = [0] if technique.is_single else list(range(self.world_size))
         packed_config = portable.dumps(dict(config or {}))
         code, function = code_or_function, None
+        source = code
         if callable(code_or_function):
             function = pack_function(code_or_function)
-            code = f"{FUNCTION_NAME}()"
+            code, source = f"{FUNCTION_NAME}()", source_of(code_or_function)
         assert isinstance(code, str)
+        assert isinstance(source, str)
         with contextlib.ExitStack() as work:
             cluster = work.enter_context(self._working())
             if function is not None:
                 cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
             cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
             collector = Collector(targets)
-            run = Run(name, strategy, code, collector, options)
+            run = Run(name, strategy, source, collector, options)
             run.log_scale = log_scale
+            devices = [self.placements[rank].device for rank in targets]
+            begin(run, seed=seed, devices=devices, backend=self.backend, config=config)
             self.runs.append(run)
+
+            def take_report(rank: int, report: Any) -> None:
+                collector.add_report(rank, report)
+                save(run)
+
             # A terminal has one line for this, which is then the next prompt's.
             is_seen = live and (not background or is_notebook())
             view = LiveView(run) if is_seen else None
@@ -253,10 +265,11 @@ class Lab:
                     strategy=strategy,
                     seed=seed,
                     options=options.for_message(),
+                    folder=None if run.folder is None else str(run.folder),
                 ),
                 targets,
                 on_batch=collector.add,
-                on_report=collector.add_report,
+                on_report=take_report,
                 on_tick=view.tick if view else lambda: None,
             )
             run.dispatch = dispatch
@@ -279,16 +292,14 @@ class Lab:
         return run
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
-        """The runs with these names, in this order; all of them for none.
+        """The runs with these names, in this order; all of this lab's for none.
 
-        Raises ValueError where there is no such run.
+        What this lab did not run is loaded from disk: see `labkit.load_run`. Raises
+        ValueError where there is no such run.
         """
-        known = {run.name: run for run in self.runs}
-        for name in names:
-            if name not in known:
-                have = ", ".join(known) or "none; %%dist_train STRATEGY makes one"
-                raise ValueError(f"there is no run {name!r}; there are: {have}")
-        return [known[name] for name in names] if names else list(self.runs)
+        from labkit.notebook.saved_runs import find_runs
+
+        return find_runs(names, own=self.runs) if names else list(self.runs)
 
     def compare(self, *names: str) -> "pd.DataFrame":
         """Runs in one table, one row each: see `comparison.compare_runs`."""
@@ -491,6 +502,9 @@ class Lab:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
+        for run in self.runs:
+            if run.job is not None:
+                run.job.join(STOP_S)
 
     # ---- the group and its ranks ----
 
@@ -577,13 +591,11 @@ class Lab:
         from labkit.notebook.failure import Interrupted
         from labkit.notebook.failure import RankError
         from labkit.notebook.failure import first_failure
+        from labkit.notebook.saved_runs import end
 
         state = "interrupted"
         try:
             outcomes = dispatch.wait(timeout)
-            for outcome in outcomes:
-                if run is not None and outcome.status != "died":
-                    run.collector.finish(outcome.rank, outcome.num_batches)
             first = first_failure(dispatch.outcomes)
             if dispatch.was_interrupted or dispatch.timed_out:
                 first = first if first and first.status == "died" else None
@@ -597,7 +609,7 @@ class Lab:
                 state = "finished"
         finally:
             if run is not None:
-                run.end(state)
+                end(run, state, dispatch.outcomes)
         try:
             self._settle(outcomes)
         except RuntimeError as error:
@@ -619,6 +631,8 @@ class Lab:
         After a failure on which the ranks agree it is as good as before, and what
         was wrapped in it stays usable.
         """
+        if not self.is_running:
+            return  # it was stopped, and this was its run in the background
         failed = any(outcome.status != "ok" for outcome in outcomes)
         in_place = all(outcome.group_in_place for outcome in outcomes)
         if in_place and not failed:

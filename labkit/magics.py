@@ -25,6 +25,10 @@ from labkit.notebook.live_view import show
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
+from labkit.notebook.runs import Run
+from labkit.notebook.saved_runs import delete_runs
+from labkit.notebook.saved_runs import find_runs
+from labkit.notebook.saved_runs import list_runs
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
 from labkit.records import format_bytes
@@ -359,16 +363,47 @@ class LabMagics(Magics):
 
     @magic_arguments()
     @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")
+    @argument("--strategy", metavar="STRATEGY", help="list those under this strategy")
+    @argument("--state", metavar="STATE", help="list those in this state, as finished")
+    @argument("--last", type=int, metavar="N", help="list the newest N")
+    @argument(
+        "--delete",
+        nargs="+",
+        metavar="NAME",
+        help="delete these runs from disk, by name or folder; asks nothing",
+    )
     @line_magic
     def dist_runs(self, line: str) -> Any:
-        """List the runs; with names, compare them in one picture and one table."""
+        """List the runs, also those on disk; with names, compare them in one picture
+        and one table."""
         args = parse_argstring(self.dist_runs, line)
+        filters = {key: getattr(args, key) for key in ("strategy", "state", "last")}
+        filters = {key: value for key, value in filters.items() if value is not None}
+        if bool(args.names) + bool(args.delete) + bool(filters) > 1:
+            raise UsageError(
+                "%dist_runs lists runs, lays those that are named over each other, or "
+                "deletes some: give names, or --delete, or what to list"
+            )
+        own = own_runs()
         with usage_errors():
-            lab = current_lab()
-            runs = lab.find_runs(args.names)
+            if args.delete:
+                deleted = delete_runs(*args.delete)
+                # What is gone from disk is gone from the list.
+                own[:] = [run for run in own if run.folder not in deleted]
+                print("deleted " + ", ".join(path.name for path in deleted))
+                return None
             if args.names:
-                display(lab.plot_runs(*args.names))
-            return in_mib(lab.compare(*(run.name for run in runs)))
+                return self._compare(find_runs(args.names, own))
+            table = list_runs(own=own, **filters)
+        table["total_peak"] = (table["total_peak"].astype(float) / 2**20).round(3)
+        return table.rename(columns={"total_peak": "total_peak (MiB)"})
+
+    def _compare(self, runs: list[Run]) -> pd.DataFrame:
+        from labkit.notebook.comparison import compare_runs
+        from labkit.notebook.comparison import plot_comparison
+
+        display(plot_comparison(runs))
+        return in_mib(compare_runs(runs))
 
     @magic_arguments()
     @argument(
@@ -379,8 +414,10 @@ class LabMagics(Magics):
         """Show a run's picture in this cell, live while it runs."""
         args = parse_argstring(self.dist_show, line)
         with usage_errors():
-            names = [] if args.name is None else [args.name]
-            runs = current_lab().find_runs(names)
+            if args.name is None:
+                runs = current_lab().runs
+            else:
+                runs = find_runs([args.name], own_runs())
             if not runs:
                 raise ValueError("there is no run; %%dist_train STRATEGY makes one")
             show(runs[-1])
@@ -420,6 +457,12 @@ def running_lab() -> Lab | None:
         return current_lab()
     except RuntimeError:
         return None
+
+
+def own_runs() -> list[Run]:
+    """The runs of the magics' lab; none where none is running."""
+    lab = running_lab()
+    return [] if lab is None else lab.runs
 
 
 def ready_line(lab: Lab) -> str:

@@ -191,6 +191,35 @@ def test_the_picture_stays_under_the_cell_that_began_the_run(
     assert "finished" in ended.result["text/plain"], ended.error
 
 
+def test_a_second_notebook_follows_a_run_of_the_first(
+    kernel: Kernel, end: Path
+) -> None:
+    code = LOOP.format(path=str(end))
+    kernel.run("%%dist_train ddp --name followed --background --no-live\n" + code)
+    with running_kernel() as second:
+        shown = second.run("%load_ext labkit\n%dist_show followed")
+        assert shown.status == "ok", shown.stderr
+        pictures: list[Any] = []
+
+        def take(message: dict[str, Any]) -> None:
+            if message["header"]["msg_type"] in ("display_data", "update_display_data"):
+                pictures.append(message["content"]["data"]["image/png"])
+
+        def are_there(number: int) -> bool:
+            second.take_waiting(take)
+            return len(set(pictures)) >= number
+
+        wait_until(lambda: are_there(3), 60, "three pictures")
+        end.touch()
+        kernel.run("import labkit; run = labkit.current_lab().runs[-1].wait()")
+        followed = "import labkit; print(labkit.load_run('followed'))"
+        assert second.run(followed).stdout.startswith(
+            "<Run 'followed': ddp on 2 ranks, finished, "
+        )
+        number = len(set(pictures))
+        wait_until(lambda: are_there(number + 1), 60, "the last picture")
+
+
 def test_dist_show_of_an_unknown_run_names_those_there_are(kernel: Kernel) -> None:
     reply = kernel.run("%dist_show nothing")
     assert reply.status == "error"

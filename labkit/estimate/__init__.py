@@ -61,7 +61,7 @@ def estimate(
     """
     import pandas as pd
 
-    check(model, x, world_sizes, batch_size, accumulate, precision)
+    check(model, x, world_sizes, batch_size, accumulate, precision, device)
     inputs = x if isinstance(x, tuple) else (x,)
     plan = Plan(
         model,

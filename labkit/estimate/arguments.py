@@ -20,6 +20,7 @@ def check(
     batch_size: Any,
     accumulate: Any,
     precision: str,
+    device: str,
 ) -> None:
     """ValueError with what to do, unless `estimate` can use these arguments."""
     if not isinstance(model, nn.Module):
@@ -45,6 +46,9 @@ def check(
             f"ranks {list(world_sizes)}, batch size {batch_size!r}, accumulate "
             f"{accumulate!r}: all must be whole numbers from 1"
         )
+    if device.startswith("cuda") and not torch.backends.cuda.is_built():
+        # Torch would end the whole process.
+        raise ValueError(f"device is {device!r}; this build of torch is for the CPU")
     if precision not in PRECISIONS:
         raise ValueError(
             f"precision is {precision!r}; choose one of: {', '.join(PRECISIONS)}"

@@ -1,20 +1,25 @@
 """Receives the ranks' records of one run and keeps its history."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from labkit.notebook.curves import Curves
+from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
+from labkit.records import PROGRESS
 from labkit.records import RECORD
+from labkit.records import STEP_TAKEN
 from labkit.records import Batch
 from labkit.records import Measurement
 from labkit.records import Progress
 from labkit.records import ReplicaNotes
 
 _AGAIN = "(again)"  # no metric can be called so
+_FIELDS = {name: field for field, name in PROGRESS.items()}
 _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
 
 
@@ -26,29 +31,66 @@ class Collector:
         self.progress = dict.fromkeys(ranks, Progress())
         self.steps = dict.fromkeys(ranks, 0)
         self.num_records = dict.fromkeys(ranks, 0)
-        self.num_lost = 0
-        """Batches that never came, by their sequence numbers."""
+        self.num_received = dict.fromkeys(ranks, 0)
+        """Records up to the last one that came, by their sequence numbers."""
+        self.lost = dict.fromkeys(ranks, 0)
+        """Records that never came, by their sequence numbers."""
         self.measurements: dict[int, list[Measurement]] = {rank: [] for rank in ranks}
         """Of the steps that were measured, in order."""
         self.replica_notes: dict[int, ReplicaNotes] = {}
+        self._notices_steps: set[int] = set()
+        """Ranks whose optimizer steps are noticed; of the others `log` tells them."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
         self._records = {rank: GrowingArray(RECORD) for rank in ranks}
-        self._next_sequence = dict.fromkeys(ranks, 0)
+        self.curves = Curves(self)
+        """The history as curves of few points; `update` brings them up to it."""
+
+    @property
+    def num_lost(self) -> int:
+        """Records that never came, of all ranks."""
+        return sum(self.lost.values())
 
     def add(self, rank: int, batch: Batch) -> None:
         """Take one batch of a rank."""
-        self.num_lost += batch.sequence - self._next_sequence[rank]
-        self._next_sequence[rank] = batch.sequence + 1
+        self.lost[rank] += batch.sequence - self.num_received[rank]
+        self.num_received[rank] = batch.sequence + len(batch.records)
+        records = self._take_notes(rank, batch)
         names = list(batch.names)
         if NOTICED_LOSS in names and "loss" not in names:
             names[names.index(NOTICED_LOSS)] = "loss"
         self._names[rank] = names
-        if len(batch.records):
-            self._records[rank].extend(batch.records)
-            self.num_records[rank] += len(batch.records)
-        # Last: who reads a step finds its records.
-        self.progress[rank] = batch.progress
-        self.steps[rank] = batch.step
+        if len(records):
+            self._records[rank].extend(records)
+            self.num_records[rank] += len(records)
+
+    def _take_notes(self, rank: int, batch: Batch) -> np.ndarray:
+        """The batch's records without those that tell how far the run has come."""
+        records = batch.records
+        ids = {name: number for number, name in enumerate(batch.names)}
+
+        def are(names: Iterable[str]) -> np.ndarray:
+            return np.isin(records["metric"], [ids[n] for n in names if n in ids])
+
+        for name, field in _FIELDS.items():
+            if len(values := records["value"][are([name])]):
+                change = {field: int(values[-1])}
+                self.progress[rank] = replace(self.progress[rank], **change)
+        is_note, is_step = are(NOTES), are([NOTICED_LOSS, STEP_TAKEN])
+        if is_step.any():
+            self._notices_steps.add(rank)
+        elif rank in self._notices_steps:
+            return records[~is_note]
+        counting = is_step if is_step.any() else ~is_note
+        last = int(records["step"][counting].max(initial=0))
+        self.steps[rank] = last if is_step.any() else max(self.steps[rank], last)
+        return records[~is_note]
+
+    def start_over(self, rank: int) -> None:
+        """Forget a rank's records."""
+        self._records[rank] = GrowingArray(RECORD)
+        self.curves = Curves(self)
+        for counts in (self.num_received, self.num_records, self.lost, self.steps):
+            counts[rank] = 0
 
     def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
         """Take what a rank measured in one step, or its notes at the end."""
@@ -57,19 +99,14 @@ class Collector:
         else:
             self.replica_notes[rank] = report
 
-    def finish(self, rank: int, num_batches: int) -> None:
-        """Take a rank's last word: how many batches it sent."""
-        self.num_lost += num_batches - self._next_sequence[rank]
-        self._next_sequence[rank] = num_batches
-
-    @cached_property
-    def curves(self) -> Curves:
-        """The history as curves of few points; `update` brings them up to it."""
-        return Curves(self)
+    def finish(self, rank: int, num_records: int) -> None:
+        """Take a rank's last word: how many records it sent."""
+        self.lost[rank] += num_records - self.num_received[rank]
+        self.num_received[rank] = num_records
 
     def metrics(self, rank: int) -> list[str]:
-        """Names of a rank's metrics, by their numbers in its records."""
-        return self._names[rank]
+        """The names of a rank's metrics, by id: the place that its records have."""
+        return list(self._names[rank])
 
     def records(self, rank: int) -> np.ndarray:
         """All records of a rank so far: (num_records,) of `records.RECORD`.

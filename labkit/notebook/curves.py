@@ -195,6 +195,7 @@ class Curves:
 
     def _clear(self) -> None:
         self._num_seen = dict.fromkeys(self.ranks, 0)
+        self._last_step = dict.fromkeys(self.ranks, -np.inf)
         self._curves: dict[tuple[int, str], Curve] = {}
         self._spreads: dict[str, Spread] = {}
 
@@ -204,17 +205,17 @@ class Curves:
         When the run is over, steps that not every rank took count too.
         """
         with self.lock:
-            # In the reverse of the order in which a batch is added: what is read is
-            # whole, though another thread may add more meanwhile.
-            steps = [self._collector.steps[rank] for rank in self.ranks]
+            # In the reverse of the order in which a batch is added: every record has
+            # its name, though another thread may add more meanwhile.
             records = {rank: self._collector.records(rank) for rank in self.ranks}
             for rank in self.ranks:
                 self._name(rank)
             for rank in self.ranks:
                 self._take(rank, records[rank])
+            # Records of the last step may still be on their way.
+            through = min(self._last_step.values(), default=0.0) - 1
             for spread in self._spreads.values():
-                # Records of the last step may still be on their way.
-                spread.settle(np.inf if is_final else min(steps) - 1)
+                spread.settle(np.inf if is_final else through)
 
     def _name(self, rank: int) -> None:
         names = self._collector.metrics(rank)
@@ -231,6 +232,8 @@ class Curves:
         self._num_seen[rank] += len(records)
         if not len(records):
             return
+        newest = float(records["step"].max())
+        self._last_step[rank] = max(self._last_step[rank], newest)
         is_own = np.ones(len(records), dtype=bool)
         for name, number in self._numbers[rank].items():
             is_of = records["metric"] == number

@@ -46,7 +46,7 @@ class LiveView:
 
     def follow(self) -> None:
         """Show the run until it ends."""
-        while self.run.state == "running":
+        while self.run.refresh().state == "running":
             self.tick()
             self.run.has_ended.wait(REFRESH_S / 2)
         self.close()

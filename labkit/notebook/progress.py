@@ -64,7 +64,7 @@ def remarks(run: "Run") -> list[str]:
         found.append(f"rank {rank} is slowest: {100 * lag:.0f} % behind {whom}")
     found += troubles(run.collector)[:MAX_TROUBLES]
     if run.collector.num_lost:
-        found.append(f"{run.collector.num_lost} batches of records lost")
+        found.append(f"{run.collector.num_lost} records lost")
     return found
 
 

@@ -3,7 +3,10 @@
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+from typing import Any
 
 import pandas as pd
 
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 class Run:
     """One training run on all its ranks.
 
-    `state` is "running", "finished", "failed" or "interrupted".
+    `state` is "running", "finished", "failed" or "interrupted"; of a run that was
+    loaded from disk also "lost": its notebook's kernel died while it ran.
     """
 
     def __init__(
@@ -52,12 +56,19 @@ class Run:
         """Whether its pictures have the loss on one, unless asked otherwise."""
         self.seconds = 0.0
         """How long the cell ran."""
+        self.folder: Path | None = None
+        """Where it is on disk, if it is."""
+        self.info: dict[str, Any] = {}
+        """What was run, besides the code: seed, config, devices, backend, versions;
+        when and where; and, once it has ended, its outcome by rank."""
         self.dispatch: Dispatch | None = None
         """What runs it, where it is of this lab."""
         self.has_ended = threading.Event()
         self.job: Job | None = None
         """What runs it in the background."""
         self._started = time.monotonic()
+        self._mismatches: list[str] | None = None
+        self._reload: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         # Nothing here may differ from one run of the notebook to the next.
@@ -158,7 +169,31 @@ class Run:
     @property
     def mismatches(self) -> list[str]:
         """Where the ranks differ that should agree, in words; empty if all is well."""
+        if self._mismatches is not None:
+            return self._mismatches
         return find_mismatches(self.collector.replica_notes, self.strategy)
+
+    @property
+    def not_on_disk(self) -> int:
+        """Records that ranks could not write to disk while they ran, as it was full."""
+        outcomes = self.info.get("outcomes", [])
+        return sum(outcome["num_not_on_disk"] for outcome in outcomes)
+
+    def refresh(self) -> "Run":
+        """Take in what was written since, where another kernel runs it; itself."""
+        # Ranks outlive their kernel, but not for long.
+        if self.state in ("running", "lost"):
+            self._reload()
+        return self
+
+    def to_tensorboard(self, folder: str | Path) -> None:
+        """Write all records as event files for TensorBoard, a sub-folder a rank.
+
+        Raises RuntimeError where tensorboard is not installed.
+        """
+        from labkit.notebook.tensorboard import write_events
+
+        write_events(self.collector, Path(folder), began=self.info["began"])
 
     def wait(self, timeout: float | None = None) -> "Run":
         """Wait until a run in the background has ended; then this run.

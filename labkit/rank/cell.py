@@ -25,6 +25,7 @@ from labkit import portable
 from labkit.rank.boundary import Boundary
 from labkit.rank.boundary import Stopped
 from labkit.rank.emitter import Emitter
+from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
 from labkit.rank.process_group import Membership
@@ -152,14 +153,13 @@ class CellRunner:
         finally:
             with self._lock:
                 self._is_closing = False
-            num_batches = 0 if emitter is None else emitter.num_batches
-            self._publish("outcome", self._outcome(error, num_batches))
+            self._publish("outcome", self._outcome(error, emitter))
         if emitter is not None:
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
             gc.collect()
 
-    def _outcome(self, error: BaseException | None, num_batches: int) -> Outcome:
+    def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
         if error is not None:
             stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
@@ -169,9 +169,14 @@ class CellRunner:
                 "evalue": str(error),
                 "where": where_in_cell(error, self.shell.compile._filename_map),
             }
+        if emitter is not None:
+            journal = emitter.journal
+            ended["num_records"] = journal.num_records
+            if journal.error:
+                ended["num_not_on_disk"] = journal.num_not_on_disk
+                ended["disk_error"] = journal.error
         return Outcome(
             rank=self.placement.rank,
-            num_batches=num_batches,
             group_in_place=self.membership.in_place,
             **ended,
         )
@@ -186,7 +191,10 @@ class CellRunner:
             self._contexts.enter_context(self.membership.alone())
             world_size = 1
             self.shell.user_ns["world_size"] = world_size
-        self._emitter = Emitter(lambda batch: self._publish("batch", batch))
+        self._emitter = Emitter(
+            lambda batch: self._publish("batch", batch),
+            journal=Journal(spec.folder, rank),
+        )
         self._boundary = Boundary()
         session = Session(
             strategy,

@@ -1,7 +1,6 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
 import contextlib
-import dataclasses
 import random
 import time
 import warnings
@@ -30,7 +29,10 @@ from labkit.rank.probe import StepProbe
 from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.rank.stepping import schedulers_in_step
+from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
+from labkit.records import PROGRESS
+from labkit.records import STEP_TAKEN
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.model_options import BatchNorm
@@ -40,7 +42,13 @@ from labkit.strategies.model_options import replace_batchnorm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero
 
-RESERVED = frozenset({"rank", "seconds", "memory_bytes", "samples", "tokens"})
+RESERVED = frozenset(
+    {
+        *("rank", "seconds", "memory_bytes", "samples", "tokens"),
+        *NOTES,
+        NOTICED_LOSS,
+    }
+)
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -84,6 +92,7 @@ class Session:
         """When the step before this one did; None in the first of an epoch."""
         self._optimizer_steps = 0
         self._log_calls: dict[str, int] = {}
+        self._progress: dict[str, int] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -178,7 +187,7 @@ class Session:
                 loader,
                 batches,
                 self.device,
-                on_epoch=lambda epoch: self._set_progress(
+                on_epoch=lambda epoch: self._note_progress(
                     epoch=epoch, steps_per_epoch=batches.num_batches
                 ),
                 on_batch=self._begin_batch,
@@ -214,7 +223,7 @@ class Session:
         model, optimizer, loader = self.prepare(
             model, optimizer, dataset, batch_size=batch_size, shuffle=shuffle
         )
-        self._set_progress(epochs=epochs)
+        self._note_progress(epochs=epochs)
         functions = {"loss": loss_fn, **(metrics or {})}
         for _ in range(epochs):
             model.train()
@@ -259,7 +268,6 @@ class Session:
                     f"found {describe(value)}"
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
-            self._emitter.step = max(self._emitter.step, at)
 
     # ---- what the loop tells the session ----
 
@@ -326,9 +334,11 @@ class Session:
         self._optimizer_steps += 1
         if self._watch.is_due(self._optimizer_steps):
             self._check_replicas()
-        step = self._emitter.step = self._optimizer_steps
+        step = self._optimizer_steps
         memory_bytes = self._read_memory()
-        if loss is not None:
+        if loss is None:
+            self._emitter.put(STEP_TAKEN, step, step, memory_bytes)
+        else:
             self._emitter.put(NOTICED_LOSS, loss, step, memory_bytes)
         if self._num_samples is not None:
             self._emitter.put("samples", self._num_samples, step, memory_bytes)
@@ -339,8 +349,14 @@ class Session:
         self._after_step(step)
         self._step_ended = time.perf_counter()
 
-    def _set_progress(self, **changes: Any) -> None:
-        self._emitter.progress = dataclasses.replace(self._emitter.progress, **changes)
+    def _note_progress(self, **changes: int) -> None:
+        """Note what changed of `records.Progress`."""
+        for field, value in changes.items():
+            if self._progress.get(field) != value:
+                self._progress[field] = value
+                self._emitter.put(
+                    PROGRESS[field], value, self._optimizer_steps, self._read_memory()
+                )
 
     @torch.no_grad()
     def _evaluate(

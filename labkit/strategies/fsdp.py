@@ -110,8 +110,7 @@ class HSDP(FSDP):
     the all-gathers stay on the fast links of one host.
 
     `--config` takes the arguments of `fully_shard`; `"mesh": (2, 4)` stands for 2
-    replicas of 4 shards. Without it the ranks of a host make a group or, on a single
-    host, half of the ranks do.
+    replicas of 4 shards. Without it half of the ranks make a group.
     """
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
