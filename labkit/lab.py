@@ -171,14 +171,15 @@ class Lab:
         compile: bool = False,
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
-        live: bool = True,
+        live: bool | str = True,
     ) -> "Run":
         """Run a training cell, or function, under `strategy` on every rank.
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
         number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
-        `live` shows loss and memory while it runs.
+        `live` shows loss and memory while it runs: as a picture (True or "image"), as a
+        widget to zoom in ("widget"), or not at all (False).
 
         Of the training step in `prepare` and `fit`: each global batch is computed in
         `accumulate` microbatches, with communication after the last; the gradient's
@@ -193,8 +194,8 @@ class Lab:
         """
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
-        from labkit.notebook.live_view import LiveView
         from labkit.notebook.runs import Run
+        from labkit.notebook.widget_view import find_view
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
@@ -208,6 +209,7 @@ class Lab:
         )
         check_options(technique, options, device=self.device, config=config)
         check_timeout(timeout)
+        view_class = find_view(live)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(
                 f"seed is {seed!r}; it must be a whole number from 0 to 2**63 - 1"
@@ -229,7 +231,7 @@ class Lab:
             collector = Collector(targets)
             run = Run(name, strategy, code, collector, options)
             self.runs.append(run)
-            view = LiveView(run) if live else None
+            view = view_class(run) if view_class else None
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",

@@ -24,6 +24,7 @@ from labkit.lab import set_current_lab
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
+from labkit.notebook.widget_view import VIEWS
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
 from labkit.strategies import STRATEGIES
@@ -198,6 +199,13 @@ class LabMagics(Magics):
         metavar="SECONDS",
         help="stop the run after so long; no limit by default",
     )
+    @argument(
+        "--live",
+        default="image",
+        choices=VIEWS,
+        help="plot it as a picture (default), or as a widget: values under the mouse, "
+        "zoom, ranks on and off; the picture takes its place at the end",
+    )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
@@ -219,7 +227,7 @@ class LabMagics(Magics):
                 compile=args.compile,
                 config=config,
                 timeout=args.timeout,
-                live=not args.no_live,
+                live=not args.no_live and args.live,
             )
 
     def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:

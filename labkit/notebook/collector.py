@@ -67,6 +67,10 @@ class Collector:
             self._chunks[rank] = chunks = [joined]
         return chunks[0]
 
+    def names(self, rank: int) -> list[str]:
+        """What the metrics of a rank's records are called, by their number."""
+        return self._names[rank]
+
     def series(self, rank: int, metric: str) -> np.ndarray:
         """The records of one metric of a rank, in order; empty where it has none."""
         names = self._names[rank]
