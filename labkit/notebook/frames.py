@@ -51,13 +51,13 @@ class FrameEncoder:
             names = self._collector.names(rank)
             was_renamed |= names[: len(self._names[rank])] != self._names[rank]
             self._names[rank] = names
-            records = self._collector.records(rank)
-            series += _split(rank, names, records[self._num_sent[rank] :])
-            self._num_sent[rank] = len(records)
+            records = self._collector.records_from(rank, self._num_sent[rank])
+            series += _split(rank, names, records)
+            self._num_sent[rank] += len(records)
         return None if was_renamed else self._pack(series)
 
     def keyframe(self) -> Frame:
-        """All that the deltas so far have told, each series thinned where it is long."""
+        """What the deltas so far have told, each series thinned where it is long."""
         series = [
             (rank, name, *thin(steps, values))
             for rank, num_records in self._num_sent.items()

@@ -17,6 +17,8 @@ EAGER_S = 3.0
 """For so long each update has a keyframe: the front end may still be loading."""
 KEYFRAME_S = 5.0
 """The time between keyframes then. A busy kernel does not hear who asks for one."""
+STATUS_S = 1.0
+"""The time between status lines, each of which takes a look at all steps."""
 
 
 class WidgetView(LiveView):
@@ -34,6 +36,8 @@ class WidgetView(LiveView):
         self._widget: Any = None
         self._displayed_at = 0.0
         self._next_keyframe = 0.0
+        self._status: dict[str, Any] = {}
+        self._next_status = 0.0
 
     def close(self) -> None:
         """Put the picture of the last state in the widget's place."""
@@ -43,6 +47,7 @@ class WidgetView(LiveView):
             if self._has_failed:
                 self._show({})
             self._widget.close()
+            self._widget.layout.close()  # ipywidgets keeps it as a model of its own
 
     def _draw(self) -> None:
         if self.run.state == "running":
@@ -57,17 +62,19 @@ class WidgetView(LiveView):
 
             self._frames = FrameEncoder(self.run.collector)
         now = time.monotonic()
-        status = {
-            "title": self.run.status_line(),
-            "num_steps": self.run.planned_steps(),
-        }
+        if now >= self._next_status:
+            self._next_status = now + STATUS_S
+            self._status = {
+                "title": self.run.status_line(),
+                "num_steps": self.run.planned_steps(),
+            }
         delta = self._frames.delta()
         if delta is not None and self._widget is not None:
             header, values = delta
-            self._widget.send({**header, **status}, buffers=[values])
+            self._widget.send({**header, **self._status}, buffers=[values])
         if delta is None or now >= self._next_keyframe:
             header, values = self._frames.keyframe()
-            keyframe = {**header, **status, "values": values}
+            keyframe = {**header, **self._status, "values": values}
             if self._widget is None:
                 self._display(keyframe)
             else:
@@ -127,10 +134,10 @@ def widget_class() -> Any:
         # uPlot's build defines a global name, which the module behind it uses.
         _esm = read_static("uplot/uPlot.iife.min.js", "run_view.js")
         _css = read_static("uplot/uPlot.min.css", "run_view.css")
-        ranks = traitlets.List().tag(sync=True)
-        colours = traitlets.List().tag(sync=True)
+        ranks: Any = traitlets.List().tag(sync=True)
+        colours: Any = traitlets.List().tag(sync=True)
         # A message comes too early for a front end that still loads; a trait waits.
-        keyframe = traitlets.Dict().tag(sync=True)
+        keyframe: Any = traitlets.Dict().tag(sync=True)
 
     return RunWidget
 

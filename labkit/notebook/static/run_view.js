@@ -5,7 +5,8 @@
 const HEIGHT = 230;
 // Where there are more points than this, the next keyframe, which is thinned, is taken.
 const MAX_POINTS = 500_000;
-const FIXED_PANELS = ["loss", "memory (MiB)"];
+const MEMORY = "memory (MiB)";
+const FIXED_PANELS = ["loss", MEMORY];
 const BLACK = "#000000";
 
 // ---- what the kernel sends ----
@@ -134,6 +135,7 @@ class Panel {
     this.view = view;
     this.name = name;
     this.isLog = false;
+    this.zoom = null; // the heights in sight, where the mouse has chosen them
     this.el = element("div", "labkit-panel");
     const head = this.el.appendChild(element("div", "labkit-panel-head"));
     head.append(element("span", "", name));
@@ -175,8 +177,34 @@ class Panel {
     return [data[0], ...data.slice(1).map((column) => column.map(positive))];
   }
 
+  /** Show what the mouse has framed: steps in all panels, heights in this one. */
+  _zoomTo(chart, { left, top, width, height }) {
+    if (width < 3 || height < 3) return;
+    const isAllOf = (length, side) => length >= chart.over[side] - 1;
+    if (!isAllOf(height, "clientHeight"))
+      this.zoom = [top + height, top].map((y) => chart.posToVal(y, "y"));
+    if (!isAllOf(width, "clientWidth"))
+      this.view.zoom = [left, left + width].map((x) => chart.posToVal(x, "x"));
+    chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.view.schedule();
+  }
+
+  /** The heights that show all data between `low` and `high`. */
+  _heights(chart, low, high) {
+    // Charts without data have no limits.
+    if (low === null || low === undefined) return this.isLog ? [0.1, 10] : [0, 1];
+    if (this.isLog) return uPlot.rangeLog(low, high, 10, false);
+    // From 0 where that does not flatten the curve; memory always, so that a change
+    // looks as large as it is.
+    const isFrom0 = low >= 0 && (low < 0.7 * high || this.name === MEMORY);
+    const lowest = isFrom0 ? 0 : low;
+    const margin = 0.05 * (high - lowest) || 0.05 * Math.abs(high) || 0.5;
+    return [isFrom0 ? 0 : low - margin, high + margin];
+  }
+
   _switchScale() {
     this.isLog = !this.isLog;
+    this.zoom = null;
     this.button.setAttribute("aria-pressed", String(this.isLog));
     this.destroy(); // the kind of a scale is for a chart's whole life
     this.draw();
@@ -196,7 +224,10 @@ class Panel {
       legend: { show: false },
       scales: {
         x: { time: false, range: () => view.range() },
-        y: this.isLog ? { distr: 3 } : { range: linearRange },
+        y: {
+          distr: this.isLog ? 3 : 1,
+          range: (chart, low, high) => this.zoom ?? this._heights(chart, low, high),
+        },
       },
       axes: [
         { ...axis, size: 34, incrs: wholeSteps },
@@ -215,42 +246,30 @@ class Panel {
         })),
       ],
       cursor: {
-        sync: { key: view.syncKey, scales: ["x", null] },
+        sync: {
+          key: view.syncKey,
+          scales: ["x", null],
+          filters: { pub: (type) => type === "mousemove" },
+        },
         y: false,
-        // The view zooms, in all of its panels at once.
-        drag: { x: true, y: false, setScale: false },
-        bind: { dblclick: () => () => view.zoomTo(null) },
+        // The view zooms, because all of its panels show the same steps.
+        drag: { x: true, y: true, uni: 30, setScale: false },
+        bind: { dblclick: () => () => view.showAll() },
       },
       hooks: {
         setCursor: [
           ({ cursor, posToVal }) =>
             view.point(cursor.left < 0 ? null : posToVal(cursor.left, "x")),
         ],
-        setSelect: [
-          (chart) => {
-            const { left, width: length } = chart.select;
-            if (length < 3) return;
-            const ends = [left, left + length].map((x) => chart.posToVal(x, "x"));
-            chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-            view.zoomTo(ends);
-          },
-        ],
+        setSelect: [(chart) => this._zoomTo(chart, chart.select)],
       },
     };
   }
 }
 
-const wholeSteps = [1, 2, 5].flatMap((n) =>
-  Array.from({ length: 12 }, (_, power) => n * 10 ** power),
-).sort((a, b) => a - b);
-
-/** Room around the data; from 0 where that does not flatten the curve. */
-function linearRange(_, low, high) {
-  if (low === null || low === undefined) return [0, 1];
-  const lowest = low >= 0 && low < 0.7 * high ? 0 : low;
-  const margin = 0.05 * (high - lowest) || 0.05 * Math.abs(high) || 0.5;
-  return [lowest === 0 ? 0 : lowest - margin, high + margin];
-}
+const wholeSteps = Array.from({ length: 12 }, (_, power) => 10 ** power).flatMap(
+  (unit) => [unit, 2 * unit, 5 * unit],
+);
 
 const tickLabel = (value) =>
   value === null ? "" : String(Number(value.toPrecision(6)));
@@ -262,7 +281,7 @@ class RunView {
     this.colours = colours;
     this.history = new History();
     this.isShown = ranks.map(() => true);
-    this.zoom = null;
+    this.zoom = null; // the steps in sight, where the mouse has chosen them
     this.pointed = null;
     this.numSteps = null;
     this.syncKey = uPlot.sync(`labkit-${crypto.getRandomValues(new Uint32Array(2))}`).key;
@@ -301,7 +320,6 @@ class RunView {
     }
     for (const panel of this.panels.values()) panel.draw();
     this.legend.draw();
-    this.root.dataset.sequence = this.history.sequence;
   }
 
   /** The steps that are in sight: those zoomed to, or the whole run. */
@@ -309,9 +327,10 @@ class RunView {
     return this.zoom ?? [0, Math.max(this.numSteps ?? 0, this.history.lastStep(), 1)];
   }
 
-  zoomTo(ends) {
-    this.zoom = ends;
-    this.root.dataset.zoom = ends ?? "";
+  /** Undo all zooming. */
+  showAll() {
+    this.zoom = null;
+    for (const panel of this.panels.values()) panel.zoom = null;
     this.schedule();
   }
 
