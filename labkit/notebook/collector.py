@@ -112,6 +112,21 @@ class Collector:
             self._chunks[rank] = chunks = [joined]
         return chunks[0]
 
+    def records_from(self, rank: int, start: int) -> np.ndarray:
+        """The records of a rank without the first `start`, not joined with those."""
+        missing = self.num_records[rank] - start
+        found = []
+        for chunk in reversed(self._chunks[rank]):
+            if missing <= 0:
+                break
+            found.append(chunk[-missing:])
+            missing -= len(chunk)
+        return np.concatenate(found[::-1]) if found else _empty()
+
+    def names(self, rank: int) -> list[str]:
+        """What the metrics of a rank's records are called, by their number."""
+        return self._names[rank]
+
     def series(self, rank: int, metric: str) -> np.ndarray:
         """The records of one metric of a rank, in order; empty where it has none."""
         names = self._names[rank]
