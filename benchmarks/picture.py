@@ -51,16 +51,17 @@ def measure(
     run = Run("run-1", "ddp", "", collector)
     rng = np.random.default_rng(0)
     total = num_steps + num_refreshes * num_new
-    progress = Progress(epoch=1, epochs=1, steps_per_epoch=total)
+    for rank in collector.ranks:
+        collector.progress[rank] = Progress(1, epochs=1, steps_per_epoch=total)
     plot = RunPlot(collector)
     bounds = [0, *range(num_steps, total + 1, num_new)]
     data, whole = [], []
-    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+    for begin, end in pairwise(bounds):
         steps = np.arange(begin, end) + 1
         for rank in range(num_ranks):
             records = make_records(rng, steps, total)
             names = ["loss", "samples", "gradient_norm"]
-            collector.add(rank, Batch(sequence, names, records, progress, end))
+            collector.add(rank, Batch(3 * begin, names, records))
         began = time.process_time()
         collector.curves.update()
         data.append(1000 * (time.process_time() - began))

@@ -177,7 +177,7 @@ class Lab:
         compile: bool = False,
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
-        live: bool = True,
+        live: bool | str = True,
         log_scale: bool = False,
         background: bool = False,
     ) -> "Run":
@@ -186,9 +186,10 @@ class Lab:
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
         number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
-        `live` shows loss and memory while it runs, the loss on a log scale with
-        `log_scale`. With `background` it returns at once: see `Run.wait` and
-        `Run.stop`.
+        `live` shows loss and memory while it runs: as a picture (True or "image"), as a
+        widget to zoom in ("widget"), or not at all (False); the picture has the loss on
+        a log scale with `log_scale`. With `background` it returns at once: see
+        `Run.wait` and `Run.stop`.
 
         Of the training step in `prepare` and `fit`: each global batch is computed in
         `accumulate` microbatches, with communication after the last; the gradient's
@@ -204,11 +205,11 @@ class Lab:
         from labkit.notebook.background import Job
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
-        from labkit.notebook.live_view import LiveView
         from labkit.notebook.live_view import is_notebook
         from labkit.notebook.runs import Run
         from labkit.notebook.saved_runs import begin
         from labkit.notebook.saved_runs import save
+        from labkit.notebook.widget_view import find_view
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
@@ -222,6 +223,7 @@ class Lab:
         )
         check_options(technique, options, device=self.device, config=config)
         check_timeout(timeout)
+        view_class = find_view(live)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(
                 f"seed is {seed!r}; it must be a whole number from 0 to 2**63 - 1"
@@ -254,9 +256,9 @@ class Lab:
                 collector.add_report(rank, report)
                 save(run)
 
-            # A terminal has one line for this, which is then the next prompt's.
-            is_seen = live and (not background or is_notebook())
-            view = LiveView(run) if is_seen else None
+            if background and not is_notebook():
+                view_class = None  # a terminal's line is the next prompt's
+            view = view_class(run) if view_class else None
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",

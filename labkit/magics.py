@@ -29,6 +29,7 @@ from labkit.notebook.runs import Run
 from labkit.notebook.saved_runs import delete_runs
 from labkit.notebook.saved_runs import find_runs
 from labkit.notebook.saved_runs import list_runs
+from labkit.notebook.widget_view import VIEWS
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
 from labkit.records import format_bytes
@@ -205,6 +206,13 @@ class LabMagics(Magics):
         "configuration, arguments of fully_shard or of DistributedDataParallel",
     )
     @timeout_option
+    @argument(
+        "--live",
+        default="image",
+        choices=VIEWS,
+        help="plot it as a picture (default), or as a widget: values under the mouse, "
+        "zoom, ranks on and off; the picture takes its place at the end",
+    )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
     @argument("--log-scale", action="store_true", help="plot the loss on a log scale")
     @argument(
@@ -232,7 +240,7 @@ class LabMagics(Magics):
                 compile=args.compile,
                 config=config,
                 timeout=args.timeout,
-                live=not args.no_live,
+                live=not args.no_live and args.live,
                 log_scale=args.log_scale,
                 background=args.background,
             )

@@ -16,7 +16,6 @@ from labkit.notebook.curves import smooth
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
-from labkit.records import Progress
 
 NAN = float("nan")
 
@@ -40,9 +39,9 @@ def send(
     rows = [
         (names.index(n), step, 0.1 * step, memory_bytes, v) for n, step, v in logged
     ]
-    last = max([collector.steps[rank], *(step for _, step, _ in logged)])
     records = np.array(rows, dtype=RECORD)
-    collector.add(rank, Batch(0, list(names), records, Progress(), last))
+    sequence = collector.num_received[rank]
+    collector.add(rank, Batch(sequence, list(names), records))
 
 
 # ---- one curve ----
@@ -190,7 +189,7 @@ def test_updates_on_the_way_change_nothing() -> None:
 
 
 def test_metrics_are_those_that_are_drawn_in_order() -> None:
-    names = ("samples", "loss", "val_loss", "tokens", "(progress)", "accuracy")
+    names = ("samples", "loss", "val_loss", "tokens", "(epoch)", "accuracy")
     collector = Collector([0])
     send(collector, 0, *((name, 1, 1.0) for name in names), names=names)
     collector.curves.update()
@@ -199,8 +198,8 @@ def test_metrics_are_those_that_are_drawn_in_order() -> None:
 
 def test_memory_is_the_greatest_of_a_step() -> None:
     collector = Collector([0])
-    names = ("loss", "other", "(progress)")
-    for memory_bytes, name in ((300, "loss"), (200, "other"), (900, "(progress)")):
+    names = ("loss", "other", "(epoch)")
+    for memory_bytes, name in ((300, "loss"), (200, "other"), (900, "(epoch)")):
         send(collector, 0, (name, 1, 1.0), names=names, memory_bytes=memory_bytes)
     collector.curves.update()
     x, y = collector.curves.curve(0, MEMORY).points()

@@ -108,7 +108,11 @@ def test_every_third_party_import_of_the_package_is_a_dependency(
                 imported.add(str(node.module).split(".")[0])
     package_of = {"PIL": "pillow", "sklearn": "scikit-learn", "IPython": "ipython"}
     extras = project["project"]["optional-dependencies"]
-    lines = [*project["project"]["dependencies"], *extras["tensorboard"]]
+    lines = [
+        *project["project"]["dependencies"],
+        *extras["tensorboard"],
+        *extras["widget"],
+    ]
     declared = {Requirement(line).name.lower() for line in lines}
     needed = {
         package_of.get(name, name).lower()

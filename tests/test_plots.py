@@ -55,8 +55,7 @@ def log(collector: Collector, rank: int, **metrics: dict[int, float]) -> None:
         for step, value in values.items()
     ]
     records = np.array(sorted(rows, key=lambda row: row[1]), dtype=RECORD)
-    last = max(max(values) for values in metrics.values())
-    collector.add(rank, Batch(0, names, records, Progress(), last))
+    collector.add(rank, Batch(0, names, records))
 
 
 def texts(plot: RunPlot) -> list[str]:
@@ -243,7 +242,7 @@ def test_a_metric_may_appear_in_mid_run() -> None:
     plot.update("")
     before = plot.png()
     records = np.array([(1, 2, 0.0, MIB, 0.9)], dtype=RECORD)
-    collector.add(0, Batch(1, ["loss", "accuracy"], records, Progress(), 2))
+    collector.add(0, Batch(2, ["loss", "accuracy"], records))
     plot.update("")
     heights = []
     for png in (before, plot.png()):

@@ -23,9 +23,8 @@ def collect(*values: list[float], metric: str = "loss") -> Collector:
     collector = Collector(range(len(values)))
     for rank, logged in enumerate(values):
         rows = [(0, step, step / 2, 0, v) for step, v in enumerate(logged, 1)]
-        progress = Progress(epoch=1, epochs=10, steps_per_epoch=100)
-        records = np.array(rows, dtype=RECORD)
-        collector.add(rank, Batch(0, [metric], records, progress, len(logged)))
+        collector.add(rank, Batch(0, [metric], np.array(rows, dtype=RECORD)))
+        collector.progress[rank] = Progress(1, epochs=10, steps_per_epoch=100)
     return collector
 
 

@@ -21,12 +21,14 @@ class LiveView:
     last state stays in the saved notebook.
     """
 
+    refresh_s = REFRESH_S
+
     def __init__(self, run: Run) -> None:
         self.run = run
         self.num_draws = 0
         self._plot: Any = None
         self._handle: Any = None
-        self._next_draw = time.monotonic() + REFRESH_S
+        self._next_draw = time.monotonic() + self.refresh_s
         self._num_drawn = -1
         self._has_failed = False
         self._in_notebook = is_notebook()
@@ -82,20 +84,22 @@ class LiveView:
             line = shorten(self.run.status_line(), width)
             print("\r" + line.ljust(width), end="", flush=True)
             self.num_draws += 1
-        self._next_draw = time.monotonic() + max(REFRESH_S, took / MAX_LOAD) - took
+        self._next_draw = time.monotonic() + max(self.refresh_s, took / MAX_LOAD) - took
 
     def _draw(self) -> None:
-        from IPython.display import display
-
         if self.run.state == "running":
             self.run.update_plot(self._plot)
         else:
             self.run.finish_plot(self._plot)
-        bundle = {
-            "image/png": self._plot.png(),
-            # Constant, because nbval compares it with what the first display had.
-            "text/plain": f"<live picture of {self.run.name}: loss and memory by rank>",
-        }
+        self._show({"image/png": self._plot.png()})
+
+    def _show(self, data: dict[str, Any]) -> None:
+        """Put `data`, by mime type, in the view's one place in the output."""
+        from IPython.display import display
+
+        # Constant, because nbval compares it with what the first display had.
+        text = f"<live picture of {self.run.name}: loss and memory by rank>"
+        bundle = {**data, "text/plain": text}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
