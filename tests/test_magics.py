@@ -182,6 +182,13 @@ def test_training_shows_one_live_picture_and_returns_the_run(kernel: Kernel) -> 
     assert "image/png" in kernel.run("run.plot()").result
 
 
+def test_the_loss_is_on_a_log_scale_if_so_asked(kernel: Kernel) -> None:
+    kernel.run(LOOP.format(options="--log-scale", epochs=1))
+    kernel.run("import labkit\nrun = labkit.current_lab().runs[-1]")
+    scales = "[run.plot(log_scale=s).axes[0].get_yscale() for s in (None, False)]"
+    assert kernel.run(scales).result["text/plain"] == "['log', 'linear']"
+
+
 def test_no_live_shows_no_picture(kernel: Kernel) -> None:
     reply = kernel.run(LOOP.format(options="--no-live", epochs=1))
     assert reply.status == "ok"

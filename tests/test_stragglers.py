@@ -7,6 +7,7 @@ import pytest
 from labkit import Lab
 from labkit.notebook.collector import Collector
 from labkit.notebook.runs import Run
+from labkit.notebook.saved_runs import open_run
 from labkit.notebook.stragglers import find_straggler
 from labkit.records import COMPONENTS
 from labkit.records import Collective
@@ -70,6 +71,15 @@ def test_a_rank_with_more_to_compute_is_named(lab: Lab, strategy: str) -> None:
     behind = run.summary()["behind"]
     assert behind[1] == pytest.approx(found[1])
     assert behind[0] < 0
+
+
+def test_a_run_from_disk_knows_who_was_slow(lab: Lab) -> None:
+    slow = "0.1 if rank == 1 else 0.02"
+    run = train(lab, "ddp", CELL.format(forward=slow, sample=0))
+    assert run.folder is not None
+    again = open_run(run.folder)
+    assert find_straggler(again.collector) == find_straggler(run.collector)
+    assert again.status_line() == run.status_line()
 
 
 def test_a_rank_whose_data_are_late_is_named(lab: Lab) -> None:

@@ -63,7 +63,7 @@ class Panel:
         axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-5, 6))
         if log_scale:
             use_log_scale(axes)
-        (self.band,) = axes.fill([], [], color="#888888", alpha=0.25, lw=0)
+        (self.band,) = axes.fill([], [], color="#4C78A8", alpha=0.28, lw=0)
         self.lines: dict[int, Line2D] = {}
         if not self.is_band:
             for rank, style in self._styles.items():

@@ -240,6 +240,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
                 memory=each["memory"],
                 collectives=[known(Collective, c) for c in each["collectives"]],
                 models=[known(ModelFacts, m) for m in each["models"]],
+                seconds=each.get("seconds", 0.0),
             )
             for each in info["measurements"][str(rank)]
         ]
