@@ -243,6 +243,7 @@ class Lab:
                 on_batch=collector.add,
                 on_report=collector.add_report,
                 on_tick=view.tick if view else lambda: None,
+                before_output=view.make_way if view else lambda: None,
             )
             try:
                 self._finish(dispatch, timeout, run)
