@@ -15,6 +15,7 @@ import pytest
 from isolation import own_environment
 from isolation import processes_of
 from kernels import wait_until
+from kernels import write_notebook
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -35,14 +36,6 @@ def first_cells(num_epochs: int) -> list[str]:
 
 
 # ---- notebooks, run by a program ----
-
-
-def write_notebook(path: Path, cells: list[str]) -> None:
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(cell) for cell in cells],
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
-    )
-    nbformat.write(notebook, path)
 
 
 COMMANDS = {
