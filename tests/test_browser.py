@@ -107,13 +107,13 @@ def test_a_saved_notebook_reads_the_same_when_it_is_opened_again(
 
 # ---- stopping ----
 
-ENDLESS = """
+ENDLESS = """%%dist_train raw --name endless
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], lr=0.001)
 while True:
     weight.square().sum().backward()
     optimizer.step()
-"""
+    optimizer.zero_grad()"""
 
 
 def test_the_stop_button_ends_a_run_and_the_next_cell_works(
@@ -121,7 +121,7 @@ def test_the_stop_button_ends_a_run_and_the_next_cell_works(
 ) -> None:
     cells = [
         "%load_ext labkit\n%dist_start -n 2",
-        f"%%dist_train raw --name endless{ENDLESS}",
+        ENDLESS,
         "%%dist\ndist.barrier()\nprint('all', world_size, 'are here')",
     ]
     write_notebook(server.notebooks / "stop.ipynb", cells)
