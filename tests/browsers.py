@@ -21,7 +21,7 @@ from playwright.sync_api import expect
 ARTIFACTS = Path(__file__).parents[1] / "test-artifacts"
 """Where screenshots are kept."""
 
-START_S = 60
+START_S = 120
 END_S = 30
 WAIT_MS = 60_000
 PNG = "data:image/png;base64,"

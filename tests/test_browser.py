@@ -141,3 +141,42 @@ def test_the_stop_button_ends_a_run_and_the_next_cell_works(
     page.screenshot("stop-stopped")
     page.close()
     server.end_kernels()
+
+
+# ---- reloading ----
+
+UNTIL_TOLD = """%%dist_train raw --name long
+from pathlib import Path
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.001)
+while not Path("told").exists():
+    weight.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()"""
+
+
+def test_a_run_goes_on_while_the_page_is_reloaded(
+    browser: Browser, server: LabServer
+) -> None:
+    cells = [
+        "%load_ext labkit\n%dist_start -n 2",
+        UNTIL_TOLD,
+        "import labkit\nrun = labkit.current_lab().runs[-1]\ndisplay(run)\nrun.plot()",
+    ]
+    write_notebook(server.notebooks / "reload.ipynb", cells)
+    page = NotebookPage(browser, server, "reload.ipynb")
+    page.watch_pictures()
+    page.run_all()
+    page.wait_for_pictures(1, 1)
+    page.reload()
+    page.screenshot("reload-running")
+    [kernel] = server.ask("GET", "api/kernels")
+    assert kernel["execution_state"] == "busy"
+    (server.notebooks / "told").touch()
+    page.wait_until_idle()
+    page.run(2)
+    expect(page.output(2)).to_contain_text("<Run 'long': raw on 2 ranks, finished")
+    assert page.picture(2)
+    page.screenshot("reload-found-again", 2)
+    page.close()
+    server.end_kernels()
