@@ -163,6 +163,7 @@ class NotebookPage:
         """
         self._page.reload()
         expect(self.cell(0)).to_be_visible()
+        expect(self._page.locator(".jp-Spinner")).to_have_count(0)
 
     def close(self) -> None:
         self._page.close()

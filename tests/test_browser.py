@@ -145,22 +145,25 @@ def test_the_stop_button_ends_a_run_and_the_next_cell_works(
 
 # ---- reloading ----
 
-UNTIL_TOLD = """%%dist_train raw --name long
+
+def training_until(file: Path, options: str) -> str:
+    """A cell that trains until `file` exists."""
+    return f"""%%dist_train raw {options}
 from pathlib import Path
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], lr=0.001)
-while not Path("told").exists():
+while not Path({str(file)!r}).exists():
     weight.square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()"""
 
 
 def test_a_run_goes_on_while_the_page_is_reloaded(
-    browser: Browser, server: LabServer
+    browser: Browser, server: LabServer, tmp_path: Path
 ) -> None:
     cells = [
         "%load_ext labkit\n%dist_start -n 2",
-        UNTIL_TOLD,
+        training_until(tmp_path / "told", "--name long"),
         "import labkit\nrun = labkit.current_lab().runs[-1]\ndisplay(run)\nrun.plot()",
     ]
     write_notebook(server.notebooks / "reload.ipynb", cells)
@@ -172,7 +175,7 @@ def test_a_run_goes_on_while_the_page_is_reloaded(
     page.screenshot("reload-running")
     [kernel] = server.ask("GET", "api/kernels")
     assert kernel["execution_state"] == "busy"
-    (server.notebooks / "told").touch()
+    (tmp_path / "told").touch()
     page.wait_until_idle()
     page.run(2)
     expect(page.output(2)).to_contain_text("<Run 'long': raw on 2 ranks, finished")

@@ -17,7 +17,7 @@ from isolation import processes_of
 from kernels import wait_until
 from kernels import write_notebook
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 15
