@@ -11,12 +11,15 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import portable
 from labkit.notebook.functions import pack_function
+from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
+from labkit.notebook.options import is_number
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import place_ranks
 from labkit.records import FUNCTION_NAME
@@ -38,6 +41,9 @@ _TRANSFER = "labkit.rank.transfer"
 
 PROOF_TIMEOUT_S = 2.0
 ESTIMATE_TIMEOUT_S = 600.0
+ANSWER_S = 5.0
+STOP_S = 4.0
+"""How long `Lab.stop` waits for a run in the background to end well."""
 
 Ranks = str | int | Sequence[int] | None
 
@@ -171,14 +177,17 @@ class Lab:
         compile: bool = False,
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
-        live: bool = True,
+        live: bool | str = True,
+        background: bool = False,
     ) -> "Run":
         """Run a training cell, or function, under `strategy` on every rank.
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
         number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
-        `live` shows loss and memory while it runs.
+        `live` shows loss and memory while it runs: as a picture (True or "image"), as a
+        widget to zoom in ("widget"), or not at all (False). With `background` it
+        returns at once: see `Run.wait` and `Run.stop`.
 
         Of the training step in `prepare` and `fit`: each global batch is computed in
         `accumulate` microbatches, with communication after the last; the gradient's
@@ -191,10 +200,14 @@ class Lab:
 
         Raises as `run` does; the run is in `runs` all the same.
         """
+        from labkit.notebook.background import Job
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
-        from labkit.notebook.live_view import LiveView
+        from labkit.notebook.live_view import is_notebook
         from labkit.notebook.runs import Run
+        from labkit.notebook.saved_runs import begin
+        from labkit.notebook.saved_runs import save
+        from labkit.notebook.widget_view import find_view
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
@@ -208,6 +221,7 @@ class Lab:
         )
         check_options(technique, options, device=self.device, config=config)
         check_timeout(timeout)
+        view_class = find_view(live)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(
                 f"seed is {seed!r}; it must be a whole number from 0 to 2**63 - 1"
@@ -218,18 +232,30 @@ class Lab:
         targets = [0] if technique.is_single else list(range(self.world_size))
         packed_config = portable.dumps(dict(config or {}))
         code, function = code_or_function, None
+        source = code
         if callable(code_or_function):
             function = pack_function(code_or_function)
-            code = f"{FUNCTION_NAME}()"
+            code, source = f"{FUNCTION_NAME}()", source_of(code_or_function)
         assert isinstance(code, str)
-        with self._working() as cluster:
+        assert isinstance(source, str)
+        with contextlib.ExitStack() as work:
+            cluster = work.enter_context(self._working())
             if function is not None:
                 cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
             cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
             collector = Collector(targets)
-            run = Run(name, strategy, code, collector, options)
+            run = Run(name, strategy, source, collector, options)
+            devices = [self.placements[rank].device for rank in targets]
+            begin(run, seed=seed, devices=devices, backend=self.backend, config=config)
             self.runs.append(run)
-            view = LiveView(run) if live else None
+
+            def take_report(rank: int, report: Any) -> None:
+                collector.add_report(rank, report)
+                save(run)
+
+            if background and not is_notebook():
+                view_class = None  # a terminal's line is the next prompt's
+            view = view_class(run) if view_class else None
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",
@@ -238,33 +264,42 @@ class Lab:
                     strategy=strategy,
                     seed=seed,
                     options=options.for_message(),
+                    folder=None if run.folder is None else str(run.folder),
                 ),
                 targets,
                 on_batch=collector.add,
-                on_report=collector.add_report,
+                on_report=take_report,
                 on_tick=view.tick if view else lambda: None,
                 before_output=view.make_way if view else lambda: None,
             )
-            try:
-                self._finish(dispatch, timeout, run)
-            finally:
-                if view:
-                    view.close()
-            for mismatch in run.mismatches:
-                print(f"labkit: {mismatch}", file=sys.stderr)
+            run.dispatch = dispatch
+            held = work.pop_all()
+
+        def see_to_its_end() -> None:
+            with held:
+                try:
+                    self._finish(dispatch, timeout, run)
+                finally:
+                    if view:
+                        view.close()
+                for mismatch in run.mismatches:
+                    print(f"labkit: {mismatch}", file=sys.stderr)
+
+        if background:
+            run.job = Job(see_to_its_end, name=f"labkit {name}")
+        else:
+            see_to_its_end()
         return run
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
-        """The runs with these names, in this order; all of them for none.
+        """The runs with these names, in this order; all of this lab's for none.
 
-        Raises ValueError where there is no such run.
+        What this lab did not run is loaded from disk: see `labkit.load_run`. Raises
+        ValueError where there is no such run.
         """
-        known = {run.name: run for run in self.runs}
-        for name in names:
-            if name not in known:
-                have = ", ".join(known) or "none; %%dist_train STRATEGY makes one"
-                raise ValueError(f"there is no run {name!r}; there are: {have}")
-        return [known[name] for name in names] if names else list(self.runs)
+        from labkit.notebook.saved_runs import find_runs
+
+        return find_runs(names, own=self.runs) if names else list(self.runs)
 
     def compare(self, *names: str) -> "pd.DataFrame":
         """Runs in one table, one row each: see `comparison.compare_runs`."""
@@ -305,7 +340,7 @@ class Lab:
                     f"{format_ranks(without)}: no variable {name!r}; a cell that "
                     "begins with %%dist sets one"
                 )
-            asked = targets
+            asked, is_collective = targets, False
             if full:
                 sharded = cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
                 parts = [
@@ -319,8 +354,11 @@ class Lab:
                             f"{format_ranks(others)}, so it cannot be gathered; it is "
                             "of an earlier run, and was made anew there since"
                         )
-                    asked = list(everyone)
+                    asked, is_collective = list(everyone), True
+            # Where one rank fails to gather, the others may wait for it.
+            self._group_is_whole = not is_collective
             values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
+            self._group_is_whole = True
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:
             return portable.loads(by_rank[targets[0]])
@@ -356,7 +394,7 @@ class Lab:
         from labkit.notebook.forecast import Forecast
 
         if device_bytes is None:
-            [facts] = self._running_cluster().call(f"{_CELL}:describe_rank", ranks=[0])
+            facts = self._running_cluster().ask(0, "describe").result(ANSWER_S)
             shares = self.world_size if self.device == "cpu" else 1
             device_bytes = facts["memory_total"] / shares
         options: dict[str, Any] = {
@@ -401,21 +439,24 @@ class Lab:
         import pandas as pd
 
         cluster = self._running_cluster()
+        answers = [cluster.ask(rank, "describe") for rank in range(self.world_size)]
         facts = {}
-        for rank in range(self.world_size):
-            # A rank may die while it is asked.
-            with contextlib.suppress(RuntimeError):
-                if cluster.is_alive(rank):
-                    [facts[rank]] = cluster.call(f"{_CELL}:describe_rank", ranks=[rank])
+        for rank, answer in enumerate(answers):
+            # A rank may be dead, die while it is asked, or be deep in native code.
+            with contextlib.suppress(CancelledError, TimeoutError):
+                facts[rank] = answer.result(ANSWER_S)
         run = self.runs[-1] if self.runs else None
         rows = []
         for placement in self.placements:
             rank = placement.rank
-            row = {"rank": rank, "device": placement.device, "state": "idle"}
-            if rank in facts:
-                row.update(facts[rank])
-            else:
-                row.update(pid=cluster.pids[rank], state="dead")
+            alive = cluster.is_alive(rank)
+            row = {
+                "rank": rank,
+                "device": placement.device,
+                "pid": cluster.pids[rank],
+                "state": "does not answer" if alive else "dead",
+                **facts.get(rank, {}),
+            }
             if run is not None:
                 row.update(run=run.name, step=run.collector.steps.get(rank))
             rows.append(row)
@@ -456,9 +497,14 @@ class Lab:
 
     def stop(self) -> None:
         """End all that this lab started; does nothing the second time."""
+        for run in self.runs:
+            run.interrupt(timeout=STOP_S)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
+        for run in self.runs:
+            if run.job is not None:
+                run.job.join(STOP_S)
 
     # ---- the group and its ranks ----
 
@@ -466,10 +512,11 @@ class Lab:
     def _lock(self) -> Iterator[None]:
         from labkit.notebook.cluster import CallError
 
+        for run in self.runs[-1:]:
+            if run.job is not None and run.state != "running":
+                run.job.join()  # it has ended, and its group is being looked after
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "the lab is running another cell; wait for it, or stop it"
-            )
+            raise RuntimeError(self._what_is_running())
         try:
             yield
         except CallError as error:
@@ -492,6 +539,15 @@ class Lab:
             if not self._group_is_whole:
                 self._form_group()
             yield cluster
+
+    def _what_is_running(self) -> str:
+        run = self.runs[-1] if self.runs else None
+        if run is None or run.job is None or run.state != "running":
+            return "the lab is running another cell; wait for it, or stop it"
+        return (
+            f"{run.name} is running in the background: %dist_show {run.name} shows it; "
+            "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
+        )
 
     def _running_cluster(self) -> "Cluster":
         if self._cluster is None:
@@ -535,25 +591,25 @@ class Lab:
         from labkit.notebook.failure import Interrupted
         from labkit.notebook.failure import RankError
         from labkit.notebook.failure import first_failure
+        from labkit.notebook.saved_runs import end
 
         state = "interrupted"
         try:
             outcomes = dispatch.wait(timeout)
-            for outcome in outcomes:
-                if run is not None and outcome.status != "died":
-                    run.collector.finish(outcome.rank, outcome.num_batches)
             first = first_failure(dispatch.outcomes)
             if dispatch.was_interrupted or dispatch.timed_out:
                 first = first if first and first.status == "died" else None
             elif first is not None:
                 state = "failed"
+            elif dispatch.is_stopping:
+                state = "interrupted" if any_stopped(outcomes) else "finished"
             elif stopped := [o for o in dispatch.outcomes if o.status != "ok"]:
                 first = stopped[0]  # by a KeyboardInterrupt of its own
             else:
                 state = "finished"
         finally:
             if run is not None:
-                run.end(state)
+                end(run, state, dispatch.outcomes)
         try:
             self._settle(outcomes)
         except RuntimeError as error:
@@ -566,7 +622,7 @@ class Lab:
         if dispatch.timed_out:
             assert timeout is not None
             raise CellTimeoutError(outcomes, timeout)
-        if dispatch.was_interrupted:
+        if dispatch.was_interrupted and not dispatch.is_stopping:
             raise Interrupted(outcomes, "Interrupted; every rank keeps its variables.")
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
@@ -575,6 +631,8 @@ class Lab:
         After a failure on which the ranks agree it is as good as before, and what
         was wrapped in it stays usable.
         """
+        if not self.is_running:
+            return  # it was stopped, and this was its run in the background
         failed = any(outcome.status != "ok" for outcome in outcomes)
         in_place = all(outcome.group_in_place for outcome in outcomes)
         if in_place and not failed:
@@ -610,6 +668,10 @@ class Lab:
             )
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
+
+
+def any_stopped(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.status == "interrupted" for outcome in outcomes)
 
 
 def current_lab() -> Lab:
@@ -655,8 +717,7 @@ def check_timeout(timeout: float | None) -> None:
     """ValueError unless `timeout` is None or a number of seconds."""
     if timeout is None:
         return
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not (is_number and timeout > 0 and math.isfinite(timeout)):
+    if not (is_number(timeout) and 0 < timeout < math.inf):
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds > 0")
 
 

@@ -21,12 +21,45 @@ from IPython.display import display
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
+from labkit.notebook.live_view import show
 from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
+from labkit.notebook.runs import Run
+from labkit.notebook.saved_runs import delete_runs
+from labkit.notebook.saved_runs import find_runs
+from labkit.notebook.saved_runs import list_runs
+from labkit.notebook.widget_view import VIEWS
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
+from labkit.records import format_bytes
 from labkit.strategies import STRATEGIES
+
+# Options that several magics have.
+timeout_option = argument(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="stop after so long; no limit by default",
+)
+precision_option = argument(
+    "--precision",
+    default="fp32",
+    choices=PRECISIONS,
+    help="what the model computes in (default: fp32); fp16 needs a GPU",
+)
+accumulate_option = argument(
+    "--accumulate",
+    type=int,
+    default=1,
+    metavar="K",
+    help="compute each batch in K microbatches, communicate after the last",
+)
+checkpointing_option = argument(
+    "--activation-checkpointing",
+    action="store_true",
+    help="keep only the inputs of the model's blocks; compute the rest again",
+)
 
 
 @contextlib.contextmanager
@@ -125,12 +158,7 @@ class LabMagics(Magics):
         default="all",
         help="0, or 0,2, or 1-3; all ranks by default",
     )
-    @argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="stop the cell after so long; no limit by default",
-    )
+    @timeout_option
     @cell_magic
     def dist(self, line: str, cell: str) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
@@ -156,30 +184,15 @@ class LabMagics(Magics):
         metavar="S",
         help="every rank begins with this seed (default: 0)",
     )
-    @argument(
-        "--precision",
-        default="fp32",
-        choices=PRECISIONS,
-        help="what the model computes in (default: fp32); fp16 needs a GPU",
-    )
-    @argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="K",
-        help="compute each batch in K microbatches, communicate after the last",
-    )
+    @precision_option
+    @accumulate_option
     @argument(
         "--clip",
         type=float,
         metavar="NORM",
         help="clip the norm of the whole gradient to this",
     )
-    @argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="keep only the inputs of the model's blocks; compute the rest again",
-    )
+    @checkpointing_option
     @argument(
         "--sync-batchnorm",
         action="store_true",
@@ -192,13 +205,20 @@ class LabMagics(Magics):
         help="a dict of the notebook, for the strategy in its own words: DeepSpeed's "
         "configuration, arguments of fully_shard or of DistributedDataParallel",
     )
+    @timeout_option
     @argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="stop the run after so long; no limit by default",
+        "--live",
+        default="image",
+        choices=VIEWS,
+        help="plot it as a picture (default), or as a widget: values under the mouse, "
+        "zoom, ranks on and off; the picture takes its place at the end",
     )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @argument(
+        "--background",
+        action="store_true",
+        help="return at once; see the Run's wait() and stop(), and %%dist_show",
+    )
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
@@ -219,7 +239,8 @@ class LabMagics(Magics):
                 compile=args.compile,
                 config=config,
                 timeout=args.timeout,
-                live=not args.no_live,
+                live=not args.no_live and args.live,
+                background=args.background,
             )
 
     def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:
@@ -299,24 +320,9 @@ class LabMagics(Magics):
         metavar="N,N",
         help="world sizes to predict, as 8,64,512 (default: this lab's)",
     )
-    @argument(
-        "--precision",
-        default="fp32",
-        choices=PRECISIONS,
-        help="what the model computes in (default: fp32)",
-    )
-    @argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="K",
-        help="compute each batch in K microbatches",
-    )
-    @argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="keep only the inputs of the model's blocks",
-    )
+    @precision_option
+    @accumulate_option
+    @checkpointing_option
     @argument(
         "--memory",
         type=float,
@@ -356,21 +362,71 @@ class LabMagics(Magics):
         with usage_errors():
             table = current_lab().status()
         for column in ("memory_used", "memory_total"):
-            table[column] = [format_bytes(value) for value in table[column]]
+            table[column] = [
+                "" if value is pd.NA else format_bytes(value) for value in table[column]
+            ]
         return table
 
     @magic_arguments()
     @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")
+    @argument("--strategy", metavar="STRATEGY", help="list those under this strategy")
+    @argument("--state", metavar="STATE", help="list those in this state, as finished")
+    @argument("--last", type=int, metavar="N", help="list the newest N")
+    @argument(
+        "--delete",
+        nargs="+",
+        metavar="NAME",
+        help="delete these runs from disk, by name or folder; asks nothing",
+    )
     @line_magic
     def dist_runs(self, line: str) -> Any:
-        """List the runs; with names, compare them in one picture and one table."""
+        """List the runs, also those on disk; with names, compare them in one picture
+        and one table."""
         args = parse_argstring(self.dist_runs, line)
+        filters = {key: getattr(args, key) for key in ("strategy", "state", "last")}
+        filters = {key: value for key, value in filters.items() if value is not None}
+        if bool(args.names) + bool(args.delete) + bool(filters) > 1:
+            raise UsageError(
+                "%dist_runs lists runs, lays those that are named over each other, or "
+                "deletes some: give names, or --delete, or what to list"
+            )
+        own = own_runs()
         with usage_errors():
-            lab = current_lab()
-            runs = lab.find_runs(args.names)
+            if args.delete:
+                deleted = delete_runs(*args.delete)
+                # What is gone from disk is gone from the list.
+                own[:] = [run for run in own if run.folder not in deleted]
+                print("deleted " + ", ".join(path.name for path in deleted))
+                return None
             if args.names:
-                display(lab.plot_runs(*args.names))
-            return in_mib(lab.compare(*(run.name for run in runs)))
+                return self._compare(find_runs(args.names, own))
+            table = list_runs(own=own, **filters)
+        table["total_peak"] = (table["total_peak"].astype(float) / 2**20).round(3)
+        return table.rename(columns={"total_peak": "total_peak (MiB)"})
+
+    def _compare(self, runs: list[Run]) -> pd.DataFrame:
+        from labkit.notebook.comparison import compare_runs
+        from labkit.notebook.comparison import plot_comparison
+
+        display(plot_comparison(runs))
+        return in_mib(compare_runs(runs))
+
+    @magic_arguments()
+    @argument(
+        "name", nargs="?", metavar="NAME", help="a run's name; the newest by default"
+    )
+    @line_magic
+    def dist_show(self, line: str) -> None:
+        """Show a run's picture in this cell, live while it runs."""
+        args = parse_argstring(self.dist_show, line)
+        with usage_errors():
+            if args.name is None:
+                runs = current_lab().runs
+            else:
+                runs = find_runs([args.name], own_runs())
+            if not runs:
+                raise ValueError("there is no run; %%dist_train STRATEGY makes one")
+            show(runs[-1])
 
     @magic_arguments()
     @argument("--all", action="store_true", help="every rank, dead or alive")
@@ -409,6 +465,12 @@ def running_lab() -> Lab | None:
         return None
 
 
+def own_runs() -> list[Run]:
+    """The runs of the magics' lab; none where none is running."""
+    lab = running_lab()
+    return [] if lab is None else lab.runs
+
+
 def ready_line(lab: Lab) -> str:
     """One line that says what was seen to work."""
     return (
@@ -442,12 +504,3 @@ def in_mib(table: pd.DataFrame) -> pd.DataFrame:
     return shown.rename(
         columns={name: name.replace("_bytes", "") + " (MiB)" for name in names}
     ).round(3)
-
-
-def format_bytes(value: float) -> str:
-    """Bytes in GiB or MiB, to three digits; "" for none."""
-    if value is pd.NA:
-        return ""
-    if value >= 2**30:
-        return f"{value / 2**30:.3g} GiB"
-    return f"{value / 2**20:.3g} MiB"

@@ -49,6 +49,7 @@ class ResNet(nn.Module):
     """A small residual network: (N, channels, height, width) to (N, num_classes).
 
     Three stages of `width`, 2 and 4 times `width` channels, `blocks` blocks in each.
+    Raises ValueError for a `width` below 8.
     """
 
     def __init__(
@@ -60,6 +61,13 @@ class ResNet(nn.Module):
         blocks: int = 1,
     ) -> None:
         super().__init__()
+        if width < 8:
+            # uxlfoundation/oneDNN#6035
+            raise ValueError(
+                f"width is {width}; it must be 8 or more: oneDNN, which computes on "
+                "the CPU, corrupts memory in the backward pass of a strided 1x1 "
+                "convolution of fewer channels"
+            )
         self.conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(width)
         stages: list[nn.Module] = []

@@ -1,8 +1,10 @@
 """What crosses from rank to notebook: the one shared vocabulary."""
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,28 @@ NOTICED_LOSS = "(noticed loss)"
 """The metric of losses that were given to `backward()`; it is the run's `loss` unless
 the cell logs one itself."""
 
+STEP_TAKEN = "(step taken)"
+"""The metric that notes an optimizer step for which no loss was noticed."""
+
+UNWRITTEN = "(unwritten)"
+"""The metric 0 of every rank, of which there are no records: where a file of records
+has zeros, nothing was written."""
+
+UNREAD = struct.unpack("<d", struct.pack("<Q", 0x7FF8_6C61_626B_6974))[0]
+"""The value, a NaN like no other, of a record whose tensor the rank has yet to read."""
+
+RECORDS_FILE = "rank-{}.records"
+"""In a run's folder: a rank's records, one `RECORD` after the other, then zeros."""
+NAMES_FILE = "rank-{}.names"
+"""In a run's folder: the names of a rank's metrics, [id, name] in each line."""
+
 RECORD = np.dtype(
     [
-        ("metric", "u2"),  # index into the batch's names
-        ("step", "i8"),  # optimizer steps taken in this run
-        ("seconds", "f8"),  # since the cell began on this rank
-        ("memory_bytes", "i8"),  # in use on the rank's device when it was logged
-        ("value", "f8"),
+        ("metric", "<u2"),  # index into the batch's names
+        ("step", "<i8"),  # optimizer steps taken in this run
+        ("seconds", "<f8"),  # since the cell began on this rank
+        ("memory_bytes", "<i8"),  # in use on the rank's device when it was logged
+        ("value", "<f8"),
     ]
 )
 """One logged scalar of one rank."""
@@ -81,6 +98,8 @@ class CellSpec:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     """The `TrainOptions` of a training cell, but for its config, which is pickled."""
+    folder: str | None = None
+    """The run's, in which ranks keep their records; None for a run without one."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +111,21 @@ class Progress:
     steps_per_epoch: int | None = None
 
 
+PROGRESS = {f.name: f"({f.name.replace('_', ' ')})" for f in fields(Progress)}
+"""Field of `Progress` -> the metric that notes it."""
+NOTES = frozenset({STEP_TAKEN, *PROGRESS.values()})
+"""Metrics that tell how far a run has come; they are no part of its history."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Records of one rank since its last batch, in the order of logging."""
 
     sequence: int
-    """Counts this rank's batches of the run from 0; a gap would show a loss."""
+    """The number of the first one among this rank's records of the run, from 0; a gap
+    would show a loss."""
     names: list[str]
     records: np.ndarray  # (num_records,) of RECORD
-    progress: Progress
-    step: int
 
 
 COMPONENTS = (
@@ -203,21 +227,33 @@ class Outcome:
     evalue: str = ""
     where: str = ""
     """The line of the cell that was running, as "line 3: dist.all_reduce(x)"."""
-    num_batches: int = 0
+    num_records: int = 0
+    """How many it logged and sent."""
+    num_not_on_disk: int = 0
+    """How many of them were in its memory alone."""
+    disk_error: str = ""
+    """Why they were."""
     group_in_place: bool = True
     """Whether the process group that labkit formed is still the default one."""
     traceback: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         """One line for a rank that is named but not shown in full."""
-        place = f" at {self.where}" if self.where else ""
+        lines = self.evalue.strip().splitlines()
+        return self._told(shorten(lines[0], 160) if lines else "")
+
+    def in_full(self) -> str:
+        """As `summary`, with the whole message of an error, which may be many lines."""
+        return self._told(self.evalue.strip())
+
+    def _told(self, message: str) -> str:
+        between = "\n" if "\n" in message else " "
+        place = f"{between}at {self.where}" if self.where else ""
         if self.status == "ok":
             return f"rank {self.rank}: finished"
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{place}"
-        lines = self.evalue.strip().splitlines()
-        message = f": {shorten(lines[0], 160)}" if lines else ""
-        return f"rank {self.rank}: {self.ename}{message}{place}"
+        return f"rank {self.rank}: {self.ename}{message and ': '}{message}{place}"
 
 
 def shorten(text: str, num_characters: int) -> str:
@@ -225,6 +261,13 @@ def shorten(text: str, num_characters: int) -> str:
     if len(text) <= num_characters:
         return text
     return text[: num_characters - 3] + "..."
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in GiB or MiB, to three digits."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.3g} GiB"
+    return f"{num_bytes / 2**20:.3g} MiB"
 
 
 def message(name: str, value: Any) -> dict[str, Any]:

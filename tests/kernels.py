@@ -46,6 +46,8 @@ class Kernel:
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
+        self.last_request = ""
+        """The message id of the last cell."""
 
     @property
     def process(self) -> psutil.Process:
@@ -79,7 +81,13 @@ class Kernel:
             code, timeout=timeout, output_hook=take, allow_stdin=False
         )
         reply.status = answer["content"]["status"]
+        self.last_request = answer["parent_header"]["msg_id"]
         return reply
+
+    def take_waiting(self, on_message: Callable[[dict[str, Any]], None]) -> None:
+        """Take what cells that have ended have published since."""
+        while self.client.iopub_channel.msg_ready():
+            on_message(self.client.get_iopub_msg(timeout=1))
 
     def lab_tokens(self) -> set[str]:
         """The tokens of the labs that this kernel has started."""

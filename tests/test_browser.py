@@ -183,3 +183,33 @@ def test_a_run_goes_on_while_the_page_is_reloaded(
     page.screenshot("reload-found-again", 2)
     page.close()
     server.end_kernels()
+
+
+def test_a_run_in_the_background_is_found_again_after_a_reload(
+    browser: Browser, server: LabServer, tmp_path: Path
+) -> None:
+    cells = [
+        "%load_ext labkit\n%dist_start -n 2",
+        training_until(tmp_path / "told", "--name long --background"),
+        "%dist_show long",
+    ]
+    write_notebook(server.notebooks / "background.ipynb", cells)
+    page = NotebookPage(browser, server, "background.ipynb")
+    page.watch_pictures()
+    page.run(0)
+    page.run(1)
+    page.wait_for_pictures(1, 2)
+    page.wait_until_idle()
+    page.screenshot("background-running")
+    page.reload()
+    page.wait_until_idle()
+    page.watch_pictures()
+    page.run(2)
+    page.wait_for_pictures(2, 3)
+    page.screenshot("background-found-again")
+    (tmp_path / "told").touch()
+    page.wait_until_idle()
+    assert page.picture(2) == page.pictures_seen(2)[-1]
+    page.screenshot("background-finished")
+    page.close()
+    server.end_kernels()

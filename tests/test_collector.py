@@ -4,7 +4,10 @@ import numpy as np
 import pandas as pd
 
 from labkit.notebook.collector import Collector
+from labkit.records import NOTICED_LOSS
+from labkit.records import PROGRESS
 from labkit.records import RECORD
+from labkit.records import STEP_TAKEN
 from labkit.records import Batch
 from labkit.records import Progress
 
@@ -21,9 +24,7 @@ def batch(
         (names.index(name), step, float(at), 100 * step, value)
         for at, (name, step, value) in enumerate(logged)
     ]
-    last = max((step for _, step, _ in logged), default=0)
-    records = np.array(rows, dtype=RECORD)
-    return Batch(sequence, names, records, Progress(epoch=1), last)
+    return Batch(sequence, names, np.array(rows, dtype=RECORD))
 
 
 def collect(*batches: tuple[int, Batch], ranks: Sequence[int] = (0, 1)) -> Collector:
@@ -104,7 +105,7 @@ def test_a_metric_may_be_logged_at_other_steps_than_the_loss() -> None:
 def test_a_metric_that_is_logged_twice_at_a_step_keeps_both() -> None:
     collector = collect(
         (0, batch(("loss", 1, 3.0), ("accuracy", 1, 0.1), ("accuracy", 1, 0.2))),
-        (0, batch(("accuracy", 1, 0.3), sequence=1)),
+        (0, batch(("accuracy", 1, 0.3), sequence=3)),
         (1, batch(("loss", 1, 5.0))),
     )
     assert rows(collector.history(), "step", "rank", "loss", "accuracy") == [
@@ -152,7 +153,7 @@ def test_columns_of_history_are_numbers() -> None:
 def test_series_holds_one_metric_in_the_order_of_logging() -> None:
     collector = collect(
         (0, batch(("loss", 1, 3.0), ("accuracy", 1, 0.1))),
-        (0, batch(("loss", 2, 2.0), sequence=1)),
+        (0, batch(("loss", 2, 2.0), sequence=2)),
     )
     series = collector.series(0, "loss")
     assert series["step"].tolist() == [1, 2]
@@ -174,30 +175,50 @@ def test_records_can_be_read_between_two_batches() -> None:
     assert collector.num_records == {0: 3}
 
 
-def test_progress_and_step_are_those_of_the_last_batch() -> None:
-    collector = Collector([0, 1])
-    empty = np.empty(0, dtype=RECORD)
-    collector.add(0, Batch(0, [], empty, Progress(epoch=1), 3))
-    collector.add(0, Batch(1, [], empty, Progress(epoch=2, epochs=5), 7))
+def test_notes_of_progress_are_no_part_of_the_history() -> None:
+    collector = collect(
+        (0, batch((PROGRESS["epoch"], 0, 1.0), ("loss", 1, 3.0))),
+        (0, batch((PROGRESS["epoch"], 1, 2.0), sequence=2)),
+        (0, batch((PROGRESS["epochs"], 1, 5.0), sequence=3)),
+    )
     assert collector.progress == {0: Progress(epoch=2, epochs=5), 1: Progress()}
-    assert collector.steps == {0: 7, 1: 0}
-    assert collector.num_records == {0: 0, 1: 0}
+    assert collector.steps == {0: 1, 1: 0}
+    assert collector.num_records == {0: 1, 1: 0}
+    assert collector.num_received == {0: 4, 1: 0}
+    assert collector.num_lost == 0
+    assert list(collector.history().columns) == LEADING
+    assert collector.records(0)["step"].tolist() == [1]
+
+
+def test_steps_are_those_that_were_taken_where_they_are_noticed() -> None:
+    collector = Collector([0, 1, 2])
+    collector.add(0, batch(("mine", 7, 0.0), ("mine", 3, 0.0)))
+    collector.add(1, batch(("mine", 700, 0.0), (NOTICED_LOSS, 2, 0.5)))
+    collector.add(1, batch(("mine", 900, 0.0), sequence=2))
+    collector.add(2, batch((STEP_TAKEN, 1, 1.0), (STEP_TAKEN, 2, 2.0)))
+    assert collector.steps == {0: 7, 1: 2, 2: 2}
+    assert collector.num_records == {0: 2, 1: 3, 2: 0}
 
 
 # ---- losses ----
 
 
-def test_batches_that_never_came_are_counted() -> None:
+def test_records_that_never_came_are_counted() -> None:
     collector = Collector([0, 1])
     for sequence in (0, 1, 4, 5, 7):
         collector.add(0, batch(("loss", sequence, 0.0), sequence=sequence))
-    collector.add(1, batch(sequence=1))
-    assert collector.num_lost == 2 + 1 + 1
+    collector.add(1, batch(("loss", 1, 0.0), sequence=1))
+    collector.finish(0, 10)
+    collector.finish(1, 2)
+    assert collector.lost == {0: 2 + 1 + 2, 1: 1}
+    assert collector.num_lost == 6
 
 
-def test_no_batch_is_missing_where_all_came() -> None:
+def test_no_record_is_missing_where_all_came() -> None:
     collector = Collector([0, 1])
     for sequence in range(5):
         for rank in (1, 0):
             collector.add(rank, batch(("loss", sequence, 0.0), sequence=sequence))
+    for rank in (0, 1):
+        collector.finish(rank, 5)
     assert collector.num_lost == 0

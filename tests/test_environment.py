@@ -107,9 +107,13 @@ def test_every_third_party_import_of_the_package_is_a_dependency(
             elif isinstance(node, ast.ImportFrom):
                 imported.add(str(node.module).split(".")[0])
     package_of = {"PIL": "pillow", "sklearn": "scikit-learn", "IPython": "ipython"}
-    declared = {
-        Requirement(line).name.lower() for line in project["project"]["dependencies"]
-    }
+    extras = project["project"]["optional-dependencies"]
+    lines = [
+        *project["project"]["dependencies"],
+        *extras["tensorboard"],
+        *extras["widget"],
+    ]
+    declared = {Requirement(line).name.lower() for line in lines}
     needed = {
         package_of.get(name, name).lower()
         for name in imported - set(sys.stdlib_module_names) - {"labkit"}

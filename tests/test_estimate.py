@@ -163,6 +163,13 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
         ({"sequence": 8, "precision": "fp8"}, "choose one of: fp32, bf16, fp16"),
         ({"sequence": 8, "optimizer": "Foo"}, "--optimizer Foo: .*AdamW"),
         ({"model": nn.Flatten(), "x": torch.zeros(2, 2)}, "requires a gradient"),
+        pytest.param(
+            {"sequence": 8, "device": "cuda"},
+            "this build of torch is for the CPU",
+            marks=pytest.mark.skipif(
+                torch.backends.cuda.is_built(), reason="torch has CUDA"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_estimated_says_what_to_do(

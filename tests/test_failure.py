@@ -65,6 +65,14 @@ def test_a_long_message_is_shortened() -> None:
     assert line == f"rank 0: ValueError: {'x' * 157}... at line 1: f()"
 
 
+def test_a_message_in_full_is_as_long_as_it_is() -> None:
+    line = error(0, "x" * 1000, where="line 1: f()").in_full()
+    assert line == f"rank 0: ValueError: {'x' * 1000} at line 1: f()"
+    lines = error(0, "\n  first\nsecond", where="line 1: f()").in_full()
+    assert lines == "rank 0: ValueError: first\nsecond\nat line 1: f()"
+    assert error(0, "", where="").in_full() == "rank 0: ValueError"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("", ""), ("12345", "12345"), ("123456", "12...")]
 )
@@ -128,6 +136,14 @@ def test_the_text_names_every_rank_in_one_line_each() -> None:
         "rank 1: ValueError: no such thing at line 3: f(x)",
         "rank 0: stopped at line 5: dist.barrier(), because rank 1 failed",
         "rank 2: finished",
+    ]
+
+
+def test_only_the_others_messages_are_cut() -> None:
+    outcomes = [error(0, "x" * 1000), error(1, "y" * 1000)]
+    assert str(RankError(outcomes[1], outcomes)).splitlines() == [
+        f"rank 1: ValueError: {'y' * 1000} at line 3: f(x)",
+        f"rank 0: ValueError: {'x' * 157}... at line 3: f(x)",
     ]
 
 

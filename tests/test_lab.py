@@ -209,6 +209,26 @@ def test_full_gathers_a_sharded_tensor_and_a_state_dict(lab: Lab) -> None:
     torch.testing.assert_close(plain.weight, nn.Linear(3, 2).weight)
 
 
+def test_after_a_gathering_that_failed_the_group_is_formed_anew(lab: Lab) -> None:
+    run(
+        lab,
+        """
+        import threading
+        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.device_mesh import init_device_mesh
+        mesh = init_device_mesh("cpu", (world_size,))
+        parts = {"sharded": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+        if rank == 1:
+            parts["lock"] = threading.Lock()  # cannot be pickled
+        group = dist.group.WORLD
+        """,
+    )
+    with pytest.raises(RuntimeError, match="pull failed on the ranks"):
+        lab.pull("parts", full=True)
+    run(lab, "is_another = dist.group.WORLD is not group")
+    assert lab.pull("is_another", "all") == [True, True]
+
+
 def test_pull_of_nothing_names_the_rank(lab: Lab) -> None:
     run(lab, "only_here = 1", "0")
     with pytest.raises(NameError, match="rank 1: no variable 'only_here'"):

@@ -27,7 +27,15 @@ MAY_IMPORT = {
     "estimate": {"strategies", *GROUND_FLOOR},
     "strategies": GROUND_FLOOR,
 }
-FRONT_END = {"IPython", "ipyparallel", "ipykernel", "matplotlib", "ipywidgets"}
+FRONT_END = {
+    "IPython",
+    "anywidget",
+    "ipykernel",
+    "ipyparallel",
+    "ipywidgets",
+    "matplotlib",
+    "traitlets",
+}
 
 
 @dataclass(frozen=True)

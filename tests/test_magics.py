@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_without_a_lab_a_magic_says_how_to_start_one(magic: str) -> None:
 
 def test_every_magic_and_option_has_help() -> None:
     names = {**LabMagics.magics["line"], **LabMagics.magics["cell"]}.values()
-    assert len(names) == 10
+    assert len(names) == 11
     for name in names:
         magic = getattr(LabMagics, name)
         assert magic.__doc__.strip(), name
@@ -305,6 +306,46 @@ def test_comparing_strategies_is_editing_one_word(kernel: Kernel) -> None:
     assert "parameters (MiB)" in shown
     losses = kernel.run("print((table.last_loss.max() - table.last_loss.min()) < 1e-4)")
     assert losses.stdout == "True\n"
+
+
+def test_runs_are_listed_filtered_and_deleted(kernel: Kernel, tmp_path: Path) -> None:
+    def names(line: str) -> list[str]:
+        kernel.run(f"table = {line}")
+        shown = kernel.run("print(*table.index)").stdout.split()
+        return [name for name in shown if name.startswith("listed-")]
+
+    kernel.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+    for name in ("listed-1", "listed-2"):
+        kernel.run(LOOP.format(options=f"--name {name} --no-live", epochs=1))
+    kernel.run("%%dist_train raw --name listed-3 --no-live\n1 / 0")
+    assert names("%dist_runs") == ["listed-1", "listed-2", "listed-3"]
+    assert names("%dist_runs --strategy raw") == ["listed-3"]
+    assert names("%dist_runs --state finished --last 1") == ["listed-2"]
+    reply = kernel.run("%dist_runs --delete listed-1 listed-3")
+    assert re.fullmatch(r"deleted \S+-listed-1, \S+-listed-3\n", reply.stdout)
+    assert names("%dist_runs") == ["listed-2"]
+    assert [path.name[16:] for path in tmp_path.iterdir()] == ["listed-2"]
+    for line, message in (
+        ("%dist_runs listed-1", "there is no run 'listed-1'"),
+        ("%dist_runs --delete listed-1", "there is no run 'listed-1'"),
+        ("%dist_runs --last 0", "last is 0; it must be a whole number from 1"),
+        ("%dist_runs listed-2 --last 1", "give names, or --delete, or what to list"),
+    ):
+        assert message in usage_error(kernel, line)
+
+
+def test_runs_on_disk_are_there_without_a_lab(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+    for name in ("one", "other"):
+        kernel.run(LOOP.format(options=f"--name {name} --no-live", epochs=1))
+    with running_kernel() as second:
+        second.run("%load_ext labkit")
+        second.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+        reply = second.run("table = %dist_runs\nprint(*table.index)")
+        assert reply.stdout == "one other\n"
+        reply = second.run("table = %dist_runs one other\nprint(*table.index)")
+        assert reply.stdout == "one other\n"
+        assert "image/png" in reply.displays[0]
 
 
 def test_a_config_is_a_dict_of_the_notebook(kernel: Kernel) -> None:

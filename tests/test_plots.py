@@ -16,7 +16,6 @@ from labkit.notebook.plots import to_png
 from labkit.notebook.runs import Run
 from labkit.records import RECORD
 from labkit.records import Batch
-from labkit.records import Progress
 
 MIB = 2**20
 
@@ -36,8 +35,7 @@ def add(
     done = collector.steps[rank]
     rows = [(0, done + k, 0.1 * k, memory_bytes, v) for k, v in enumerate(losses, 1)]
     records = np.array(rows, dtype=RECORD)
-    step = done + len(losses)
-    collector.add(rank, Batch(0, ["loss"], records, Progress(), step))
+    collector.add(rank, Batch(0, ["loss"], records))
 
 
 def lines(plot: RunPlot) -> tuple[list[Line2D], list[Line2D]]:
@@ -146,7 +144,7 @@ def test_axes_grow_with_the_data() -> None:
 def test_a_metric_that_is_not_the_loss_is_not_drawn_as_one() -> None:
     collector = Collector([0])
     records = np.array([(0, 1, 0.0, MIB, 0.9)], dtype=RECORD)
-    collector.add(0, Batch(0, ["accuracy"], records, Progress(), 1))
+    collector.add(0, Batch(0, ["accuracy"], records))
     plot = RunPlot(collector)
     plot.update("")
     loss, memory = lines(plot)

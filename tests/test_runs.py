@@ -27,8 +27,8 @@ def make_run(
             for step, value in enumerate(values, 1)
         ]
         records = np.array(rows, dtype=RECORD)
-        batch = Batch(sequence, ["loss"], records, progress or Progress(), len(values))
-        collector.add(rank, batch)
+        collector.add(rank, Batch(sequence, ["loss"], records))
+        collector.progress[rank] = progress or Progress()
     return Run("run-1", "ddp", "the code", collector)
 
 
@@ -45,7 +45,10 @@ def test_repr_says_what_ran_and_how_it_ended() -> None:
 
 
 def test_repr_of_one_rank_and_one_step_is_english() -> None:
-    assert repr(make_run({0: [1.0]})) == "<Run 'run-1': ddp on 1 rank, running, 1 step>"
+    run = make_run({0: [1.0]})
+    assert repr(run) == "<Run 'run-1': ddp on 1 rank, running>"
+    run.end("finished")
+    assert repr(run) == "<Run 'run-1': ddp on 1 rank, finished, 1 step>"
 
 
 def test_repr_holds_nothing_that_differs_from_run_to_run() -> None:
@@ -174,7 +177,7 @@ def test_status_of_a_run_that_ended_has_its_time_and_no_time_left() -> None:
 
 def test_status_tells_of_lost_records() -> None:
     run = make_run({0: [1.0]}, sequence=2)
-    assert run.status_line().endswith(", 2 batches of records lost")
+    assert run.status_line().endswith(", 2 records lost")
     assert "lost" not in make_run({0: [1.0]}).status_line()
 
 

@@ -145,7 +145,7 @@ class Cluster:
 
     def is_alive(self, rank: int) -> bool:
         """Whether the rank's process runs and the controller knows it."""
-        return (
+        return self._client is not None and (
             self._engine_ids[rank] in self._client.ids
             and self._launchers[rank].process.is_running()
         )
@@ -210,15 +210,35 @@ class Cluster:
         engines = [self._engine_ids[rank] for rank in ranks]
         return self._client[engines].apply_async(call_by_name, function, args)
 
+    def ask(self, rank: int, request: str, **arguments: Any) -> "Future[Any]":
+        """Send a request that the rank answers also while it runs a cell.
+
+        It is one of those that `labkit.rank.cell.CellRunner` answers. The future's
+        result is the answer; it is cancelled where the rank is dead.
+        """
+        answer: Future[Any] = Future()
+        try:
+            ident = self._ident(rank) if self.is_alive(rank) else None
+        except (IndexError, ipyparallel.error.NoEnginesRegistered):
+            ident = None  # it died a moment ago
+        if ident is None:
+            answer.cancel()
+            return answer
+
+        def take(future: Any) -> None:
+            answer.set_result(future.result()["content"]["answer"])
+
+        self._client._send(
+            self._client._control_stream,
+            f"{KEY}_request",
+            content={"request": request, "arguments": arguments},
+            ident=ident,
+        ).add_done_callback(take)
+        return answer
+
     def interrupt(self, rank: int, release_after_s: float) -> None:
         """Ask the rank to stop its cell; does not wait for it."""
-        if self.is_alive(rank):
-            self._client._send(
-                self._client._control_stream,
-                f"{KEY}_request",
-                content={"release_after_s": release_after_s},
-                ident=self._ident(rank),
-            )
+        self.ask(rank, "interrupt", release_after_s=release_after_s)
 
     def kill(self, rank: int) -> None:
         """End the rank's process at once."""

@@ -1,18 +1,24 @@
 """Receives the ranks' records of one run and keeps its history."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
+from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
+from labkit.records import PROGRESS
 from labkit.records import RECORD
+from labkit.records import STEP_TAKEN
 from labkit.records import Batch
 from labkit.records import Measurement
 from labkit.records import Progress
 from labkit.records import ReplicaNotes
 
 _AGAIN = "(again)"  # no metric can be called so
+_FIELDS = {name: field for field, name in PROGRESS.items()}
 _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
 
 
@@ -24,28 +30,63 @@ class Collector:
         self.progress = dict.fromkeys(ranks, Progress())
         self.steps = dict.fromkeys(ranks, 0)
         self.num_records = dict.fromkeys(ranks, 0)
-        self.num_lost = 0
-        """Batches that never came, by their sequence numbers."""
+        self.num_received = dict.fromkeys(ranks, 0)
+        """Records up to the last one that came, by their sequence numbers."""
+        self.lost = dict.fromkeys(ranks, 0)
+        """Records that never came, by their sequence numbers."""
         self.measurements: dict[int, list[Measurement]] = {rank: [] for rank in ranks}
         """Of the steps that were measured, in order."""
         self.replica_notes: dict[int, ReplicaNotes] = {}
+        self._notices_steps: set[int] = set()
+        """Ranks whose optimizer steps are noticed; of the others `log` tells them."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
         self._chunks: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
-        self._next_sequence = dict.fromkeys(ranks, 0)
+
+    @property
+    def num_lost(self) -> int:
+        """Records that never came, of all ranks."""
+        return sum(self.lost.values())
 
     def add(self, rank: int, batch: Batch) -> None:
         """Take one batch of a rank."""
-        self.num_lost += batch.sequence - self._next_sequence[rank]
-        self._next_sequence[rank] = batch.sequence + 1
-        self.progress[rank] = batch.progress
-        self.steps[rank] = batch.step
+        self.lost[rank] += batch.sequence - self.num_received[rank]
+        self.num_received[rank] = batch.sequence + len(batch.records)
+        records = self._take_notes(rank, batch)
         names = list(batch.names)
         if NOTICED_LOSS in names and "loss" not in names:
             names[names.index(NOTICED_LOSS)] = "loss"
         self._names[rank] = names
-        if len(batch.records):
-            self._chunks[rank].append(batch.records)
-            self.num_records[rank] += len(batch.records)
+        if len(records):
+            self._chunks[rank].append(records)
+            self.num_records[rank] += len(records)
+
+    def _take_notes(self, rank: int, batch: Batch) -> np.ndarray:
+        """The batch's records without those that tell how far the run has come."""
+        records = batch.records
+        ids = {name: number for number, name in enumerate(batch.names)}
+
+        def are(names: Iterable[str]) -> np.ndarray:
+            return np.isin(records["metric"], [ids[n] for n in names if n in ids])
+
+        for name, field in _FIELDS.items():
+            if len(values := records["value"][are([name])]):
+                change = {field: int(values[-1])}
+                self.progress[rank] = replace(self.progress[rank], **change)
+        is_note, is_step = are(NOTES), are([NOTICED_LOSS, STEP_TAKEN])
+        if is_step.any():
+            self._notices_steps.add(rank)
+        elif rank in self._notices_steps:
+            return records[~is_note]
+        counting = is_step if is_step.any() else ~is_note
+        last = int(records["step"][counting].max(initial=0))
+        self.steps[rank] = last if is_step.any() else max(self.steps[rank], last)
+        return records[~is_note]
+
+    def start_over(self, rank: int) -> None:
+        """Forget a rank's records."""
+        self._chunks[rank] = []
+        for counts in (self.num_received, self.num_records, self.lost, self.steps):
+            counts[rank] = 0
 
     def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
         """Take what a rank measured in one step, or its notes at the end."""
@@ -54,10 +95,14 @@ class Collector:
         else:
             self.replica_notes[rank] = report
 
-    def finish(self, rank: int, num_batches: int) -> None:
-        """Take a rank's last word: how many batches it sent."""
-        self.num_lost += num_batches - self._next_sequence[rank]
-        self._next_sequence[rank] = num_batches
+    def finish(self, rank: int, num_records: int) -> None:
+        """Take a rank's last word: how many records it sent."""
+        self.lost[rank] += num_records - self.num_received[rank]
+        self.num_received[rank] = num_records
+
+    def metrics(self, rank: int) -> list[str]:
+        """The names of a rank's metrics, by id: the place that its records have."""
+        return list(self._names[rank])
 
     def records(self, rank: int) -> np.ndarray:
         """All records of a rank so far: (num_records,) of `records.RECORD`."""
@@ -66,6 +111,21 @@ class Collector:
             joined = np.concatenate(chunks) if chunks else _empty()
             self._chunks[rank] = chunks = [joined]
         return chunks[0]
+
+    def records_from(self, rank: int, start: int) -> np.ndarray:
+        """The records of a rank without the first `start`, not joined with those."""
+        missing = self.num_records[rank] - start
+        found = []
+        for chunk in reversed(self._chunks[rank]):
+            if missing <= 0:
+                break
+            found.append(chunk[-missing:])
+            missing -= len(chunk)
+        return np.concatenate(found[::-1]) if found else _empty()
+
+    def names(self, rank: int) -> list[str]:
+        """What the metrics of a rank's records are called, by their number."""
+        return self._names[rank]
 
     def series(self, rank: int, metric: str) -> np.ndarray:
         """The records of one metric of a rank, in order; empty where it has none."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ REPEAT_S = 0.5
 KILL_AFTER_S = 30.0
 """A rank that goes on for so long after an interrupt is ended: it sits in native code
 that neither Python nor closed connections can stop."""
+
+ANSWER_S = 5.0
 
 _TICK_S = 0.05
 
@@ -49,6 +52,8 @@ class Dispatch:
         """In the order in which the ranks ended."""
         self.was_interrupted = False
         self.timed_out = False
+        self.is_stopping = False
+        """Whether the ranks were asked to stop at the same step: no failure."""
         self._cluster = cluster
         self._on_batch = on_batch
         self._on_report = on_report
@@ -102,6 +107,21 @@ class Dispatch:
             self._output.finish()
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)
 
+    def stop_at_a_step(self) -> None:
+        """Stop every rank after the same optimizer step; from any thread.
+
+        See `labkit.rank.boundary`. RuntimeError where a rank does not answer.
+        """
+        self.is_stopping = True
+        ranks = list(self._pending)
+        replies = [self._cluster.ask(rank, "hold") for rank in ranks]
+        try:
+            steps = [reply.result(timeout=ANSWER_S) for reply in replies]
+        except (TimeoutError, CancelledError) as error:
+            raise RuntimeError("a rank does not say at which step it is") from error
+        for rank in ranks:
+            self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
+
     @contextlib.contextmanager
     def _noting_interrupts(self) -> Iterator[None]:
         """Note a SIGINT, where Python would raise KeyboardInterrupt at any line.
@@ -149,6 +169,8 @@ class Dispatch:
         self._pending.discard(rank)
         traceback = self._tracebacks.get(rank, [])
         self.outcomes.append(dataclasses.replace(outcome, traceback=traceback))
+        if outcome.status == "interrupted" and self.is_stopping:
+            return  # the others are on their way to the same step
         if outcome.status != "ok" and self._stop_since is None:
             self._stop_ranks_from(time.monotonic() + GRACE_S)
 

@@ -19,7 +19,7 @@ class RankError(RuntimeError):
         super().__init__("\n".join([self._headline(), *self._others()]))
 
     def _headline(self) -> str:
-        return self._first.summary()
+        return self._first.in_full()
 
     def _others(self) -> list[str]:
         first = self._first

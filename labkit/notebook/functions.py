@@ -3,6 +3,7 @@
 import inspect
 import linecache
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,15 @@ def pack_function(function: Callable[..., Any]) -> Packed:
     """
     with_rank = takes_rank(function)
     return portable.dumps(function), with_rank, _cell_sources()
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """The function's source; a call of it where there is none to be had."""
+    inner = inspect.unwrap(getattr(function, "func", function))
+    try:
+        return textwrap.dedent(inspect.getsource(inner))
+    except (OSError, TypeError):
+        return f"{getattr(inner, '__name__', repr(inner))}()"
 
 
 def takes_rank(function: Callable[..., Any]) -> bool:

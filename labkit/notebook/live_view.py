@@ -5,6 +5,7 @@ import sys
 import time
 from typing import Any
 
+from labkit.notebook.background import Job
 from labkit.notebook.runs import Run
 
 REFRESH_S = 0.5
@@ -19,12 +20,14 @@ class LiveView:
     last state stays in the saved notebook.
     """
 
+    refresh_s = REFRESH_S
+
     def __init__(self, run: Run) -> None:
         self.run = run
         self.num_draws = 0
         self._plot: Any = None
         self._handle: Any = None
-        self._next_draw = time.monotonic() + REFRESH_S
+        self._next_draw = time.monotonic() + self.refresh_s
         self._num_drawn = -1
         self._has_failed = False
         self._in_notebook = is_notebook()
@@ -50,6 +53,13 @@ class LiveView:
             print("\r" + " " * self._line_width, end="\r", flush=True)
             self._line_width = 0
 
+    def follow(self) -> None:
+        """Show the run until it ends."""
+        while self.run.refresh().state == "running":
+            self.tick()
+            self.run.has_ended.wait(REFRESH_S / 2)
+        self.close()
+
     def _try_to_refresh(self) -> None:
         """Refresh; a picture that cannot be drawn is not to end the run."""
         if self._has_failed:
@@ -72,14 +82,14 @@ class LiveView:
                 from labkit.notebook.plots import RunPlot
 
                 self._plot = RunPlot(self.run.collector)
-            started = time.process_time()
+            started = time.thread_time()
             self._draw()
-            took = time.process_time() - started
+            took = time.thread_time() - started
             self.num_draws += 1
         elif self._in_terminal:
             self._write_line()
             self.num_draws += 1
-        self._next_draw = time.monotonic() + max(REFRESH_S, took / MAX_LOAD) - took
+        self._next_draw = time.monotonic() + max(self.refresh_s, took / MAX_LOAD) - took
 
     def _write_line(self) -> None:
         line = self.run.status_line()
@@ -91,22 +101,33 @@ class LiveView:
         self._line_width = len(line)
 
     def _draw(self) -> None:
-        from IPython.display import display
-
         if self.run.state == "running":
             steps = self.run.planned_steps()
             self._plot.update(self.run.status_line(), num_steps=steps)
         else:
             self.run.finish_plot(self._plot)
-        bundle = {
-            "image/png": self._plot.png(),
-            # Constant, because nbval compares it with what the first display had.
-            "text/plain": f"<live picture of {self.run.name}: loss and memory by rank>",
-        }
+        self._show({"image/png": self._plot.png()})
+
+    def _show(self, data: dict[str, Any]) -> None:
+        """Put `data`, by mime type, in the view's one place in the output."""
+        from IPython.display import display
+
+        # Constant, because nbval compares it with what the first display had.
+        text = f"<live picture of {self.run.name}: loss and memory by rank>"
+        bundle = {**data, "text/plain": text}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+
+
+def show(run: Run) -> None:
+    """Show a run in this cell: live while it runs, and its last picture then."""
+    view = LiveView(run)
+    if run.state == "running" and is_notebook():
+        Job(view.follow, name=f"labkit view of {run.name}")
+    else:
+        view.close()
 
 
 def is_notebook() -> bool:

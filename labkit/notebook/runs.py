@@ -1,8 +1,12 @@
 """A training run: what was run, how it ended, and its history."""
 
 import dataclasses
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +20,8 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
+    from labkit.notebook.background import Job
+    from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.plots import RunFigure
     from labkit.notebook.plots import RunPlot
 
@@ -23,7 +29,8 @@ if TYPE_CHECKING:
 class Run:
     """One training run on all its ranks.
 
-    `state` is "running", "finished", "failed" or "interrupted".
+    `state` is "running", "finished", "failed" or "interrupted"; of a run that was
+    loaded from disk also "lost": its notebook's kernel died while it ran.
     """
 
     def __init__(
@@ -42,14 +49,27 @@ class Run:
         self.collector = collector
         self.seconds = 0.0
         """How long the cell ran."""
+        self.folder: Path | None = None
+        """Where it is on disk, if it is."""
+        self.info: dict[str, Any] = {}
+        """What was run, besides the code: seed, config, devices, backend, versions;
+        when and where; and, once it has ended, its outcome by rank."""
+        self.dispatch: Dispatch | None = None
+        """What runs it, where it is of this lab."""
+        self.has_ended = threading.Event()
+        self.job: Job | None = None
+        """What runs it in the background."""
         self._started = time.monotonic()
+        self._mismatches: list[str] | None = None
+        self._reload: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         # Nothing here may differ from one run of the notebook to the next.
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        steps = f", {self.num_steps} step{'s' * (self.num_steps != 1)}"
         return (
-            f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}, "
-            f"{self.num_steps} step{'s' * (self.num_steps != 1)}>"
+            f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}"
+            f"{steps if self.state != 'running' else ''}>"
         )
 
     @property
@@ -142,11 +162,69 @@ class Run:
     @property
     def mismatches(self) -> list[str]:
         """Where the ranks differ that should agree, in words; empty if all is well."""
+        if self._mismatches is not None:
+            return self._mismatches
         return find_mismatches(self.collector.replica_notes, self.strategy)
 
+    @property
+    def not_on_disk(self) -> int:
+        """Records that ranks could not write to disk while they ran, as it was full."""
+        outcomes = self.info.get("outcomes", [])
+        return sum(outcome["num_not_on_disk"] for outcome in outcomes)
+
+    def refresh(self) -> "Run":
+        """Take in what was written since, where another kernel runs it; itself."""
+        # Ranks outlive their kernel, but not for long.
+        if self.state in ("running", "lost"):
+            self._reload()
+        return self
+
+    def to_tensorboard(self, folder: str | Path) -> None:
+        """Write all records as event files for TensorBoard, a sub-folder a rank.
+
+        Raises RuntimeError where tensorboard is not installed.
+        """
+        from labkit.notebook.tensorboard import write_events
+
+        write_events(self.collector, Path(folder), began=self.info["began"])
+
+    def wait(self, timeout: float | None = None) -> "Run":
+        """Wait until a run in the background has ended; then this run.
+
+        Raises what the cell would have raised, and TimeoutError after `timeout`
+        seconds. An interrupt ends the waiting, and not the run.
+        """
+        if self.job is not None and not self.job.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout:g} s")
+        return self
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Stop every rank after the same optimizer step; variables are kept.
+
+        Ranks that have not come so far in `timeout` seconds are interrupted where they
+        are. Does nothing where the run has ended.
+        """
+        if self.dispatch is None or self.state != "running":
+            return
+        try:
+            self.dispatch.stop_at_a_step()
+        except RuntimeError:
+            self.interrupt()
+        if self.job is not None and not self.job.join(timeout):
+            print(f"labkit: {self.name} took no step for {timeout:g} s: interrupted")
+            self.interrupt()
+
+    def interrupt(self, timeout: float | None = None) -> None:
+        """Stop a run in the background wherever its ranks are, and wait for its end."""
+        if self.dispatch is None or self.job is None or self.state != "running":
+            return
+        self.dispatch.was_interrupted = True
+        self.job.join(timeout)
+
     def end(self, state: str) -> None:
-        self.state = state
         self.seconds = time.monotonic() - self._started
+        self.state = state
+        self.has_ended.set()
 
     def elapsed(self) -> float:
         """Seconds since the run began, or that it took."""
@@ -244,5 +322,5 @@ class Run:
         if self.state != "running":
             parts.append(f"{self.seconds:.1f} s")
         if self.collector.num_lost:
-            parts.append(f"{self.collector.num_lost} batches of records lost")
+            parts.append(f"{self.collector.num_lost} records lost")
         return ", ".join(parts)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,10 @@ import torch
 import torch.distributed as dist
 
 from labkit import portable
+from labkit.rank.boundary import Boundary
+from labkit.rank.boundary import Stopped
 from labkit.rank.emitter import Emitter
+from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
 from labkit.rank.process_group import Membership
@@ -46,14 +50,6 @@ _PATIENCE_S = 5.0
 _runner: "CellRunner | None" = None
 
 
-class Stopped(KeyboardInterrupt):
-    """Raised in a cell that is to stop. The notebook says where it stood: a traceback
-    from here would only take time."""
-
-    def _render_traceback_(self) -> list[str]:
-        return []
-
-
 class CellRunner:
     """What labkit adds to one engine's IPython shell.
 
@@ -72,6 +68,7 @@ class CellRunner:
         self._spec: CellSpec | None = None
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
+        self._boundary = Boundary()
         self._depth = 0
         # Guards `_is_running`: an interrupt is only ever raised inside a cell.
         self._lock = threading.Lock()
@@ -81,6 +78,13 @@ class CellRunner:
         self._signal_seen = threading.Event()
         self._signalled_at = 0.0
         self._stopping_since = 0.0
+        self._requests: dict[str, Callable[..., Any]] = {
+            "interrupt": self.request_interrupt,
+            "hold": lambda: self._boundary.hold(),
+            "stop_after": lambda num_steps: self._boundary.stop_after(num_steps),
+            "describe": self.describe,
+        }
+        """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
@@ -149,14 +153,13 @@ class CellRunner:
         finally:
             with self._lock:
                 self._is_closing = False
-            num_batches = 0 if emitter is None else emitter.num_batches
-            self._publish("outcome", self._outcome(error, num_batches))
+            self._publish("outcome", self._outcome(error, emitter))
         if emitter is not None:
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
             gc.collect()
 
-    def _outcome(self, error: BaseException | None, num_batches: int) -> Outcome:
+    def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
         if error is not None:
             stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
@@ -166,9 +169,14 @@ class CellRunner:
                 "evalue": str(error),
                 "where": where_in_cell(error, self.shell.compile._filename_map),
             }
+        if emitter is not None:
+            journal = emitter.journal
+            ended["num_records"] = journal.num_records
+            if journal.error:
+                ended["num_not_on_disk"] = journal.num_not_on_disk
+                ended["disk_error"] = journal.error
         return Outcome(
             rank=self.placement.rank,
-            num_batches=num_batches,
             group_in_place=self.membership.in_place,
             **ended,
         )
@@ -183,7 +191,11 @@ class CellRunner:
             self._contexts.enter_context(self.membership.alone())
             world_size = 1
             self.shell.user_ns["world_size"] = world_size
-        self._emitter = Emitter(lambda batch: self._publish("batch", batch))
+        self._emitter = Emitter(
+            lambda batch: self._publish("batch", batch),
+            journal=Journal(spec.folder, rank),
+        )
+        self._boundary = Boundary()
         session = Session(
             strategy,
             self._emitter,
@@ -193,6 +205,7 @@ class CellRunner:
             seed=spec.seed,
             options=TrainOptions(**spec.options, config=self.config),
             report=lambda report: self._publish("report", report),
+            after_step=self._boundary.passed,
         )
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in _TRAINING_NAMES}
@@ -245,6 +258,34 @@ class CellRunner:
     def _publish(self, name: str, value: Any) -> None:
         self.shell.data_pub.publish_data(message(name, value))
 
+    # ---- requests, in the control thread ----
+
+    def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
+        content = parent["content"]
+        answer = self._requests[content["request"]](**content["arguments"])
+        reply = {"status": "ok", "answer": answer}
+        self.shell.kernel.session.send(
+            stream, f"{KEY}_reply", reply, parent=parent, ident=ident
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Host, process, device and memory of this rank, for `%dist_status`."""
+        device = self.membership.device
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),
+            "state": "busy" if self._is_running else "idle",
+            "memory_used": memory_reader(device)(),
+            "memory_total": memory_total(device),
+        }
+
+    def request_interrupt(self, release_after_s: float) -> None:
+        """Interrupt the cell; does not keep the control thread waiting."""
+        threading.Thread(
+            target=self.interrupt, args=(release_after_s,), daemon=True
+        ).start()
+
     # ---- interrupts ----
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
@@ -266,16 +307,6 @@ class CellRunner:
             frame = frame.f_back
         if is_in_cell:  # and not in what IPython does before and after it
             raise Stopped
-
-    def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Handle an interrupt, in the control thread."""
-        release_after_s = parent["content"]["release_after_s"]
-        threading.Thread(
-            target=self.interrupt, args=(release_after_s,), daemon=True
-        ).start()
-        self.shell.kernel.session.send(
-            stream, f"{KEY}_reply", {"status": "ok"}, parent=parent, ident=ident
-        )
 
     def interrupt(self, release_after_s: float) -> None:
         """Stop the running cell; if it sits in a collective, free it from that.
@@ -398,15 +429,3 @@ def receive_function(
 def receive_config(payload: bytes) -> None:
     """Keep the next training cell's `--config`, pickled."""
     runner().config = portable.loads(payload)
-
-
-def describe_rank() -> dict[str, Any]:
-    """Host, process, device and memory of this rank, for `%dist_status`."""
-    device = runner().membership.device
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "device": str(device),
-        "memory_used": memory_reader(device)(),
-        "memory_total": memory_total(device),
-    }

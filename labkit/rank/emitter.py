@@ -1,16 +1,16 @@
 """Collects a rank's records and sends them in batches from a thread of its own."""
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from labkit.records import RECORD
+from labkit.rank.journal import Journal
+from labkit.records import UNREAD
 from labkit.records import Batch
-from labkit.records import Progress
 
 Value = float | torch.Tensor
 
@@ -22,22 +22,27 @@ loop: sent ten times a second they took 5 % of steps of 2.5 ms."""
 class Emitter:
     """Sends what `put` collects, every `interval_s` and once more on `close`.
 
-    A training step pays for an append to a deque; a GPU scalar is read in the
-    emitter's thread, so that the training loop never waits for the device.
+    A training step pays for a write to the journal, which is memory; a GPU scalar is
+    read in the emitter's thread, so that the training loop never waits for the device.
     """
 
     def __init__(
-        self, send: Callable[[Batch], None], *, interval_s: float = INTERVAL_S
+        self,
+        send: Callable[[Batch], None],
+        *,
+        journal: Journal | None = None,
+        interval_s: float = INTERVAL_S,
     ) -> None:
-        self.progress = Progress()
-        self.step = 0
-        self.num_batches = 0
+        self.journal = journal or Journal()
         self._send = send
         self._interval_s = interval_s
-        self._pending: deque[tuple[str, int, float, int, Value]] = deque()
-        self._metric_ids: dict[str, int] = {}
-        self._last_sent: tuple[Progress, int] | None = None
+        self._metrics: dict[str, int] = {}
+        self._unread: deque[tuple[int, torch.Tensor]] = deque()
+        """(index of its record, tensor on a GPU), in order."""
+        self._num_sent = 0
         self._started = time.perf_counter()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="labkit-emitter", daemon=True
@@ -46,33 +51,44 @@ class Emitter:
 
     def put(self, name: str, value: Value, step: int, memory_bytes: int) -> None:
         """Queue one scalar: a number, or a tensor that nobody else will change."""
+        if os.getpid() != self._pid:
+            return  # a forked worker of a DataLoader: the journal is its parent's
         seconds = time.perf_counter() - self._started
-        self._pending.append((name, step, seconds, memory_bytes, value))
+        is_unread = isinstance(value, torch.Tensor) and value.is_cuda
+        scalar = UNREAD if is_unread else float(value)
+        with self._lock:
+            if self._closing.is_set():
+                return  # from a thread that outlived its cell
+            metric = self._metrics.get(name)
+            if metric is None:
+                metric = self._metrics[name] = self.journal.add_name(name)
+            if is_unread:
+                assert isinstance(value, torch.Tensor)
+                self._unread.append((self.journal.num_records, value))
+            self.journal.append(metric, step, seconds, memory_bytes, scalar)
 
     def close(self) -> None:
         """Send what is left and stop; every record is on its way when it returns."""
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
         self._thread.join()
         self._flush()
+        self.journal.close()
 
     def _run(self) -> None:
         while not self._closing.wait(self._interval_s):
             self._flush()
 
     def _flush(self) -> None:
-        rows = [self._pending.popleft() for _ in range(len(self._pending))]
-        state = (self.progress, self.step)
-        if not rows and state == self._last_sent:
-            return
-        records = np.empty(len(rows), dtype=RECORD)
-        for index, (name, step, seconds, memory_bytes, value) in enumerate(rows):
-            metric = self._metric_ids.setdefault(name, len(self._metric_ids))
+        end = self.journal.num_records
+        while self._unread and self._unread[0][0] < end:
+            index, tensor = self._unread.popleft()
             try:
-                scalar = float(value)
+                scalar = float(tensor)
             except RuntimeError:  # a CUDA error, which the cell has raised or will
                 scalar = float("nan")
-            records[index] = (metric, step, seconds, memory_bytes, scalar)
-        names = list(self._metric_ids)
-        self._send(Batch(self.num_batches, names, records, self.progress, self.step))
-        self.num_batches += 1
-        self._last_sent = state
+            self.journal.fill(index, scalar)
+        if end > self._num_sent:
+            first, self._num_sent = self._num_sent, end
+            names = list(self.journal.names)
+            self._send(Batch(first, names, self.journal.take(end)))

@@ -1,7 +1,6 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
 import contextlib
-import dataclasses
 import random
 import warnings
 from collections.abc import Callable
@@ -29,7 +28,10 @@ from labkit.rank.probe import StepProbe
 from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.rank.stepping import schedulers_in_step
+from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
+from labkit.records import PROGRESS
+from labkit.records import STEP_TAKEN
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.model_options import BatchNorm
@@ -39,7 +41,7 @@ from labkit.strategies.model_options import replace_batchnorm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero
 
-RESERVED = frozenset({"rank", "seconds", "memory_bytes"})
+RESERVED = frozenset({"rank", "seconds", "memory_bytes", *NOTES, NOTICED_LOSS})
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -58,6 +60,7 @@ class Session:
         seed: int,
         options: TrainOptions,
         report: Callable[[Any], None] = lambda measured: None,
+        after_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
         self.strategy = strategy
         self.rank = rank
@@ -69,6 +72,7 @@ class Session:
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
         self._report = report
+        self._after_step = after_step
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
         self._optimizers: list[PreparedOptimizer] = []
@@ -77,6 +81,7 @@ class Session:
         """Of this step so far; None in a loop over data of its own."""
         self._optimizer_steps = 0
         self._log_calls: dict[str, int] = {}
+        self._progress: dict[str, int] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -171,7 +176,7 @@ class Session:
                 loader,
                 batches,
                 self.device,
-                on_epoch=lambda epoch: self._set_progress(
+                on_epoch=lambda epoch: self._note_progress(
                     epoch=epoch, steps_per_epoch=batches.num_batches
                 ),
                 on_batch=self._begin_batch,
@@ -207,7 +212,7 @@ class Session:
         model, optimizer, loader = self.prepare(
             model, optimizer, dataset, batch_size=batch_size, shuffle=shuffle
         )
-        self._set_progress(epochs=epochs)
+        self._note_progress(epochs=epochs)
         functions = {"loss": loss_fn, **(metrics or {})}
         for _ in range(epochs):
             model.train()
@@ -252,7 +257,6 @@ class Session:
                     f"found {describe(value)}"
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
-            self._emitter.step = max(self._emitter.step, at)
 
     # ---- what the loop tells the session ----
 
@@ -313,16 +317,25 @@ class Session:
         self._optimizer_steps += 1
         if self._watch.is_due(self._optimizer_steps):
             self._check_replicas()
-        step = self._emitter.step = self._optimizer_steps
+        step = self._optimizer_steps
         memory_bytes = self._read_memory()
-        if loss is not None:
+        if loss is None:
+            self._emitter.put(STEP_TAKEN, step, step, memory_bytes)
+        else:
             self._emitter.put(NOTICED_LOSS, loss, step, memory_bytes)
         if self._num_samples is not None:
             self._emitter.put("samples", self._num_samples, step, memory_bytes)
             self._num_samples = 0
+        self._after_step(step)
 
-    def _set_progress(self, **changes: Any) -> None:
-        self._emitter.progress = dataclasses.replace(self._emitter.progress, **changes)
+    def _note_progress(self, **changes: int) -> None:
+        """Note what changed of `records.Progress`."""
+        for field, value in changes.items():
+            if self._progress.get(field) != value:
+                self._progress[field] = value
+                self._emitter.put(
+                    PROGRESS[field], value, self._optimizer_steps, self._read_memory()
+                )
 
     @torch.no_grad()
     def _evaluate(

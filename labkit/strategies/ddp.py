@@ -25,6 +25,14 @@ class DDP(Prepared):
     def wrap(self) -> None:
         names = list(inspect.signature(DistributedDataParallel).parameters)
         check_keys(self.options.config, names[1:], "DistributedDataParallel")
+        if self.options.config.get("static_graph") and self.options.accumulate > 1:
+            # Its first iteration must all-reduce, and a step's first microbatch does
+            # not: torch would end in an internal assertion.
+            raise ValueError(
+                '--config: "static_graph" cannot be with --accumulate '
+                f"{self.options.accumulate}, for all microbatches but a step's last "
+                "leave the all-reduce out; leave out one of the two"
+            )
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ValueError("ddp has nothing to do: no parameter requires a gradient")
         on_gpu = self.device.type == "cuda"

@@ -110,23 +110,28 @@ class HSDP(FSDP):
     the all-gathers stay on the fast links of one host.
 
     `--config` takes the arguments of `fully_shard`; `"mesh": (2, 4)` stands for 2
-    replicas of 4 shards. Without it the ranks of a host make a group or, on a single
-    host, half of the ranks do.
+    replicas of 4 shards. Without it half of the ranks make a group.
     """
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
         if isinstance(sizes, DeviceMesh):
             return sizes
         world_size = dist.get_world_size()
-        num_replicas = 2 if world_size % 2 == 0 else 1
         return init_device_mesh(
             self.device.type,
-            mesh_shape(sizes or [num_replicas, world_size // num_replicas], 2),
+            mesh_shape(sizes or replicas_and_shards(world_size), 2),
             mesh_dim_names=("replicate", "shard"),
         )
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return {name: shard._local_tensor for name, shard in self._shards.items()}
+
+
+def replicas_and_shards(world_size: int) -> tuple[int, int]:
+    """The mesh of HSDP where `--config` has none: two replicas of half of the ranks
+    each; one of all where they are odd in number."""
+    num_replicas = 2 if world_size % 2 == 0 else 1
+    return num_replicas, world_size // num_replicas
 
 
 def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:

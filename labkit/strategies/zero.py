@@ -111,8 +111,7 @@ class ZeRO(Prepared):
                 '--config: "zero_optimization" is a section: give a dict, as '
                 '{"zero_optimization": {"reduce_bucket_size": 1000000}}'
             )
-        # Of a small model an eighth, or its buckets would hold more than all the rest.
-        bucket = min(BUCKET_ELEMENTS, self._num_parameters // 8 + 1)
+        bucket = bucket_elements(self._num_parameters)
         ours = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # the loop says which is the last
@@ -214,6 +213,14 @@ class ZeRO3(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
         }
+
+
+def bucket_elements(num_parameters: int) -> int:
+    """Elements of the buckets that gradients are reduced and parameters gathered in.
+
+    Of a small model an eighth, or its buckets would hold more than all the rest.
+    """
+    return min(BUCKET_ELEMENTS, num_parameters // 8 + 1)
 
 
 def has_own_storage(gradient: torch.Tensor | None) -> bool:

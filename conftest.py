@@ -1,0 +1,13 @@
+"""Runs of tests, and of notebooks under nbval, go to a folder of their own."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = tempfile.mkdtemp(prefix="labkit-runs-")
+    os.environ["LABKIT_RUNS"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

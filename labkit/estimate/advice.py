@@ -1,0 +1,78 @@
+"""Says in a sentence which strategies fit a device, and what would make others fit."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from labkit.estimate.plans import STRATEGIES
+from labkit.records import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def what_would_fit(
+    estimate_with: Callable[..., "pd.DataFrame"],
+    table: "pd.DataFrame",
+    device_bytes: float,
+    *,
+    batch_size: int,
+    accumulate: int = 1,
+    activation_checkpointing: bool = False,
+) -> str:
+    """One sentence or two: what fits at the least world size, and what would.
+
+    `estimate_with(accumulate=K)` and `estimate_with(activation_checkpointing=True)`
+    give the table with that option changed.
+    """
+    world_sizes = sorted(set(table.index.get_level_values("world_size")))
+    world_size = world_sizes[0]
+
+    def fitting(found: "pd.DataFrame", num_ranks: int = world_size) -> list[str]:
+        peaks = found.loc[num_ranks]["total_peak"]
+        return [name for name in STRATEGIES if peaks[name] <= device_bytes]
+
+    fits = fitting(table)
+    here = f"{world_size} rank{'s' * (world_size > 1)} of {format_bytes(device_bytes)}"
+    if len(fits) == len(STRATEGIES):
+        return f"On {here} every strategy fits."
+    least = table.loc[world_size]["total_peak"].astype(float)
+    says = [
+        f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
+        if fits
+        else f"On {here} nothing fits: {least.idxmin()} needs least, "
+        f"{format_bytes(least.min())}."
+    ]
+    # Nobody asks on several ranks how one of them could do all the work.
+    sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
+    lacking = sought - set(fits)
+    ways = []
+
+    def note(way: str, found: list[str]) -> None:
+        if gained := [name for name in found if name in lacking]:
+            ways.append(f"{way} {listed(gained)} would")
+            lacking.difference_update(gained)
+
+    if lacking and not activation_checkpointing:
+        found = fitting(estimate_with(activation_checkpointing=True))
+        note("with --activation-checkpointing", found)
+    times = 2 * accumulate
+    while lacking and times <= batch_size // world_size:
+        found = fitting(estimate_with(accumulate=times))
+        note(f"with --accumulate {times}", found)
+        times *= 2
+    for more in world_sizes[1:]:
+        note(f"on {more} ranks", fitting(table, more))
+    if ways:
+        says.append(f"{'; '.join(ways)}.".capitalize())
+    elif lacking == sought:
+        says.append(
+            "More ranks (--ranks), a smaller batch or --precision bf16 are left to try."
+        )
+    return " ".join(says)
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

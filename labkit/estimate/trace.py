@@ -1,0 +1,235 @@
+"""One training step on fake tensors: the bytes that are alive at every moment of it."""
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from dataclasses import field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from labkit.strategies.model_options import checkpoint_activations
+from labkit.strategies.prepared import blocks
+from labkit.strategies.prepared import cast_floats
+from labkit.strategies.prepared import optimizer_tensors
+
+Loss = Callable[[Any], torch.Tensor]
+Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
+Shapes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive after one operator of a step."""
+
+    unit: int
+    """The block that is computed, from 1; 0 outside of all blocks."""
+    others: int
+    """Bytes besides parameters, accumulated gradients and optimizer state."""
+    num_finished: int
+    """Parameters whose gradient of this backward pass is complete."""
+    is_backward: bool
+
+
+@dataclass
+class Trace:
+    """One forward and backward pass of the plain model."""
+
+    moments: list[Moment] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    """Indices of parameters, in the order in which their gradients are complete."""
+    entered: list[int] = field(default_factory=list)
+    """The blocks in the order of the forward pass."""
+    activations: int = 0
+
+    def peak(self, extra: Callable[[Moment], float] = lambda moment: 0.0) -> float:
+        """The greatest sum of what is alive and what `extra` adds to it."""
+        return max(moment.others + extra(moment) for moment in self.moments)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes of live storages that operators returned, as StepProbe does.
+
+    Source: `torch.distributed._tools.mem_tracker` does likewise by category.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], note: Callable[[int], None]):
+        super().__init__()
+        self._known = {storage_of(tensor)._cdata for tensor in known}
+        self._alive: dict[int, tuple[int, Any]] = {}
+        self._note = note
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(storage_of(leaf))
+        self._note(self.total)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known and key not in self._alive:
+            self.total += storage.nbytes()
+            reference = weakref.ref(storage, partial(self._forget, key))
+            self._alive[key] = storage.nbytes(), reference
+
+    def _forget(self, key: int, reference: Any) -> None:
+        num_bytes, _ = self._alive.pop(key)
+        self.total -= num_bytes
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def fake_copy(
+    model: nn.Module, device: str, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model with fake parameters and buffers, in `dtype` where that is given.
+
+    To be called in a FakeTensorMode; real memory is not copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        fake = torch.empty(tensor.shape, dtype=kind, device=device)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake
+    return copy.deepcopy(model, memo)
+
+
+def trace_step(
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    loss_fn: Loss,
+    *,
+    batch_size: int,
+    dtype: torch.dtype,
+    casts_model: bool,
+    activation_checkpointing: bool,
+    device: str,
+) -> Trace:
+    """A forward and backward pass on `batch_size` samples, without data.
+
+    Below fp32 either the model is cast, or its operators (autocast).
+    """
+    trace = Trace()
+    is_low = dtype is not torch.float32
+    now = {"unit": 0, "backward": 0}
+
+    def note(total: int) -> None:
+        trace.moments.append(
+            Moment(now["unit"], total, len(trace.finished), bool(now["backward"]))
+        )
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = fake_copy(model, device, dtype if is_low and casts_model else None)
+        fake.train(model.training)
+        if activation_checkpointing:
+            checkpoint_activations(fake)
+        batch = tuple(
+            torch.empty((batch_size, *x.shape[1:]), dtype=x.dtype, device=device)
+            for x in inputs
+        )
+        parameters = list(fake.parameters())
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_finish, trace.finished, index)
+                )
+        for unit, block in enumerate(blocks(fake), 1):
+            _follow(block, unit, now, trace.entered)
+        watch = _Watch([*parameters, *fake.buffers()], note)
+        autocast = torch.autocast(device, dtype) if is_low else nullcontext()
+        with watch:
+            if is_low and casts_model:
+                batch = cast_floats(batch, dtype)
+            with nullcontext() if casts_model else autocast:
+                output = fake(*batch)
+            if is_low:
+                output = cast_floats(output, torch.float32)
+            loss = loss_fn(output)
+            del output
+            now["backward"] = 1
+            trace.activations = watch.total
+            loss.backward()
+            note(watch.total)
+    return trace
+
+
+def _finish(finished: list[int], index: int, parameter: torch.Tensor) -> None:
+    finished.append(index)
+    parameter.grad = None  # how it is kept is for the strategy to say
+
+
+def _follow(
+    block: nn.Module, unit: int, now: dict[str, int], entered: list[int]
+) -> None:
+    """Keep the number of the block that is computed, in both directions."""
+
+    def begin(gradient: Any = None) -> None:
+        now["unit"] = unit
+
+    def end(gradient: Any = None) -> None:
+        # What this block takes, another gave: that one's hook may have come before.
+        if now["unit"] == unit:
+            now["unit"] = 0
+
+    def on_gradient(tensors: Any, hook: Callable[[Any], None]) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        begin()
+        entered.append(unit)
+        on_gradient(args, end)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        end()
+        on_gradient(output, begin)
+
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave)
+
+
+def trace_update(
+    shapes: Shapes, optimizer: Optimizer | None, device: str
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state for fp32 parameters, and of its temporaries."""
+    temporaries: list[int] = [0]
+    parameters = [nn.Parameter(torch.empty(*s, device="meta")) for s in shapes]
+    kind: Any = optimizer or torch.optim.AdamW
+    given: dict[str, Any] = {}
+    if isinstance(kind, torch.optim.Optimizer):
+        given, kind = kind.defaults, type(kind)
+    taken = inspect.signature(kind).parameters
+    given = {key: value for key, value in given.items() if key in taken}
+    if device == "cuda" and "foreach" in taken and not given.get("fused"):
+        # What it is there by default: all tensors at once, with their temporaries.
+        given["foreach"] = given.get("foreach") is not False
+    updates = kind(parameters, **given)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    updates.step()  # makes the state
+    states = list(optimizer_tensors(updates))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    with _Watch([*parameters, *gradients, *states], temporaries.append):
+        updates.step()
+    unique = {storage_of(state)._cdata: storage_of(state) for state in states}
+    return sum(s.nbytes() for s in unique.values()), max(temporaries)

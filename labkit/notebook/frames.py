@@ -1,0 +1,90 @@
+"""Encodes a run's records as keyframes and deltas, for a front end to draw."""
+
+from typing import Any
+
+import numpy as np
+
+from labkit.notebook.collector import Collector
+from labkit.notebook.plots import MIB
+from labkit.notebook.plots import thin
+from labkit.records import NOTICED_LOSS
+
+MEMORY = "memory (MiB)"
+"""The series of what was in use when each record was logged."""
+
+_HIDDEN = {
+    NOTICED_LOSS,  # the cell's own loss is shown in its place
+    "samples",  # a weight, and no result
+}
+
+Series = tuple[int, str, np.ndarray, np.ndarray]
+"""Rank, name, steps and values."""
+
+Frame = tuple[dict[str, Any], bytes]
+"""A header, which JSON can hold, and the values that it describes.
+
+The header has a `sequence` and the `series`: rank, name and number of points of each.
+The bytes are little-endian float64: of each series all steps, then all values.
+"""
+
+
+class FrameEncoder:
+    """The records of a run as frames, each with a sequence number.
+
+    A keyframe is the state of its number. A delta is what to append to the state of
+    the number before. Whoever missed one waits for a keyframe.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._sequence = 0
+        self._num_sent = dict.fromkeys(collector.ranks, 0)
+        self._names: dict[int, list[str]] = {rank: [] for rank in collector.ranks}
+
+    def delta(self) -> Frame | None:
+        """What came since the last delta; None where that cannot be told by more
+        records, and a keyframe is due: what a metric is called may change."""
+        self._sequence += 1
+        series = []
+        was_renamed = False
+        for rank in self._collector.ranks:
+            names = self._collector.names(rank)
+            was_renamed |= names[: len(self._names[rank])] != self._names[rank]
+            self._names[rank] = names
+            records = self._collector.records_from(rank, self._num_sent[rank])
+            series += _split(rank, names, records)
+            self._num_sent[rank] += len(records)
+        return None if was_renamed else self._pack(series)
+
+    def keyframe(self) -> Frame:
+        """What the deltas so far have told, each series thinned where it is long."""
+        series = [
+            (rank, name, *thin(steps, values))
+            for rank, num_records in self._num_sent.items()
+            for rank, name, steps, values in _split(
+                rank, self._names[rank], self._collector.records(rank)[:num_records]
+            )
+        ]
+        return self._pack(series)
+
+    def _pack(self, series: list[Series]) -> Frame:
+        header = {
+            "sequence": self._sequence,
+            "series": [[rank, name, len(steps)] for rank, name, steps, _ in series],
+        }
+        arrays = [array for _, _, *pair in series for array in pair]
+        return header, b"".join(array.astype("<f8").tobytes() for array in arrays)
+
+
+def _split(rank: int, names: list[str], records: np.ndarray) -> list[Series]:
+    """Records of one rank by metric, and the memory at all of them."""
+    if not len(records):
+        return []
+    found: list[Series] = [
+        (rank, MEMORY, records["step"], records["memory_bytes"] / MIB)
+    ]
+    for metric in np.unique(records["metric"]):
+        if names[metric] not in _HIDDEN:
+            chosen = records[records["metric"] == metric]
+            found.append((rank, names[metric], chosen["step"], chosen["value"]))
+    return found

@@ -1,0 +1,190 @@
+"""A run's folder on disk: `run.json`, `records.parquet` and the ranks' journals."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from labkit.notebook.collector import Collector
+from labkit.records import NAMES_FILE
+from labkit.records import RECORD
+from labkit.records import RECORDS_FILE
+from labkit.records import UNREAD
+from labkit.records import UNWRITTEN
+from labkit.records import Batch
+
+INFO_FILE = "run.json"
+TABLE_FILE = "records.parquet"
+
+_NEEDED = {"name", "strategy", "state", "ranks", "began", "host", "pid", "pid_created"}
+_UNREAD_BITS = np.float64(UNREAD).view("u8")
+
+
+# ---- run.json ----
+
+
+def write_info(folder: Path, info: Mapping[str, Any]) -> None:
+    """Write what is known of a run. A reader finds this or what was there before."""
+    text = json.dumps(plain(info), indent=1, allow_nan=False)
+    _replace(folder / INFO_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """What `write_info` wrote. OSError or ValueError where that is not there."""
+    info = json.loads((folder / INFO_FILE).read_text(encoding="utf-8"))
+    if not isinstance(info, dict) or not info.keys() >= _NEEDED:
+        raise ValueError(f"{folder / INFO_FILE} does not describe a run")
+    return info
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: what it cannot hold by its repr, NaN as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else repr(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return repr(value)
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Put a file in place whole, or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---- records ----
+
+
+def write_records(folder: Path, collector: Collector) -> None:
+    """Write all records as one table; if none was lost the journals are not needed.
+
+    Columns: rank, metric, step, seconds, memory_bytes, value. A rank's rows are in the
+    order of logging.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    tables = []
+    for rank in collector.ranks:
+        records = collector.records(rank)
+        names = pa.array(collector.metrics(rank), pa.string())
+        ids = pa.array(records["metric"].astype("i4"))
+        columns = {
+            "rank": pa.array(np.full(len(records), rank, "i4")),
+            "metric": pa.DictionaryArray.from_arrays(ids, names),
+        }
+        for name in ("step", "seconds", "memory_bytes", "value"):
+            columns[name] = pa.array(np.ascontiguousarray(records[name]))
+        tables.append(pa.table(columns))
+    table = pa.concat_tables(tables).unify_dictionaries()
+    _replace(folder / TABLE_FILE, lambda path: parquet.write_table(table, path))
+    if collector.num_lost:
+        return
+    for rank in collector.ranks:
+        for name in (RECORDS_FILE, NAMES_FILE):
+            (folder / name.format(rank)).unlink(missing_ok=True)
+
+
+def read_records(folder: Path, collector: Collector, *, is_growing: bool) -> None:
+    """Add to `collector` what the folder has and it has not.
+
+    `is_growing` leaves out, for now, what a rank has yet to fill in.
+    """
+    for rank in collector.ranks:
+        read_journal(folder, rank, collector, is_growing=is_growing)
+    # Looked for last: a table that appears in between has taken the journals' place.
+    if (folder / TABLE_FILE).exists():
+        _read_table(folder / TABLE_FILE, collector)
+
+
+def _read_table(path: Path, collector: Collector) -> None:
+    from pyarrow import parquet
+
+    table = parquet.read_table(path, read_dictionary=["metric"]).combine_chunks()
+    ranks = table["rank"].to_numpy()
+    metrics = table["metric"].combine_chunks()
+    ids = metrics.indices.to_numpy() if len(table) else np.empty(0, "i4")
+    names = metrics.dictionary.to_pylist() if len(table) else []
+    records = np.empty(len(table), RECORD)
+    for name in ("step", "seconds", "memory_bytes", "value"):
+        records[name] = table[name].to_numpy()
+    for rank in collector.ranks:
+        mine = ranks == rank
+        own = records[mine]
+        # Its metrics, by when they came first.
+        found, first, places = np.unique(
+            ids[mine], return_index=True, return_inverse=True
+        )
+        order = np.argsort(first)
+        rank_of = np.empty(len(order), "u2")
+        rank_of[order] = np.arange(len(order), dtype="u2")
+        own["metric"] = rank_of[places]
+        collector.start_over(rank)
+        collector.add(rank, Batch(0, [names[found[i]] for i in order], own))
+
+
+def read_journal(
+    folder: Path, rank: int, collector: Collector, *, is_growing: bool = False
+) -> None:
+    """Add what a rank's journal has and `collector` has not; nothing where it has none.
+
+    If records were lost in between, all are read anew.
+    """
+    begin = 0 if collector.lost[rank] else collector.num_received[rank]
+    try:
+        with (folder / RECORDS_FILE.format(rank)).open("rb") as file:
+            file.seek(begin * RECORD.itemsize)
+            content = file.read()
+        # Read after the records, so that it has the names of all of them.
+        names = _read_names(folder / NAMES_FILE.format(rank))
+    except OSError:
+        return
+    whole = len(content) // RECORD.itemsize
+    records = np.frombuffer(content, RECORD, whole)
+    records = records[: _num_written(records, len(names), is_growing=is_growing)]
+    if begin == 0 and len(records) < collector.num_records[rank]:
+        return  # it knows more than its journal
+    if begin == 0:
+        collector.start_over(rank)
+    if len(records):
+        collector.add(rank, Batch(begin, names, records))
+
+
+def _num_written(records: np.ndarray, num_names: int, *, is_growing: bool) -> int:
+    """How many records, from the first, are whole."""
+    ends = (records["metric"] == 0) | (records["metric"] >= num_names)
+    ends |= ~np.isfinite(records["seconds"])
+    if is_growing:
+        ends |= np.ascontiguousarray(records["value"]).view("u8") == _UNREAD_BITS
+    return int(ends.argmax()) if ends.any() else len(records)
+
+
+def _read_names(path: Path) -> list[str]:
+    """The metrics by id, up to the first line that is not whole."""
+    names = [UNWRITTEN]
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            number, name = json.loads(line)
+        except (ValueError, TypeError):
+            break
+        is_next = number == len(names) or number == len(names) - 1 > 0
+        if not (line.endswith(b"\n") and is_next):
+            break
+        names[number:] = [str(name)]
+    return names

@@ -1,0 +1,52 @@
+"""Where a run can be stopped on all ranks alike: between two optimizer steps."""
+
+import threading
+
+HOLD_S = 10.0
+"""How long a rank that was asked to hold waits for word of where to stop."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised in a cell that is to stop. The notebook says where it stood: a traceback
+    from here would only take time."""
+
+    def _render_traceback_(self) -> list[str]:
+        return []
+
+
+class Boundary:
+    """Stops a run after the same step on every rank, wherever each is when it is asked.
+
+    First all ranks are asked to `hold`: each says how many steps it has taken, and
+    takes one more at most. What they are then told to `stop_after` lies ahead of all.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._is_holding = False
+        self._stop_after: int | None = None
+        self._told = threading.Condition()
+
+    def passed(self, num_steps: int) -> None:
+        """The main thread has taken `num_steps`; raises Stopped if that is enough."""
+        # In this order: `hold` writes and reads them in the other.
+        self._num_steps = num_steps
+        if not self._is_holding:
+            return
+        with self._told:
+            self._told.wait_for(lambda: self._stop_after is not None, HOLD_S)
+            if self._stop_after is None:
+                self._is_holding = False  # whoever asked is gone
+            elif num_steps >= self._stop_after:
+                raise Stopped
+
+    def hold(self) -> int:
+        """Wait at the next boundary; the steps taken so far. From another thread."""
+        self._is_holding = True
+        return self._num_steps
+
+    def stop_after(self, num_steps: int) -> None:
+        """Go on until `num_steps` are taken, and stop there. From another thread."""
+        with self._told:
+            self._stop_after = num_steps
+            self._told.notify_all()
