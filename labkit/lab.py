@@ -178,6 +178,7 @@ class Lab:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         live: bool | str = True,
+        log_scale: bool = False,
         background: bool = False,
     ) -> "Run":
         """Run a training cell, or function, under `strategy` on every rank.
@@ -186,8 +187,9 @@ class Lab:
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
         number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
         `live` shows loss and memory while it runs: as a picture (True or "image"), as a
-        widget to zoom in ("widget"), or not at all (False). With `background` it
-        returns at once: see `Run.wait` and `Run.stop`.
+        widget to zoom in ("widget"), or not at all (False); the picture has the loss on
+        a log scale with `log_scale`. With `background` it returns at once: see
+        `Run.wait` and `Run.stop`.
 
         Of the training step in `prepare` and `fit`: each global batch is computed in
         `accumulate` microbatches, with communication after the last; the gradient's
@@ -245,6 +247,7 @@ class Lab:
             cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
             collector = Collector(targets)
             run = Run(name, strategy, source, collector, options)
+            run.log_scale = log_scale
             devices = [self.placements[rank].device for rank in targets]
             begin(run, seed=seed, devices=devices, backend=self.backend, config=config)
             self.runs.append(run)

@@ -214,6 +214,7 @@ class LabMagics(Magics):
         "zoom, ranks on and off; the picture takes its place at the end",
     )
     @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @argument("--log-scale", action="store_true", help="plot the loss on a log scale")
     @argument(
         "--background",
         action="store_true",
@@ -240,6 +241,7 @@ class LabMagics(Magics):
                 config=config,
                 timeout=args.timeout,
                 live=not args.no_live and args.live,
+                log_scale=args.log_scale,
                 background=args.background,
             )
 

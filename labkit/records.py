@@ -185,6 +185,8 @@ class Measurement:
     """Bytes by component, each at its greatest within the step."""
     collectives: list[Collective]
     models: list[ModelFacts]
+    seconds: float = 0.0
+    """Of the whole step, from the end of the one before: also for its data."""
 
 
 @dataclass(frozen=True)

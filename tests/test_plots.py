@@ -8,8 +8,10 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from labkit.notebook.collector import Collector
-from labkit.notebook.plots import MAX_POINTS
-from labkit.notebook.plots import RANK_COLOURS
+from labkit.notebook.curves import MAX_POINTS
+from labkit.notebook.curves import MEMORY
+from labkit.notebook.look import RANK_COLOURS
+from labkit.notebook.look import style_of
 from labkit.notebook.plots import RunPlot
 from labkit.notebook.plots import thin
 from labkit.notebook.plots import to_png
@@ -40,8 +42,27 @@ def add(
 
 def lines(plot: RunPlot) -> tuple[list[Line2D], list[Line2D]]:
     """The lines of loss and those of memory, by rank."""
-    loss, memory = plot.figure.axes
-    return list(loss.get_lines()), list(memory.get_lines())
+    loss, memory = plot.panels["loss"], plot.panels[MEMORY]
+    return list(loss.lines.values()), list(memory.lines.values())
+
+
+def log(collector: Collector, rank: int, **metrics: dict[int, float]) -> None:
+    """Log metrics at steps: `log(collector, 0, val_loss={10: 0.5})`."""
+    names = list(metrics)
+    rows = [
+        (names.index(name), step, 0.1 * step, MIB, value)
+        for name, values in metrics.items()
+        for step, value in values.items()
+    ]
+    records = np.array(sorted(rows, key=lambda row: row[1]), dtype=RECORD)
+    collector.add(rank, Batch(0, names, records))
+
+
+def texts(plot: RunPlot) -> list[str]:
+    """What stands in the picture, but for axes and legends."""
+    inside = [text for axes in plot.figure.axes for text in axes.texts]
+    found = [text.get_text().strip() for text in (*plot.figure.texts, *inside)]
+    return [text for text in found if text]
 
 
 # ---- thin ----
@@ -150,14 +171,17 @@ def test_a_metric_that_is_not_the_loss_is_not_drawn_as_one() -> None:
     loss, memory = lines(plot)
     assert loss[0].get_xydata().tolist() == []
     assert memory[0].get_xydata().tolist() == [[1, 1.0]]
+    [line] = plot.panels["accuracy"].lines.values()
+    assert line.get_xydata().tolist() == [[1, 0.9]]
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1], range(8), range(20)])
+@pytest.mark.parametrize("ranks", [[0], [0, 1], range(8)])
 def test_a_rank_has_one_colour_everywhere(ranks: list[int]) -> None:
     loss, memory = lines(RunPlot(Collector(ranks)))
     colours = [line.get_color() for line in loss]
     assert colours == [line.get_color() for line in memory]
-    assert len(set(colours)) == min(len(ranks), len(RANK_COLOURS))
+    assert len(set(colours)) == len(ranks)
+    assert len({str(line._unscaled_dash_pattern) for line in loss}) == len(ranks)
     assert [line.get_label() for line in memory] == [f"rank {rank}" for rank in ranks]
 
 
@@ -190,6 +214,200 @@ def test_every_history_can_be_drawn(losses: list[float], memory_bytes: int) -> N
 def test_an_empty_run_can_be_plotted() -> None:
     figure = Run("run-1", "ddp", "", Collector([0, 1])).plot()
     assert len(figure.axes) == 2
+
+
+def test_each_further_metric_has_a_panel_in_rows_below() -> None:
+    collector = Collector([0, 1])
+    for rank in range(2):
+        losses = {step: 1.0 / step for step in range(1, 31)}
+        log(collector, rank, loss=losses, samples=losses, val_loss={10: 0.5, 20: 0.4})
+    plot = RunPlot(collector)
+    plot.update("")
+    assert list(plot.panels) == ["loss", MEMORY, "val_loss"]
+    below = plot.panels["val_loss"].axes
+    assert below.get_title(loc="left") == "val_loss"
+    assert below.get_position().y1 < plot.panels["loss"].axes.get_position().y0
+    markers = {
+        name: {line.get_marker() for line in panel.lines.values()}
+        for name, panel in plot.panels.items()
+    }
+    assert markers["val_loss"] == {"o"}, "logged once an epoch: points"
+    assert markers["loss"] == {""}
+
+
+def test_a_metric_may_appear_in_mid_run() -> None:
+    collector = Collector([0])
+    add(collector, 0, [3.0, 2.0])
+    plot = RunPlot(collector)
+    plot.update("")
+    before = plot.png()
+    records = np.array([(1, 2, 0.0, MIB, 0.9)], dtype=RECORD)
+    collector.add(0, Batch(2, ["loss", "accuracy"], records))
+    plot.update("")
+    heights = []
+    for png in (before, plot.png()):
+        with Image.open(io.BytesIO(png)) as image:
+            heights.append(image.size[1])
+    assert heights[0] < heights[1]
+    assert lines(plot)[0][0].get_xydata().tolist() == [[1, 3.0], [2, 2.0]]
+
+
+def test_six_metrics_are_drawn_and_the_others_are_counted() -> None:
+    collector = Collector([0])
+    log(collector, 0, **{f"metric_{k}": {1: 0.5} for k in range(9)})
+    plot = RunPlot(collector)
+    plot.update("")
+    assert list(plot.panels)[2:] == [f"metric_{k}" for k in range(6)]
+    assert "3 more metrics are in run.history" in texts(plot)
+
+
+def noisy(num_steps: int, seed: int = 0) -> dict[int, float]:
+    rng = np.random.default_rng(seed)
+    values = 3.0 - np.arange(num_steps) / num_steps + 0.3 * rng.normal(size=num_steps)
+    return dict(enumerate(values.tolist(), 1))
+
+
+def test_noisy_curves_are_pale_beneath_a_smoothed_mean() -> None:
+    collector = Collector([0, 1])
+    curves = [noisy(200, seed=rank) for rank in range(2)]
+    for rank, values in enumerate(curves):
+        log(collector, rank, loss=values)
+    plot = RunPlot(collector)
+    plot.update("", is_final=True)
+    panel = plot.panels["loss"]
+    steps, smoothed = panel.middle.get_data()
+    assert list(steps) == list(range(1, 201))
+    mean = np.mean([list(values.values()) for values in curves], axis=0)
+    assert np.abs(np.diff(smoothed)).sum() < 0.2 * np.abs(np.diff(mean)).sum()
+    assert abs(np.mean(smoothed - mean)) < 0.01, "it does not lag behind"
+    for line in panel.lines.values():
+        assert line.get_alpha() < 1 < panel.middle.get_linewidth()
+
+
+def test_where_lines_would_hide_each_other_their_range_is_drawn() -> None:
+    collector = Collector([0, 1])
+    for rank in range(2):
+        log(collector, rank, loss=noisy(5000, seed=rank))
+    plot = RunPlot(collector)
+    plot.update("", is_final=True)
+    panel = plot.panels["loss"]
+    values = [*noisy(5000, 0).values(), *noisy(5000, 1).values()]
+    heights = panel.band.get_xy()[:, 1]
+    assert (heights.min(), heights.max()) == (min(values), max(values))
+    assert panel.data_limits() == (min(values), max(values))
+    for line in panel.lines.values():
+        assert np.ptp(line.get_ydata()) < 0.8 * np.ptp(values)
+
+
+def test_smooth_curves_are_drawn_as_they_are() -> None:
+    collector = Collector([0, 1])
+    for rank in range(2):
+        log(collector, rank, loss={step: 1 / step for step in range(1, 200)})
+    plot = RunPlot(collector)
+    plot.update("", is_final=True)
+    panel = plot.panels["loss"]
+    assert not panel.has_middle, "the ranks agree: a mean would hide them"
+    assert [line.get_alpha() for line in panel.lines.values()] == [None, None]
+
+
+def test_many_ranks_are_a_band_with_the_worst_rank() -> None:
+    collector = Collector(range(12))
+    for rank in range(12):
+        losses = [1.0 + (rank == 7) * 0.5 + 0.01 * rank] * 30
+        add(collector, rank, losses, memory_bytes=(9 if rank == 3 else 5) * MIB)
+    plot = RunPlot(collector)
+    plot.update("", is_final=True)
+    loss, memory = plot.panels["loss"], plot.panels[MEMORY]
+    assert not loss.lines
+    steps, height = loss.band.get_xy().T
+    assert (steps.min(), steps.max()) == (1, 30)
+    assert height.min() == pytest.approx(1.0)
+    assert height.max() == pytest.approx(1.57)
+    ranks = [1.0 + (rank == 7) * 0.5 + 0.01 * rank for rank in range(12)]
+    np.testing.assert_allclose(loss.middle.get_ydata(), np.median(ranks))
+    np.testing.assert_allclose(loss.worst.get_ydata(), 1.57)
+    assert loss.worst.get_color() == style_of(7)["color"]
+    assert set(memory.worst.get_ydata()) == {9.0}
+    assert {"rank 7 highest", "rank 3 highest"} <= {*texts(plot)}
+    assert loss.data_limits() == pytest.approx((1.0, 1.57))
+
+
+def test_equal_ranks_have_no_worst() -> None:
+    collector = Collector(range(9))
+    for rank in range(9):
+        add(collector, rank, [1.0, 0.5])
+    plot = RunPlot(collector)
+    plot.update("")
+    assert not any("highest" in text for text in texts(plot))
+
+
+@pytest.mark.parametrize("word", ["NaN", "infinite"])
+@pytest.mark.parametrize("num_ranks", [2, 10])
+def test_nan_is_marked_where_it_began(word: str, num_ranks: int) -> None:
+    bad = {"NaN": float("nan"), "infinite": float("inf")}[word]
+    collector = Collector(range(num_ranks))
+    for rank in range(num_ranks):
+        since = 14 if rank == 1 else 15
+        add(collector, rank, [bad if step >= since else 1.0 for step in range(1, 21)])
+    plot = RunPlot(collector)
+    plot.update("")
+    assert plot.panels["loss"].mark.get_xdata()[0] == 14
+    assert plot.panels["loss"].mark.get_color() == style_of(1)["color"]
+    assert f"rank 1: {word}" in texts(plot)
+    assert plot.png().startswith(b"\x89PNG")
+
+
+def test_a_log_scale_is_for_the_loss_alone_and_has_plain_numbers() -> None:
+    collector = Collector([0])
+    add(collector, 0, [100.0, 10.0, 1.0, 0.0, -1.0, 0.1])
+    log_scale = Run("run-1", "raw", "", collector).plot(log_scale=True)
+    loss, memory = log_scale.axes
+    assert (loss.get_yscale(), memory.get_yscale()) == ("log", "linear")
+    low, high = loss.get_ylim()
+    assert 0 < low < 0.1 < 100 < high, "what is not above 0 cannot be shown"
+    to_png(log_scale)
+    labels = [label.get_text() for label in loss.get_yticklabels()]
+    assert {"0.1", "1", "10", "100"} <= {*labels}
+
+
+def test_a_log_scale_without_a_positive_loss_can_be_drawn() -> None:
+    collector = Collector([0])
+    add(collector, 0, [0.0, -1.0])
+    plot = RunPlot(collector, log_scale=True)
+    plot.update("")
+    assert plot.png().startswith(b"\x89PNG")
+
+
+def test_remarks_stand_below_the_title_and_long_lines_fit() -> None:
+    plot = RunPlot(Collector([0]))
+    long = "ten words " * 16
+    plot.update(long, remarks=["rank 0 is slow", "2 batches lost"])
+    assert "rank 0 is slow; 2 batches lost" in texts(plot)
+    plot.png()
+    for text in plot.figure.texts:
+        assert text.get_window_extent().x1 <= plot.figure.bbox.x1
+
+
+def test_the_last_picture_has_room_for_bars_beside_all_panels() -> None:
+    collector = Collector([0])
+    log(collector, 0, **{f"metric_{k}": {1: 0.5} for k in range(6)})
+    plot = RunPlot(collector)
+    plot.update("")
+    plot.add_bars()
+    plot.update("", is_final=True)
+    boxes = [axes.get_position() for axes in plot.figure.axes]
+    assert len(boxes) == 9
+    for number, box in enumerate(boxes):
+        assert 0 < box.x0 < box.x1 < 1
+        assert 0 < box.y0 < box.y1 < 1
+        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+
+
+def test_every_colour_is_seen_on_white() -> None:
+    assert len(set(RANK_COLOURS)) == 8
+    for colour in RANK_COLOURS:
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert 0.3 * red + 0.59 * green + 0.11 * blue < 190
 
 
 # ---- PNG ----

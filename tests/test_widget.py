@@ -104,7 +104,7 @@ def points_of(collector: Collector) -> dict[tuple[int, str], Points]:
         if len(records):
             mib = records["memory_bytes"] / 2**20
             found[rank, MEMORY] = pairs(records["step"], mib)
-        for name in {"loss", *collector.names(rank)} - {NOTICED_LOSS, "samples"}:
+        for name in {"loss", *collector.metrics(rank)} - {NOTICED_LOSS, "samples"}:
             series = collector.series(rank, name)
             if len(series):
                 found[rank, name] = pairs(series["step"], series["value"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from labkit.notebook.curves import Curves
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
@@ -40,7 +41,9 @@ class Collector:
         self._notices_steps: set[int] = set()
         """Ranks whose optimizer steps are noticed; of the others `log` tells them."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
-        self._chunks: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
+        self._records = {rank: GrowingArray(RECORD) for rank in ranks}
+        self.curves = Curves(self)
+        """The history as curves of few points; `update` brings them up to it."""
 
     @property
     def num_lost(self) -> int:
@@ -57,7 +60,7 @@ class Collector:
             names[names.index(NOTICED_LOSS)] = "loss"
         self._names[rank] = names
         if len(records):
-            self._chunks[rank].append(records)
+            self._records[rank].extend(records)
             self.num_records[rank] += len(records)
 
     def _take_notes(self, rank: int, batch: Batch) -> np.ndarray:
@@ -84,7 +87,8 @@ class Collector:
 
     def start_over(self, rank: int) -> None:
         """Forget a rank's records."""
-        self._chunks[rank] = []
+        self._records[rank] = GrowingArray(RECORD)
+        self.curves = Curves(self)
         for counts in (self.num_received, self.num_records, self.lost, self.steps):
             counts[rank] = 0
 
@@ -105,27 +109,11 @@ class Collector:
         return list(self._names[rank])
 
     def records(self, rank: int) -> np.ndarray:
-        """All records of a rank so far: (num_records,) of `records.RECORD`."""
-        chunks = self._chunks[rank]
-        if len(chunks) != 1:
-            joined = np.concatenate(chunks) if chunks else _empty()
-            self._chunks[rank] = chunks = [joined]
-        return chunks[0]
+        """All records of a rank so far: (num_records,) of `records.RECORD`.
 
-    def records_from(self, rank: int, start: int) -> np.ndarray:
-        """The records of a rank without the first `start`, not joined with those."""
-        missing = self.num_records[rank] - start
-        found = []
-        for chunk in reversed(self._chunks[rank]):
-            if missing <= 0:
-                break
-            found.append(chunk[-missing:])
-            missing -= len(chunk)
-        return np.concatenate(found[::-1]) if found else _empty()
-
-    def names(self, rank: int) -> list[str]:
-        """What the metrics of a rank's records are called, by their number."""
-        return self._names[rank]
+        Costs nothing: a view. Later batches only add to its end.
+        """
+        return self._records[rank].view()
 
     def series(self, rank: int, metric: str) -> np.ndarray:
         """The records of one metric of a rank, in order; empty where it has none."""
@@ -160,6 +148,31 @@ class Collector:
         frame = values.join(rows[["seconds", "memory_bytes"]].last()).reset_index()
         frame = frame.drop(columns=_AGAIN).assign(rank=rank)
         return frame.reindex(columns=[*dict.fromkeys([*_LEADING, *frame.columns])])
+
+
+class GrowingArray:
+    """An array that grows at its end; an element is copied twice at most, on average.
+
+    A view stays valid, and as long as it was, while the array grows.
+    """
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._elements = np.empty(0, dtype=dtype)
+        self._length = 0
+
+    def extend(self, added: np.ndarray) -> None:
+        """Append `added`: (n,) of the same dtype."""
+        length = self._length + len(added)
+        if length > len(self._elements):
+            larger = np.empty(max(length, 2 * self._length), self._elements.dtype)
+            larger[: self._length] = self.view()
+            self._elements = larger
+        self._elements[self._length : length] = added
+        self._length = length
+
+    def view(self) -> np.ndarray:
+        """What it holds: (length,)."""
+        return self._elements[: self._length]
 
 
 def _empty() -> np.ndarray:

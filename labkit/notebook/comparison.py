@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
+from labkit.notebook.look import dress
+from labkit.notebook.look import style_of
 from labkit.notebook.plots import MIB
-from labkit.notebook.plots import RANK_COLOURS
 from labkit.notebook.plots import RunFigure
-from labkit.notebook.plots import dress
 from labkit.notebook.plots import stack_memory
 from labkit.notebook.plots import thin
 from labkit.notebook.runs import Run
@@ -73,13 +73,12 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     memory = figure.add_subplot(grid[1, :11])
     speed = figure.add_subplot(grid[1, 16:20])
     wire = figure.add_subplot(grid[1, 22:])
-    colours = [RANK_COLOURS[i % len(RANK_COLOURS)] for i in range(len(runs))]
-    for place, (run, colour) in enumerate(zip(runs, colours, strict=True)):
+    styles = [style_of(place) for place in range(len(runs))]
+    for run, style in zip(runs, styles, strict=True):
         losses = run.mean_loss()
-        style = "-" if place == 0 else (0, (5, 1 + place))
         for axes, column in ((by_step, "step"), (by_time, "seconds")):
             x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
-            axes.plot(x, y, color=colour, lw=1.5, ls=style, label=shorten(run.name, 14))
+            axes.plot(x, y, lw=1.5, label=shorten(run.name, 14), **style)
     dress(by_step, "optimizer step", "loss")
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     dress(by_time, "seconds", "loss")
@@ -94,6 +93,7 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
         (wire, "MiB sent in a step", table["wire_bytes"] / MIB),
     ):
         dress(axes, "", label)
+        colours = [style["color"] for style in styles]
         axes.bar(np.arange(len(runs)), values.fillna(0.0), 0.72, color=colours)
         labels = [shorten(name, 14) for name in table.index]
         axes.set_xticks(np.arange(len(runs)), labels)

@@ -46,7 +46,7 @@ class Forecast:
 
     def plot(self) -> "RunFigure":
         """Stacked bars by strategy, one panel a world size, and the device's memory."""
-        from labkit.notebook.plots import RANK_COLOURS
+        from labkit.notebook.look import RANK_COLOURS
         from labkit.notebook.plots import RunFigure
 
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from labkit.notebook.collector import Collector
+from labkit.notebook.curves import UNSEEN
 from labkit.notebook.plots import MIB
 from labkit.notebook.plots import thin
 from labkit.records import NOTICED_LOSS
@@ -14,7 +15,7 @@ MEMORY = "memory (MiB)"
 
 _HIDDEN = {
     NOTICED_LOSS,  # the cell's own loss is shown in its place
-    "samples",  # a weight, and no result
+    *UNSEEN,
 }
 
 Series = tuple[int, str, np.ndarray, np.ndarray]
@@ -48,10 +49,10 @@ class FrameEncoder:
         series = []
         was_renamed = False
         for rank in self._collector.ranks:
-            names = self._collector.names(rank)
+            names = self._collector.metrics(rank)
             was_renamed |= names[: len(self._names[rank])] != self._names[rank]
             self._names[rank] = names
-            records = self._collector.records_from(rank, self._num_sent[rank])
+            records = self._collector.records(rank)[self._num_sent[rank] :]
             series += _split(rank, names, records)
             self._num_sent[rank] += len(records)
         return None if was_renamed else self._pack(series)

@@ -7,6 +7,7 @@ from typing import Any
 
 from labkit.notebook.background import Job
 from labkit.notebook.runs import Run
+from labkit.records import shorten
 
 REFRESH_S = 0.5
 MAX_LOAD = 0.2
@@ -81,7 +82,7 @@ class LiveView:
                 # The first time this imports matplotlib, which is not drawing.
                 from labkit.notebook.plots import RunPlot
 
-                self._plot = RunPlot(self.run.collector)
+                self._plot = RunPlot(self.run.collector, log_scale=self.run.log_scale)
             started = time.thread_time()
             self._draw()
             took = time.thread_time() - started
@@ -95,15 +96,14 @@ class LiveView:
         line = self.run.status_line()
         if self.run.state == "running":
             # One that wraps cannot be rewritten: "\r" goes back over one row only.
-            line = line[: shutil.get_terminal_size().columns - 1]
+            line = shorten(line, shutil.get_terminal_size().columns - 1)
         self.make_way()
         print(line, end="", flush=True)
         self._line_width = len(line)
 
     def _draw(self) -> None:
         if self.run.state == "running":
-            steps = self.run.planned_steps()
-            self._plot.update(self.run.status_line(), num_steps=steps)
+            self.run.update_plot(self._plot)
         else:
             self.run.finish_plot(self._plot)
         self._show({"image/png": self._plot.png()})

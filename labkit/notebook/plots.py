@@ -6,29 +6,26 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.patches import Patch
 from PIL import Image
 
 from labkit.notebook.collector import Collector
+from labkit.notebook.curves import MAX_POINTS
+from labkit.notebook.curves import MEMORY
+from labkit.notebook.look import INK
+from labkit.notebook.look import WARNING_INK
+from labkit.notebook.look import dress
+from labkit.notebook.look import style_of
+from labkit.notebook.panel import Limits
+from labkit.notebook.panel import Panel
 from labkit.records import COMPONENTS
 from labkit.records import shorten
 
-# Okabe and Ito's colours, told apart by the colour-blind too; black comes last.
-RANK_COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#000000",
-)
-MAX_POINTS = 1000
 PARTS = COMPONENTS[:-1]
 PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#BBBBBB")
 PART_LABELS = {
@@ -40,9 +37,14 @@ PART_LABELS = {
     "activations_peak": "activations",
 }
 MIB = 2**20
-_INK = "#333333"
 
-Limits = tuple[float, float]
+# Of a run's picture, in inches.
+WIDTH, WIDTH_WITH_BARS = 9.0, 13.0
+HEIGHT, ROW_HEIGHT = 3.1, 2.1
+LEFT, BOTTOM, TALL, LOW = 0.675, 0.527, 2.14, 1.4
+NUM_COLUMNS, NUM_COLUMNS_WITH_BARS = 3, 4
+MAX_EXTRA = 6
+"""Panels beside those of loss and memory."""
 
 
 class RunFigure(Figure):
@@ -53,111 +55,181 @@ class RunFigure(Figure):
 
 
 class RunPlot:
-    """Loss and memory per rank, side by side; kept, and updated in place.
+    """Loss and memory per rank, side by side, and a panel for each further metric in
+    rows below; kept, and updated in place.
 
     Axes, ticks and text are four fifths of the work of drawing. They are drawn when
     their limits change, and the limits leave room to grow; in between, only the
     curves are drawn, over a copy of all the rest, and the palette is kept.
     """
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: Collector, *, log_scale: bool = False) -> None:
         self.collector = collector
-        self.figure = RunFigure(figsize=(9.0, 3.1), dpi=100, facecolor="white")
+        self.figure = RunFigure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor="white")
         self._canvas = FigureCanvasAgg(self.figure)
-        # Fixed margins: tight_layout would take longer than all the rest.
-        self.figure.subplots_adjust(
-            left=0.075, right=0.9, top=0.86, bottom=0.17, wspace=0.24
-        )
-        self._title = self.figure.text(0.075, 0.94, "", fontsize=10, color=_INK)
-        self._loss = self.figure.add_subplot(1, 2, 1)
-        self._memory = self.figure.add_subplot(1, 2, 2)
-        for axes, label in ((self._loss, "loss"), (self._memory, "memory (MiB)")):
-            dress(axes, "optimizer step", label)
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        self._lines: dict[tuple[Axes, int], Line2D] = {}
-        for place, rank in enumerate(collector.ranks):
-            colour = RANK_COLOURS[place % len(RANK_COLOURS)]
-            # Ranks that lie on each other are seen to be two.
-            style = "-" if place == 0 else (0, (4, 1 + place))
-            for axes in (self._loss, self._memory):
-                (line,) = axes.plot([], [], color=colour, lw=1.4, ls=style)
-                line.set_label(f"rank {rank}")
-                self._lines[axes, rank] = line
-        self._memory.legend(
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-            frameon=False,
-            fontsize=8,
-            ncols=1 + (len(collector.ranks) - 1) // 16,
-        )
-        self._limits: tuple[Limits, ...] = ((0.0, 0.0),) * 3
+        self._title = self.figure.text(0.0, 0.0, "", fontsize=10, color=INK)
+        self._remarks = self.figure.text(0.0, 0.0, "", fontsize=9, color=WARNING_INK)
+        self._more = self.figure.text(0.0, 0.0, "", fontsize=8, color=INK, ha="right")
+        self._bars: Axes | None = None
+        self.panels: dict[str, Panel] = {}
+        self._add_panel("loss", "loss", log_scale=log_scale)
+        self._add_panel(MEMORY, "memory (MiB)", unit=MIB, has_mean=False)
+        self._legend: list[str] = []
+        self._update_legend()
+        self._place()
+        self._limits: tuple[Limits, ...] = ()
         self._background: Any = None
         self._palette: Palette | None = None
 
     def update(
-        self, title: str, *, num_steps: int | None = None, is_final: bool = False
+        self,
+        title: str,
+        *,
+        remarks: Sequence[str] = (),
+        num_steps: int | None = None,
+        is_final: bool = False,
     ) -> None:
         """Bring the figure up to what the collector holds.
 
-        The axes reach to `num_steps` where the length of the run is known, and fit
-        the data closely when it is over.
+        `remarks` stand out below the title. The axes reach to `num_steps` where the
+        length of the run is known, and fit the data closely when it is over.
         """
-        self._title.set_text(title)
-        for rank in self.collector.ranks:
-            losses = self.collector.series(rank, "loss")
-            self._lines[self._loss, rank].set_data(
-                *thin(losses["step"], losses["value"])
-            )
-            every = self.collector.records(rank)
-            self._lines[self._memory, rank].set_data(
-                *thin(every["step"], every["memory_bytes"] / 2**20)
-            )
+        curves = self.collector.curves
+        with curves.lock:
+            curves.update(is_final=is_final)
+            self._add_metrics(curves.metrics())
+            for panel in self.panels.values():
+                panel.update(curves)
+        for text, line, size in (
+            (self._title, title, 10.0),
+            (self._remarks, "; ".join(remarks), 9.0),
+        ):
+            # A long line is set smaller, so that it ends within the figure.
+            room = 1090 / size
+            text.set(text=line, fontsize=size * min(1.0, room / max(1, len(line))))
+        self._update_legend()
         wanted = self._wanted_limits(0 if is_final else num_steps or 0)
-        limits = wanted if is_final else tuple(map(roomy, self._limits, wanted))
+        if is_final or len(self._limits) != len(wanted):
+            limits = wanted
+        else:
+            limits = tuple(map(roomy, self._limits, wanted))
         if limits != self._limits or is_final:
             self._limits = limits
             self._background = None
             (_, last), *heights = limits
-            for axes, (low, high) in zip(
-                (self._loss, self._memory), heights, strict=True
-            ):
-                margin = 0.05 * (high - low) or 0.05
-                axes.set_xlim(-0.03 * last, 1.03 * last)
-                axes.set_ylim(low - margin if low else 0.0, high + 2 * margin)
+            for panel, (low, high) in zip(self.panels.values(), heights, strict=True):
+                panel.axes.set_xlim(-0.03 * last, 1.03 * last)
+                panel.set_limits(low, high)
 
     def add_bars(self) -> Axes:
         """Room for bars to the right of the curves, in a figure that is wider."""
-        self.figure.set_size_inches(12.6, 3.1)
-        self.figure.subplots_adjust(left=0.054, right=0.9)
-        height = {"bottom": 0.17, "height": 0.69}
-        for axes, left in ((self._loss, 0.054), (self._memory, 0.347)):
-            axes.set_position((left, height["bottom"], 0.235, height["height"]))
-        self._title.set_x(0.054)
+        self._bars = self.figure.add_subplot()
+        dress(self._bars, "rank", "memory by component (MiB)")
+        self._place()
+        return self._bars
+
+    # ---- panels ----
+
+    def _add_metrics(self, metrics: Sequence[str]) -> None:
+        new = [name for name in metrics if name not in self.panels]
+        room = 2 + MAX_EXTRA - len(self.panels)
+        for metric in new[:room]:
+            self._add_panel(metric, "")
+            # Above it, where a long name has room.
+            self.panels[metric].axes.set_title(
+                shorten(metric, 32), loc="left", fontsize=9, color=INK
+            )
+        if new[room:]:
+            self._more.set_text(f"{len(new[room:])} more metrics are in run.history")
+        if new[:room]:
+            self._place()
+
+    def _add_panel(self, metric: str, label: str, **options: Any) -> None:
+        axes = self.figure.add_subplot()
+        self.panels[metric] = Panel(
+            axes, metric, label, self.collector.ranks, **options
+        )
+
+    def _place(self) -> None:
+        """Put everything in its place, in inches: tight_layout would take longer than
+        all the rest."""
+        width, num_columns = WIDTH, NUM_COLUMNS
+        if self._bars is not None:
+            width, num_columns = WIDTH_WITH_BARS, NUM_COLUMNS_WITH_BARS
+        num_rows = -(-(len(self.panels) - 2) // num_columns)
+        height = HEIGHT + num_rows * ROW_HEIGHT
+        self.figure.set_size_inches(width, height)
+
+        def put(axes: Axes, x: float, y: float, w: float, h: float) -> None:
+            axes.set_position((x / width, y / height, w / width, h / height))
+
+        base = height - HEIGHT + BOTTOM
+        for place, panel in enumerate(self.panels.values()):
+            if place < 2:
+                put(panel.axes, LEFT + place * 4.11, base, 3.315, TALL)
+                continue
+            row, column = divmod(place - 2, num_columns)
+            y = base - (row + 1) * ROW_HEIGHT
+            put(panel.axes, LEFT + column * 2.72, y, 1.985, LOW)
+        if self._bars is not None:
+            put(self._bars, 9.5, base, 2.0, TALL)
+        for text, down in ((self._title, 0.19), (self._remarks, 0.36)):
+            text.set_position((LEFT / width, 1 - down / height))
+        self._more.set_position(((WIDTH - 0.1) / width, 0.08 / height))
         self._background = None
-        bars = self.figure.add_axes((0.7, height["bottom"], 0.18, height["height"]))
-        dress(bars, "rank", "memory by component (MiB)")
-        return bars
+
+    def _update_legend(self) -> None:
+        loss, memory = self.panels["loss"], self.panels[MEMORY]
+        handles: list[Any] = []
+        for line in loss.lines.values():
+            # Not the line itself, which may be pale.
+            handle = Line2D([], [], color=line.get_color(), lw=1.4)
+            handle.set(linestyle=style_of(len(handles))["ls"], label=line.get_label())
+            handles.append(handle)
+        if any(panel.has_range for panel in self.panels.values()):
+            handles.append(Patch(color=loss.band.get_facecolor(), label="range"))
+        if any(panel.has_middle for panel in self.panels.values()):
+            label = "median" if loss.is_band else "mean"
+            label = label if len(loss.lines) != 1 else "trend"
+            handles.append(Line2D([], [], color=INK, lw=2.0, label=label))
+        labels = [str(handle.get_label()) for handle in handles]
+        if labels != self._legend:
+            self._legend = labels
+            memory.axes.legend(
+                handles=handles,
+                loc="center left",
+                bbox_to_anchor=(1.0, 0.5),
+                frameon=False,
+                fontsize=8,
+            )
+            self._background = None
 
     def _wanted_limits(self, num_steps: int) -> tuple[Limits, ...]:
-        """What must be seen: the steps, the losses, the memory."""
-        steps = max([num_steps, *self._data(0)], default=0)
-        loss = self._data(1, self._loss) or [0.0, 1.0]
-        memory = self._data(1, self._memory) or [0.0, 1.0]
+        """What must be seen: the steps, and the values of each panel."""
+        last = max(panel.last_step() for panel in self.panels.values())
+        heights = [self._wanted_heights(panel) for panel in self.panels.values()]
+        return ((0.0, max(float(num_steps), last) or 1.0), *heights)
+
+    def _wanted_heights(self, panel: Panel) -> Limits:
+        low, high = panel.data_limits() or (0.0, 1.0)
+        if panel.log_scale:
+            return low, high
+        if panel.metric == MEMORY:  # a change is to look as large as it is
+            return 0.0, high or 1.0
         # From 0 where that does not flatten the curve, so that it need not move as
-        # the loss falls; memory always, so that a change looks as large as it is.
-        lowest = 0.0 if 0 <= loss[0] < 0.7 * loss[1] else loss[0]
-        return (
-            (0.0, float(steps or 1)),
-            (lowest, loss[1]),
-            (0.0, memory[1] or 1.0),
-        )
+        # the loss falls.
+        return (0.0 if 0 <= low < 0.7 * high else low), high
+
+    # ---- pixels ----
 
     def png(self) -> bytes:
         """The figure as it is, drawn with as little work as it takes."""
-        curves = [self._title, *self._lines.values()]
+        curves: list[Artist] = [self._title, self._remarks]
+        curves += [each for panel in self.panels.values() for each in panel.artists()]
         if self._background is None:
             for artist in curves:
                 artist.set_visible(False)
+            self._canvas = FigureCanvasAgg(self.figure)
             self._canvas.draw()
             self._background = self._canvas.copy_from_bbox(self.figure.bbox)
             self._palette = None
@@ -171,18 +243,6 @@ class RunPlot:
             self._palette = Palette(pixels)
         return self._palette.encode(pixels)
 
-    def _data(self, dim: int, axes: Axes | None = None) -> list[float]:
-        """Least and greatest finite x (dim 0) or y (1) of the curves, if any."""
-        values = [
-            line.get_data()[dim]
-            for (place, _), line in self._lines.items()
-            if axes in (None, place)
-        ]
-        joined = np.concatenate(values).astype(float)
-        # Differences of such values are to be finite as well.
-        finite = joined[np.abs(joined) < 1e300]
-        return [float(finite.min()), float(finite.max())] if len(finite) else []
-
 
 def roomy(now: Limits, wanted: Limits) -> Limits:
     """The limits `now` while they hold `wanted` and it fills two fifths of them at
@@ -192,17 +252,6 @@ def roomy(now: Limits, wanted: Limits) -> Limits:
     if now[0] <= low and high <= now[1] and fills_enough:
         return now
     return low, high + (high - low if high > now[1] else 0.0)
-
-
-def dress(axes: Axes, x_label: str, y_label: str) -> None:
-    """The look that all of labkit's axes share."""
-    axes.set_xlabel(x_label, fontsize=9, color=_INK)
-    axes.set_ylabel(y_label, fontsize=9, color=_INK)
-    axes.tick_params(labelsize=8, colors=_INK)
-    axes.grid(True, color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
 
 
 def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> None:

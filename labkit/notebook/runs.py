@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from labkit import theory
 from labkit.notebook.collector import Collector
+from labkit.notebook.progress import planned_steps
+from labkit.notebook.progress import progress_line
+from labkit.notebook.progress import remarks
+from labkit.notebook.progress import status_line
+from labkit.notebook.progress import steps_per_s
 from labkit.notebook.replicas import find_mismatches
+from labkit.notebook.stragglers import lag_by_rank
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import ModelFacts
@@ -47,6 +52,8 @@ class Run:
         self.options = options or TrainOptions()
         self.state = "running"
         self.collector = collector
+        self.log_scale = False
+        """Whether its pictures have the loss on one, unless asked otherwise."""
         self.seconds = 0.0
         """How long the cell ran."""
         self.folder: Path | None = None
@@ -233,27 +240,22 @@ class Run:
         return self.seconds
 
     def steps_per_s(self) -> float | None:
-        """Optimizer steps a second, by the median step: some are slow because they
-        are measured, the first or a validation; None before the second step."""
-        rates = []
-        for rank in self.collector.ranks:
-            records = self.collector.records(rank)
-            steps, first = np.unique(records["step"], return_index=True)
-            seconds = np.diff(records["seconds"][first]) / np.diff(steps)
-            if len(seconds) and np.median(seconds) > 0:
-                rates.append(float(1.0 / np.median(seconds)))
-        return min(rates) if rates else None
+        """Optimizer steps a second, by the median step of the slowest rank; None before
+        the second step."""
+        return steps_per_s(self.collector)
 
     def planned_steps(self) -> int | None:
         """Optimizer steps of the whole run, where its loop has said how many."""
-        progress = self.collector.progress[self.collector.ranks[0]]
-        if progress.epochs and progress.steps_per_epoch:
-            return progress.epochs * progress.steps_per_epoch
-        return None
+        return planned_steps(self)
 
     def summary(self) -> pd.DataFrame:
-        """One row a rank: steps, first and last loss, seconds, steps/s, peak memory."""
+        """One row a rank: steps, first and last loss, seconds, steps/s, peak memory.
+
+        `behind` is by what share the rank's own step takes longer than the median of
+        the others; NaN where that is not known.
+        """
         rows = []
+        lags = lag_by_rank(self.collector)
         for rank in self.collector.ranks:
             losses = self.collector.series(rank, "loss")
             records = self.collector.records(rank)
@@ -270,25 +272,34 @@ class Run:
                     "peak_memory_mib": records["memory_bytes"].max() / 2**20
                     if len(records)
                     else float("nan"),
+                    "behind": lags.get(rank, float("nan")),
                 }
             )
         return pd.DataFrame(rows).set_index("rank")
 
-    def plot(self) -> "RunFigure":
-        """Loss and memory per rank, and memory by component, as the live picture
-        showed them at the end."""
+    def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
+        """Loss, memory and every other metric per rank, and memory by component, as the
+        live picture showed them at the end; `log_scale` sets that of the loss."""
         from labkit.notebook.plots import RunPlot
 
-        plot = RunPlot(self.collector)
+        if log_scale is None:
+            log_scale = self.log_scale
+        plot = RunPlot(self.collector, log_scale=log_scale)
         self.finish_plot(plot)
         return plot.figure
+
+    def update_plot(self, plot: "RunPlot") -> None:
+        """Draw the curves of a run that goes on."""
+        plot.update(
+            progress_line(self), remarks=remarks(self), num_steps=planned_steps(self)
+        )
 
     def finish_plot(self, plot: "RunPlot") -> None:
         """Draw the last state of the curves and, where it was measured, memory by
         component beside what theory says."""
         from labkit.notebook.plots import stack_memory
 
-        plot.update(self.status_line(), is_final=True)
+        plot.update(progress_line(self), remarks=remarks(self), is_final=True)
         if any(self.collector.measurements.values()):
             parts = [name for name in COMPONENTS if name in self.theory]
             theory = pd.DataFrame([self.theory], index=["theory"], columns=parts)
@@ -296,31 +307,5 @@ class Run:
             stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])
 
     def status_line(self) -> str:
-        """How far the run has come: "ddp, 2 ranks: epoch 2/3, step 40/69, ..."."""
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        parts = [f"{self.name}: {self.strategy} on {ranks}"]
-        if self.state != "running":
-            parts.append(self.state)
-        progress = self.collector.progress[self.collector.ranks[0]]
-        step = self.num_steps
-        total = self.planned_steps()
-        if progress.epoch:
-            of = f"/{progress.epochs}" if progress.epochs else ""
-            parts.append(f"epoch {progress.epoch}{of}")
-        if total:
-            parts.append(f"step {step}/{total}")
-        elif progress.steps_per_epoch:
-            in_epoch = step - (progress.epoch - 1) * progress.steps_per_epoch
-            parts.append(f"step {in_epoch}/{progress.steps_per_epoch} of the epoch")
-        else:
-            parts.append(f"step {step}")
-        rate = self.steps_per_s()
-        if rate is not None:
-            parts.append(f"{rate:.3g} steps/s")
-            if self.state == "running" and total:
-                parts.append(f"{max(0.0, (total - step) / rate):.0f} s left")
-        if self.state != "running":
-            parts.append(f"{self.seconds:.1f} s")
-        if self.collector.num_lost:
-            parts.append(f"{self.collector.num_lost} records lost")
-        return ", ".join(parts)
+        """How far the run has come, and what is not as it should be, in one line."""
+        return status_line(self)

@@ -88,7 +88,7 @@ class WidgetView(LiveView):
             self._next_keyframe = now if is_loading else now + KEYFRAME_S
 
     def _display(self, keyframe: dict[str, Any]) -> None:
-        from labkit.notebook.plots import RANK_COLOURS
+        from labkit.notebook.look import RANK_COLOURS
 
         self._displayed_at = time.monotonic()
         self._widget = widget_class()(

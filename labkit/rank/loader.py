@@ -1,5 +1,6 @@
 """Deals global batches out to the ranks."""
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Share:
     there is one microbatch and all parts are equal."""
     is_last: bool = True
     """Whether the optimizer steps after this microbatch."""
+    num_tokens: int = 0
+    """Of all its samples, where these are sequences of tokens."""
 
 
 class GlobalBatches(Sampler[Any]):
@@ -165,12 +168,25 @@ class RankLoader:
         self._on_epoch(self._num_epochs)
         try:
             for number, batch in enumerate(self.loader):
-                self._on_batch(self.batches.share(number))
+                share = self.batches.share(number)
+                if length := tokens_of_sample(batch):
+                    num_tokens = share.num_samples * length
+                    share = dataclasses.replace(share, num_tokens=num_tokens)
+                self._on_batch(share)
                 yield to_device(batch, self.device)
             drawn = self.batches.drawn
             self._on_drawn(drawn, self.batches.num_dealt, self._num_epochs)
         finally:
             self._on_end()
+
+
+def tokens_of_sample(batch: Any) -> int:
+    """T of a batch whose first tensor holds integers, (batch, T); otherwise 0."""
+    first = batch[0] if isinstance(batch, list | tuple) and len(batch) else batch
+    if isinstance(first, torch.Tensor) and first.ndim == 2:
+        is_token = not (first.is_floating_point() or first.is_complex())
+        return first.shape[1] if is_token and first.dtype != torch.bool else 0
+    return 0
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

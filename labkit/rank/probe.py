@@ -64,10 +64,13 @@ class StepProbe(TorchDispatchMode):
         device: torch.device,
         *,
         sees_operators: bool = True,
+        began: float | None = None,
     ) -> None:
         """Without `sees_operators`, as for compiled models, only what is looked at
-        between them: model states, and on a GPU the peak."""
+        between them: model states, and on a GPU the peak. `began` is when the step
+        did, by `time.perf_counter`, if not now."""
         super().__init__()
+        self._began = time.perf_counter() if began is None else began
         self._sees_operators = sees_operators
         self._prepared = list(prepared)
         self._device = device
@@ -118,6 +121,8 @@ class StepProbe(TorchDispatchMode):
         """End the watch; None where a mode of the user's own was entered meanwhile,
         which has to end first."""
         self._is_active = False
+        self._synchronize()
+        seconds = time.perf_counter() - self._began
         if self._sees_operators:
             if _get_current_dispatch_mode() is not self:
                 return None
@@ -127,7 +132,8 @@ class StepProbe(TorchDispatchMode):
             peak = torch.cuda.max_memory_allocated(self._device)
             self._held["total_peak"] = max(self._held["total_peak"], peak)
         facts = [prepared.facts() for prepared in self._prepared]
-        return Measurement(self._held, list(self._collectives.values()), facts)
+        collectives = list(self._collectives.values())
+        return Measurement(self._held, collectives, facts, seconds)
 
     # ---- what is seen ----
 
@@ -139,6 +145,9 @@ class StepProbe(TorchDispatchMode):
         name = getattr(func, "_schema", None) and func._schema.name
         if self._keeps_gradients and self._is_backward and self._is_active:
             self._look_at_gradients()  # before this operator takes the first away
+        if self._is_active and name in _KINDS:
+            # What was computed before is the rank's own time, not the collective's.
+            self._synchronize()
         began = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         if not self._is_active:
@@ -230,8 +239,7 @@ class StepProbe(TorchDispatchMode):
                 dist.Work.unbox(leaf).wait()
         if name.startswith("_c10d_functional"):
             torch.ops._c10d_functional.wait_tensor(out)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
         seconds = time.perf_counter() - began
         kind, whole = _KINDS[name]
         payload = sum(
@@ -243,6 +251,11 @@ class StepProbe(TorchDispatchMode):
         self._collectives[kind] = noted.plus(
             payload, bytes_on_the_wire(kind, payload, group_size(args)), seconds
         )
+
+    def _synchronize(self) -> None:
+        """Wait for the device, which computes what the CPU has only asked for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -41,7 +42,13 @@ from labkit.strategies.model_options import replace_batchnorm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero
 
-RESERVED = frozenset({"rank", "seconds", "memory_bytes", *NOTES, NOTICED_LOSS})
+RESERVED = frozenset(
+    {
+        *("rank", "seconds", "memory_bytes", "samples", "tokens"),
+        *NOTES,
+        NOTICED_LOSS,
+    }
+)
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -79,6 +86,10 @@ class Session:
         self._undo: list[Callable[[], None]] = []
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
+        self._num_tokens = 0
+        """Of this step so far; 0 where samples are no sequences of tokens."""
+        self._step_ended: float | None = None
+        """When the step before this one did; None in the first of an epoch."""
         self._optimizer_steps = 0
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
@@ -262,6 +273,7 @@ class Session:
 
     def _begin_batch(self, share: Share) -> None:
         self._num_samples = (self._num_samples or 0) + share.num_samples
+        self._num_tokens += share.num_tokens
         self._noticer.weight = share.weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
@@ -271,6 +283,8 @@ class Session:
 
     def _end_batches(self) -> None:
         self._num_samples = None
+        self._num_tokens = 0
+        self._step_ended = None
         BatchNorm.counts_here = True
         self._noticer.weight = 1.0 / self.options.accumulate
 
@@ -291,7 +305,10 @@ class Session:
         prepared = [optimizer.prepared for optimizer in self._optimizers]
         # Dynamo would not compile what it first sees under a dispatch mode.
         self._probe = StepProbe(
-            prepared, self.device, sees_operators=not self.options.compile
+            prepared,
+            self.device,
+            sees_operators=not self.options.compile,
+            began=self._step_ended,
         )
         self._probe.start()
         self._noticer.on_backward = self._probe_backward
@@ -326,7 +343,11 @@ class Session:
         if self._num_samples is not None:
             self._emitter.put("samples", self._num_samples, step, memory_bytes)
             self._num_samples = 0
+        if self._num_tokens:
+            self._emitter.put("tokens", self._num_tokens, step, memory_bytes)
+            self._num_tokens = 0
         self._after_step(step)
+        self._step_ended = time.perf_counter()
 
     def _note_progress(self, **changes: int) -> None:
         """Note what changed of `records.Progress`."""

@@ -1,0 +1,53 @@
+"""What labkit's figures share: the colours of ranks, and the look of axes."""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+# Okabe and Ito's colours, told apart by the colour-blind too, but for yellow, which
+# is not seen on white, and black, which is for means: violet and brown are as far from
+# the others for any eye.
+RANK_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#6600CC",
+    "#663300",
+)
+# Curves that lie on each other are seen to be several.
+LINE_STYLES: tuple[Any, ...] = (
+    "-",
+    (0, (4, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+    (0, (4, 5)),
+    (0, (1.5, 4)),
+    (0, (9, 3)),
+    (0, (6, 2, 1.5, 2, 1.5, 2)),
+)
+INK = "#333333"
+WARNING_INK = "#B03A00"
+
+
+def style_of(place: int) -> dict[str, Any]:
+    """Colour and line style of the rank, or run, at `place` of a picture's."""
+    turn = place // len(RANK_COLOURS)  # the colours begin again with other styles
+    return {
+        "color": RANK_COLOURS[place % len(RANK_COLOURS)],
+        "ls": LINE_STYLES[(place + turn) % len(LINE_STYLES)],
+    }
+
+
+def dress(axes: Axes, x_label: str, y_label: str) -> None:
+    """The look that all of labkit's axes share."""
+    axes.set_xlabel(x_label, fontsize=9, color=INK)
+    axes.set_ylabel(y_label, fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=INK)
+    axes.grid(True, color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.set_major_locator(MaxNLocator(5))

@@ -1,0 +1,165 @@
+"""Says how far a run has come, and what is not as it should be, in one line."""
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from labkit.notebook.collector import Collector
+from labkit.notebook.curves import MEMORY
+from labkit.notebook.output import format_ranks
+from labkit.notebook.stragglers import find_straggler
+from labkit.notebook.stragglers import step_seconds
+
+if TYPE_CHECKING:
+    from labkit.notebook.runs import Run
+
+MAX_TROUBLES = 2
+RECENT_STEPS = 500
+"""How many steps the rate of a run that goes on is taken from."""
+
+
+def status_line(run: "Run") -> str:
+    """All in one line: "run-1: ddp on 2 ranks, epoch 2/3, step 40/69, ..."."""
+    return ", ".join([progress_line(run), *remarks(run)])
+
+
+def progress_line(run: "Run") -> str:
+    """Epoch, step of total, rates, and the time that is left or that it took."""
+    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    parts = [f"{run.name}: {run.strategy} on {ranks}"]
+    is_running = run.state == "running"
+    if not is_running:
+        parts.append(run.state)
+    progress = run.collector.progress[run.collector.ranks[0]]
+    step, total = run.num_steps, planned_steps(run)
+    if progress.epoch:
+        of = f"/{progress.epochs}" if progress.epochs else ""
+        parts.append(f"epoch {progress.epoch}{of}")
+    if total:
+        parts.append(f"step {step}/{total}")
+    elif progress.steps_per_epoch:
+        in_epoch = step - (progress.epoch - 1) * progress.steps_per_epoch
+        parts.append(f"step {in_epoch}/{progress.steps_per_epoch} of the epoch")
+    else:
+        parts.append(f"step {step}")
+    parts += rates(run.collector, RECENT_STEPS if is_running else None)
+    if not is_running:
+        parts.append(duration(run.seconds, digits=1))
+    elif total:
+        pace = seconds_a_step(run.collector)
+        if pace is not None:
+            parts.append(f"{duration(max(0, total - step) * pace)} left")
+    return ", ".join(parts)
+
+
+def remarks(run: "Run") -> list[str]:
+    """What is not as it should be: a slow rank, NaN, lost records."""
+    found = []
+    straggler = find_straggler(run.collector)
+    if straggler is not None:
+        rank, lag = straggler
+        others = [other for other in run.collector.ranks if other != rank]
+        whom = "the median" if len(others) > 1 else format_ranks(others)
+        found.append(f"rank {rank} is slowest: {100 * lag:.0f} % behind {whom}")
+    found += troubles(run.collector)[:MAX_TROUBLES]
+    if run.collector.num_lost:
+        found.append(f"{run.collector.num_lost} records lost")
+    return found
+
+
+def planned_steps(run: "Run") -> int | None:
+    """Optimizer steps of the whole run, where its loop has said how many."""
+    progress = run.collector.progress[run.collector.ranks[0]]
+    if progress.epochs and progress.steps_per_epoch:
+        return progress.epochs * progress.steps_per_epoch
+    return None
+
+
+def steps_per_s(collector: Collector, num_steps: int | None = None) -> float | None:
+    """Optimizer steps a second of the slowest rank, of all steps or of about the last
+    `num_steps`; None before the second step.
+
+    By the median step: some are slow because they are measured, the first or a
+    validation.
+    """
+    found = [step_seconds(collector, rank, num_steps) for rank in collector.ranks]
+    medians = [float(np.median(seconds)) for seconds in found if len(seconds)]
+    paces = [seconds for seconds in medians if seconds > 0]
+    return 1.0 / max(paces) if paces else None
+
+
+def rates(collector: Collector, num_steps: int | None) -> list[str]:
+    """Steps, samples and tokens a second of all ranks together, where known."""
+    rate = steps_per_s(collector, num_steps)
+    if rate is None:
+        return []
+    parts = [f"{significant(rate)} steps/s"]
+    curves = collector.curves
+    with curves.lock:
+        curves.update()
+        for metric in ("samples", "tokens"):
+            count = curves.per_step(metric)
+            if count is not None:
+                parts.append(f"{significant(rate * count)} {metric}/s")
+    return parts
+
+
+def seconds_a_step(collector: Collector) -> float | None:
+    """The mean since the first step, with all that lies between: validations too."""
+    paces = []
+    for rank in collector.ranks:
+        records = collector.records(rank)
+        if len(records) and collector.steps[rank] > records["step"][0]:
+            seconds = records["seconds"][-1] - records["seconds"][0]
+            paces.append(seconds / (collector.steps[rank] - records["step"][0]))
+    return float(max(paces)) if paces else None
+
+
+def troubles(collector: Collector) -> list[str]:
+    """Where each metric was NaN or infinite first, the loss before others: "rank 1:
+    loss is NaN from step 14 on"."""
+    curves = collector.curves
+    with curves.lock:
+        curves.update()
+        all_troubles = curves.troubles()
+    by_metric: dict[str, dict[int, tuple[int, str, bool]]] = {}
+    for (rank, metric), trouble in all_troubles.items():
+        if metric != MEMORY:
+            key = (trouble.step, trouble.word, trouble.lasts)
+            by_metric.setdefault(metric, {})[rank] = key
+    found = []
+    for metric in sorted(by_metric, key=lambda name: name != "loss"):
+        ranks = by_metric[metric]
+        first = min(ranks.values(), key=lambda key: key[0])
+        step, word, lasts = first
+        where = format_ranks(rank for rank, key in ranks.items() if key == first)
+        when = (
+            f"is {word} from step {step} on" if lasts else f"was {word} at step {step}"
+        )
+        later = sum(key != first for key in ranks.values())
+        then = f", later on {later} more rank{'s' * (later > 1)}" if later else ""
+        found.append(f"{where}: {metric} {when}{then}")
+    return found
+
+
+def significant(value: float) -> str:
+    """Three digits that count: "0.123", "12.3", "12,300"."""
+    if value < 1000:
+        return f"{value:.3g}"
+    return f"{float(f'{value:.3g}'):,.0f}"
+
+
+def duration(seconds: float, *, digits: int = 0) -> str:
+    """A time to read: "45 s", "1 min 20 s", "2 h 5 min", "3 d 4 h"."""
+    if digits and seconds < 60:
+        return f"{seconds:.{digits}f} s"
+    whole = math.ceil(seconds)
+    for unit, name, part, part_name in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= unit:
+            return f"{whole // unit} {name} {whole % unit // part} {part_name}"
+    return f"{whole} s"
