@@ -7,14 +7,14 @@ ARGS ?=
 BIN := .venv/bin
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab test lint format notebooks clean
+.PHONY: help lab test lint browser format notebooks clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make test                                  lint, types, tests, notebooks"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
-	@echo "make clean                                 remove .venv"
+	@echo "make clean                                 remove .venv and test-artifacts"
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -29,13 +29,29 @@ lab: .venv/installed
 	@echo "Starting JupyterLab; open the URL with the token that it prints."
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
-test: .venv/installed lint
+test: .venv/installed lint browser
 	$(BIN)/pytest
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Some tests use JupyterLab in a browser, and skip where there is none: this installs
+# one where apt-get can, and never fails.
+APT := apt-get -qy -o DPkg::Lock::Timeout=120 -o Acquire::http::Timeout=30
+browser:
+	@for name in chromium google-chrome chromium-browser; do \
+	  if command -v $$name > /dev/null; then exit 0; fi; \
+	done; \
+	root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; \
+	if ! command -v apt-get > /dev/null || ! $$root true 2> /dev/null; then \
+	  echo "No chromium here, and no right to install it with apt-get:" \
+	    "the tests in a browser will be skipped."; exit 0; fi; \
+	echo "Installing chromium with apt-get, for the tests in a browser."; \
+	{ $$root $(APT) update && $$root env DEBIAN_FRONTEND=noninteractive \
+	  $(APT) install --no-install-recommends chromium fonts-dejavu-core; } || \
+	echo "chromium was not installed: the tests in a browser will be skipped."
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -45,4 +61,4 @@ notebooks: .venv/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 clean:
-	rm -rf .venv
+	rm -rf .venv test-artifacts

@@ -273,6 +273,7 @@ class Lab:
                 on_batch=collector.add,
                 on_report=take_report,
                 on_tick=view.tick if view else lambda: None,
+                before_output=view.make_way if view else lambda: None,
             )
             run.dispatch = dispatch
             held = work.pop_all()

@@ -76,6 +76,7 @@ def test_start_shows_its_progress_in_one_line() -> None:
         ("%%dist_train ddp work\n1", "one word too many"),
         ("%%dist_train ddp --checkpoint x\n1", "unrecognized arguments"),
         ("%%dist_train ddp --seed x\n1", "invalid int value"),
+        ("%%dist_train ddp --live movie\n1", "invalid choice: 'movie'"),
         ("%dist_train ddp", "takes a strategy and a function"),
         ("%dist_train ddp nothing", "the notebook has no function 'nothing'"),
         ("%dist_push nothing", "the notebook has no variable 'nothing'"),

@@ -1,6 +1,7 @@
 """The widget's messages, as a front end takes them, and what it leaves behind."""
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -288,6 +289,8 @@ class Listener:
         self.num_missed = 0
         self.titles: list[str] = []
         self.open: set[str] = set()
+        self.num_bytes: dict[str, int] = {}
+        """Of the last value of each of the widget's traits."""
 
     def __call__(self, message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
@@ -298,9 +301,13 @@ class Listener:
         if kind not in ("comm_open", "comm_msg"):
             return
         data, buffers = content["data"], message["buffers"]
-        if "keyframe" in data.get("state", {}):
+        state = data.get("state", {})
+        if "keyframe" in state:
+            values = {name: len(json.dumps(value)) for name, value in state.items()}
+            self.num_bytes |= values | {"buffer": len(buffers[0])}
+        if "series" in state.get("keyframe", {}):
             assert data["buffer_paths"] == [["keyframe", "values"]]
-            header = data["state"]["keyframe"]
+            header = state["keyframe"]
             self.front_end.take_keyframe(header, buffers[0])
         elif data.get("method") == "custom":
             header = data["content"]
@@ -323,6 +330,7 @@ def test_a_run_is_a_widget_and_then_a_picture(kernel: Kernel) -> None:
     assert set(picture) == {"image/png", "text/plain"}
     assert shown["text/plain"] == picture["text/plain"]
     assert listener.open == set()
+    assert sum(listener.num_bytes.values()) < 2000  # some save this as well
     assert listener.num_deltas >= 3
     assert listener.num_missed == 0
     assert all(title.startswith("seen: raw on 2 ranks") for title in listener.titles)
@@ -331,7 +339,7 @@ def test_a_run_is_a_widget_and_then_a_picture(kernel: Kernel) -> None:
     losses = ast.literal_eval(kernel.run(by_rank).result["text/plain"])
     for rank in (0, 1):
         points = listener.front_end.points[rank, "loss"]
-        assert [step for step, _ in points] == [*range(len(points))]
+        assert [step for step, _ in points] == [*range(1, len(points) + 1)]
         assert [value for _, value in points] == losses[rank][: len(points)]
         assert len(points) > 50
 

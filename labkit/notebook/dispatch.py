@@ -46,6 +46,7 @@ class Dispatch:
         on_batch: Callable[[int, Batch], None] = lambda rank, batch: None,
         on_report: Callable[[int, Any], None] = lambda rank, report: None,
         on_tick: Callable[[], None] = lambda: None,
+        before_output: Callable[[], None] = lambda: None,
     ) -> None:
         self.outcomes: list[Outcome] = []
         """In the order in which the ranks ended."""
@@ -59,7 +60,7 @@ class Dispatch:
         self._on_tick = on_tick
         self._pending = set(ranks)
         self._tracebacks: dict[int, list[str]] = {}
-        self._output = OutputMerger(ranks)
+        self._output = OutputMerger(ranks, before_output)
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0

@@ -33,6 +33,8 @@ class LiveView:
         self._has_failed = False
         self._in_notebook = is_notebook()
         self._in_terminal = not self._in_notebook and sys.stdout.isatty()
+        self._line_width = 0
+        """Of the line of text that is on the terminal now."""
 
     def tick(self) -> None:
         """Draw if it is time to and there is something new."""
@@ -43,8 +45,14 @@ class LiveView:
         """Draw the last state."""
         self._num_drawn = -1
         self._try_to_refresh()
-        if self._in_terminal and self.num_draws:
+        if self._line_width:
             print()
+
+    def make_way(self) -> None:
+        """Take the line of text away: something else is about to be printed."""
+        if self._line_width:
+            print("\r" + " " * self._line_width, end="\r", flush=True)
+            self._line_width = 0
 
     def follow(self) -> None:
         """Show the run until it ends."""
@@ -80,11 +88,18 @@ class LiveView:
             took = time.thread_time() - started
             self.num_draws += 1
         elif self._in_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            line = shorten(self.run.status_line(), width)
-            print("\r" + line.ljust(width), end="", flush=True)
+            self._write_line()
             self.num_draws += 1
         self._next_draw = time.monotonic() + max(self.refresh_s, took / MAX_LOAD) - took
+
+    def _write_line(self) -> None:
+        line = self.run.status_line()
+        if self.run.state == "running":
+            # One that wraps cannot be rewritten: "\r" goes back over one row only.
+            line = shorten(line, shutil.get_terminal_size().columns - 1)
+        self.make_way()
+        print(line, end="", flush=True)
+        self._line_width = len(line)
 
     def _draw(self) -> None:
         if self.run.state == "running":

@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,10 @@ class OutputMerger:
     So does the beginning of a line, which may go on later. Nothing is written twice.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], before_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self._before_write = before_write
         self._queues: dict[int, list[Item]] = {rank: [] for rank in ranks}
         self._partial: dict[tuple[int, str], str] = {}
         self._oldest: float | None = None
@@ -191,6 +195,7 @@ class OutputMerger:
 
     def _write(self, ranks: Iterable[int], items: Iterable[Item]) -> None:
         label = f"[{format_ranks(ranks)}] "
+        self._before_write()
         for item in items:
             if item.stream == "display":
                 self._show(label, item)

@@ -46,6 +46,11 @@ class WidgetView(LiveView):
         if self._widget is not None:
             if self._has_failed:
                 self._show({})
+            # nbclient and papermill save the last state even of a closed widget.
+            with self._widget.hold_sync():
+                self._widget._esm = "export default {}"
+                self._widget._css = ""
+                self._widget.keyframe = {"values": b""}
             self._widget.close()
             self._widget.layout.close()  # ipywidgets keeps it as a model of its own
 

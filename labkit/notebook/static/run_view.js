@@ -431,6 +431,7 @@ function render({ model, el }) {
 
   const takeKeyframe = () => {
     const frame = model.get("keyframe");
+    if (!frame.series) return; // the run is over
     view.history.takeKeyframe(frame, frame.values);
     view.describe(frame);
     hasAsked = false;
