@@ -393,7 +393,7 @@ def test_a_run_is_loaded_without_torch_or_a_cluster(folder: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == (
-        "<Run 'run-1': ddp on 2 ranks, finished, 1 step> (2, 6) {} 1\n(1, 10)\nset()\n"
+        "<Run 'run-1': ddp on 2 ranks, finished, 1 step> (2, 7) {} 1\n(1, 10)\nset()\n"
     ), done.stderr
 
 

@@ -26,7 +26,6 @@ from labkit.notebook.widget_view import find_view
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
-from labkit.records import Progress
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -72,7 +71,7 @@ class Rank:
         self.collector = collector
         self.rank = rank
         self.names: list[str] = []
-        self.num_batches = 0
+        self.num_records = 0
 
     def send(self, *logged: tuple[str, int, float]) -> None:
         self.names = list(dict.fromkeys([*self.names, *(name for name, *_ in logged)]))
@@ -81,9 +80,8 @@ class Rank:
             for name, step, value in logged
         ]
         records = np.array(rows, dtype=RECORD)
-        batch = Batch(self.num_batches, self.names, records, Progress(), 0)
-        self.collector.add(self.rank, batch)
-        self.num_batches += 1
+        self.collector.add(self.rank, Batch(self.num_records, self.names, records))
+        self.num_records += len(records)
 
 
 @pytest.fixture

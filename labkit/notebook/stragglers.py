@@ -76,6 +76,7 @@ def step_seconds(
     `num_steps`."""
     records = collector.records(rank)
     if num_steps is not None:
-        records = records[-num_steps * max(1, len(collector.metrics(rank))) :]
+        logged = [n for n in collector.metrics(rank) if not n.startswith("(")]
+        records = records[-num_steps * max(1, len(logged)) :]
     steps, first = np.unique(records["step"], return_index=True)
     return np.diff(records["seconds"][first]) / np.diff(steps)
