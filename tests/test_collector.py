@@ -2,7 +2,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from labkit.notebook.collector import Collector
 from labkit.records import NOTICED_LOSS
@@ -39,23 +38,6 @@ def rows(frame: pd.DataFrame, *columns: str) -> list[tuple]:
     """Rows with None in place of NaN, which equals nothing."""
     wanted = frame[list(columns)].astype(object)
     return list(wanted.where(wanted.notna(), None).itertuples(index=False, name=None))
-
-
-# ---- records ----
-
-
-@pytest.mark.parametrize("is_joined", [False, True])
-@pytest.mark.parametrize("start", range(7))
-def test_records_from_are_the_last_ones(start: int, is_joined: bool) -> None:
-    sizes = (2, 1, 3)
-    collector = Collector([0])
-    for sequence, size in enumerate(sizes):
-        logged = [("loss", step, float(step + 10 * sequence)) for step in range(size)]
-        collector.add(0, batch(*logged, sequence=sequence))
-    expected = [0.0, 1.0, 10.0, 20.0, 21.0, 22.0][start:]
-    if is_joined:
-        collector.records(0)
-    assert collector.records_from(0, start)["value"].tolist() == expected
 
 
 # ---- history ----
