@@ -40,19 +40,6 @@ def rows(frame: pd.DataFrame, *columns: str) -> list[tuple]:
     return list(wanted.where(wanted.notna(), None).itertuples(index=False, name=None))
 
 
-# ---- records ----
-
-
-def test_a_view_of_records_stays_as_it_is_while_more_come() -> None:
-    collector = Collector([0])
-    views = []
-    for sequence in range(50):
-        collector.add(0, batch(("loss", sequence, float(sequence)), sequence=sequence))
-        views.append(collector.records(0))
-    for length, view in enumerate(views, 1):
-        assert view["value"].tolist() == [*map(float, range(length))]
-
-
 # ---- history ----
 
 

@@ -16,11 +16,11 @@ from kernels import running_kernel
 
 from labkit import Lab
 from labkit.notebook.collector import Collector
-from labkit.notebook.frames import MEMORY
+from labkit.notebook.curves import MAX_POINTS
+from labkit.notebook.curves import MEMORY
 from labkit.notebook.frames import Frame
 from labkit.notebook.frames import FrameEncoder
 from labkit.notebook.live_view import LiveView
-from labkit.notebook.plots import MAX_POINTS
 from labkit.notebook.widget_view import WidgetView
 from labkit.notebook.widget_view import find_view
 from labkit.records import NOTICED_LOSS
@@ -71,7 +71,7 @@ class Rank:
         self.collector = collector
         self.rank = rank
         self.names: list[str] = []
-        self.num_records = 0
+        self.num_sent = 0
 
     def send(self, *logged: tuple[str, int, float]) -> None:
         self.names = list(dict.fromkeys([*self.names, *(name for name, *_ in logged)]))
@@ -80,8 +80,8 @@ class Rank:
             for name, step, value in logged
         ]
         records = np.array(rows, dtype=RECORD)
-        self.collector.add(self.rank, Batch(self.num_records, self.names, records))
-        self.num_records += len(records)
+        self.collector.add(self.rank, Batch(self.num_sent, self.names, records))
+        self.num_sent += len(records)
 
 
 @pytest.fixture

@@ -20,11 +20,10 @@ from kernels import wait_until
 from labkit.notebook.collector import Collector
 from labkit.notebook.frames import Frame
 from labkit.notebook.frames import FrameEncoder
-from labkit.notebook.plots import RANK_COLOURS
+from labkit.notebook.look import RANK_COLOURS
 from labkit.notebook.widget_view import read_static
 from labkit.records import RECORD
 from labkit.records import Batch
-from labkit.records import Progress
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
 
@@ -304,7 +303,13 @@ async ([source, keyframe]) => {
         const bytes = Uint8Array.from(atob(frame.values), (c) => c.charCodeAt(0));
         return { ...frame, values: new DataView(bytes.buffer) };
     };
-    const state = { ranks: [0, 1], colours: ["#0072B2"], keyframe: decode(keyframe) };
+    const style = { color: "#0072B2", ls: "-" };
+    const state = {
+        ranks: [0, 1],
+        styles: [style, style],
+        log_scale: false,
+        keyframe: decode(keyframe),
+    };
     const heard = {};
     window.asked = [];
     window.model = {
@@ -330,8 +335,7 @@ def test_the_front_end_asks_for_a_keyframe_when_it_sees_a_gap(page: Any) -> None
 
     def log(step: int, loss: float) -> Frame:
         records = np.array([(0, step, 0.0, 2**20, loss)], dtype=RECORD)
-        batch = Batch(step - 1, ["loss"], records, Progress(), step)
-        collector.add(0, batch)
+        collector.add(0, Batch(step - 1, ["loss"], records))
         delta = encoder.delta()
         assert delta is not None
         return delta
@@ -361,7 +365,8 @@ def test_the_front_end_asks_for_a_keyframe_when_it_sees_a_gap(page: Any) -> None
 def in_text(frame: Frame) -> dict[str, Any]:
     header, values = frame
     text = base64.b64encode(values).decode()
-    return {**header, "title": "a run", "num_steps": None, "values": text}
+    status = {"title": "a run", "remarks": "", "num_steps": None}
+    return {**header, **status, "values": text}
 
 
 def in_json(frame: Frame) -> str:

@@ -5,18 +5,10 @@ from typing import Any
 import numpy as np
 
 from labkit.notebook.collector import Collector
+from labkit.notebook.curves import MEMORY
 from labkit.notebook.curves import UNSEEN
 from labkit.notebook.plots import MIB
 from labkit.notebook.plots import thin
-from labkit.records import NOTICED_LOSS
-
-MEMORY = "memory (MiB)"
-"""The series of what was in use when each record was logged."""
-
-_HIDDEN = {
-    NOTICED_LOSS,  # the cell's own loss is shown in its place
-    *UNSEEN,
-}
 
 Series = tuple[int, str, np.ndarray, np.ndarray]
 """Rank, name, steps and values."""
@@ -25,7 +17,8 @@ Frame = tuple[dict[str, Any], bytes]
 """A header, which JSON can hold, and the values that it describes.
 
 The header has a `sequence` and the `series`: rank, name and number of points of each.
-The bytes are little-endian float64: of each series all steps, then all values.
+The bytes are little-endian float64: of each series all steps, then all values. The
+series `MEMORY` is what was in use when each record was logged, in MiB.
 """
 
 
@@ -49,12 +42,13 @@ class FrameEncoder:
         series = []
         was_renamed = False
         for rank in self._collector.ranks:
+            # Before the names, to which another thread may add: each is known then.
+            records = self._collector.records(rank)
             names = self._collector.metrics(rank)
             was_renamed |= names[: len(self._names[rank])] != self._names[rank]
             self._names[rank] = names
-            records = self._collector.records(rank)[self._num_sent[rank] :]
-            series += _split(rank, names, records)
-            self._num_sent[rank] += len(records)
+            series += _split(rank, names, records[self._num_sent[rank] :])
+            self._num_sent[rank] = len(records)
         return None if was_renamed else self._pack(series)
 
     def keyframe(self) -> Frame:
@@ -85,7 +79,7 @@ def _split(rank: int, names: list[str], records: np.ndarray) -> list[Series]:
         (rank, MEMORY, records["step"], records["memory_bytes"] / MIB)
     ]
     for metric in np.unique(records["metric"]):
-        if names[metric] not in _HIDDEN:
+        if names[metric] not in UNSEEN and not names[metric].startswith("("):
             chosen = records[records["metric"] == metric]
             found.append((rank, names[metric], chosen["step"], chosen["value"]))
     return found

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit.notebook.live_view import LiveView
+from labkit.notebook.progress import planned_steps
+from labkit.notebook.progress import progress_line
+from labkit.notebook.progress import remarks
 from labkit.notebook.runs import Run
 
 if TYPE_CHECKING:
@@ -70,8 +73,9 @@ class WidgetView(LiveView):
         if now >= self._next_status:
             self._next_status = now + STATUS_S
             self._status = {
-                "title": self.run.status_line(),
-                "num_steps": self.run.planned_steps(),
+                "title": progress_line(self.run),
+                "remarks": "; ".join(remarks(self.run)),
+                "num_steps": planned_steps(self.run),
             }
         delta = self._frames.delta()
         if delta is not None and self._widget is not None:
@@ -88,12 +92,14 @@ class WidgetView(LiveView):
             self._next_keyframe = now if is_loading else now + KEYFRAME_S
 
     def _display(self, keyframe: dict[str, Any]) -> None:
-        from labkit.notebook.look import RANK_COLOURS
+        from labkit.notebook.look import style_of
 
+        ranks = self.run.collector.ranks
         self._displayed_at = time.monotonic()
         self._widget = widget_class()(
-            ranks=self.run.collector.ranks,
-            colours=list(RANK_COLOURS),
+            ranks=ranks,
+            styles=[style_of(place) for place in range(len(ranks))],
+            log_scale=self.run.log_scale,
             keyframe=keyframe,
         )
         self._widget.on_msg(self._hear)
@@ -140,7 +146,8 @@ def widget_class() -> Any:
         _esm = read_static("uplot/uPlot.iife.min.js", "run_view.js")
         _css = read_static("uplot/uPlot.min.css", "run_view.css")
         ranks: Any = traitlets.List().tag(sync=True)
-        colours: Any = traitlets.List().tag(sync=True)
+        styles: Any = traitlets.List().tag(sync=True)
+        log_scale: Any = traitlets.Bool().tag(sync=True)
         # A message comes too early for a front end that still loads; a trait waits.
         keyframe: Any = traitlets.Dict().tag(sync=True)
 

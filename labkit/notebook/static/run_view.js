@@ -5,9 +5,10 @@
 const HEIGHT = 230;
 // Where there are more points than this, the next keyframe, which is thinned, is taken.
 const MAX_POINTS = 500_000;
-const MEMORY = "memory (MiB)";
-const FIXED_PANELS = ["loss", MEMORY];
-const BLACK = "#000000";
+const LOSS = "loss";
+const MEMORY = "(memory)";
+const MAX_PANELS = 8;
+const LINE_WIDTH = 1.5;
 
 // ---- what the kernel sends ----
 
@@ -22,7 +23,7 @@ class History {
   /** Take the state that a keyframe holds, where what is here is older or too long. */
   takeKeyframe(frame, buffer) {
     if (frame.sequence === this.sequence && this.numPoints <= MAX_POINTS) return;
-    this.panels = new Map(FIXED_PANELS.map((name) => [name, new Map()]));
+    this.panels = new Map([LOSS, MEMORY].map((name) => [name, new Map()]));
     this.numPoints = 0;
     this._append(frame, buffer);
   }
@@ -122,6 +123,8 @@ function nearest(steps, step) {
 const element = (tag, className, text = "") =>
   Object.assign(document.createElement(tag), { className, textContent: text });
 
+const label = (name) => (name === MEMORY ? "memory (MiB)" : name);
+
 const format = (value) =>
   value === undefined
     ? ""
@@ -134,13 +137,13 @@ class Panel {
   constructor(view, name) {
     this.view = view;
     this.name = name;
-    this.isLog = false;
+    this.isLog = name === LOSS && view.logScale;
     this.zoom = null; // the heights in sight, where the mouse has chosen them
     this.el = element("div", "labkit-panel");
     const head = this.el.appendChild(element("div", "labkit-panel-head"));
-    head.append(element("span", "", name));
+    head.append(element("span", "", label(name)));
     this.button = head.appendChild(element("button", "labkit-log", "log scale"));
-    this.button.setAttribute("aria-pressed", "false");
+    this.button.setAttribute("aria-pressed", String(this.isLog));
     this.button.onclick = () => this._switchScale();
     this.place = this.el.appendChild(element("div", "labkit-chart"));
     this.chart = null;
@@ -238,9 +241,8 @@ class Panel {
         ...view.ranks.map((rank, i) => ({
           label: `rank ${rank}`,
           stroke: () => view.colour(i),
-          width: 1.5,
-          // Ranks that lie on each other are seen to be two.
-          dash: i && [4, 1 + i].map((length) => length * devicePixelRatio),
+          width: LINE_WIDTH,
+          dash: view.dash(i),
           show: view.isShown[i],
           points: { show: false },
         })),
@@ -276,9 +278,10 @@ const tickLabel = (value) =>
 
 /** All panels of a run, and one legend for them. */
 class RunView {
-  constructor(el, ranks, colours) {
+  constructor(el, ranks, styles, logScale) {
     this.ranks = ranks;
-    this.colours = colours;
+    this.styles = styles;
+    this.logScale = logScale;
     this.history = new History();
     this.isShown = ranks.map(() => true);
     this.zoom = null; // the steps in sight, where the mouse has chosen them
@@ -288,17 +291,20 @@ class RunView {
     this.panels = new Map();
     this.root = el.appendChild(element("div", "labkit-run"));
     this.title = this.root.appendChild(element("div", "labkit-title"));
+    this.remarks = this.root.appendChild(element("div", "labkit-remarks"));
     const body = this.root.appendChild(element("div", "labkit-body"));
     this.grid = body.appendChild(element("div", "labkit-panels"));
     this.legend = new Legend(this);
     body.append(this.legend.el);
+    this.more = this.root.appendChild(element("div", "labkit-more"));
     this.resizes = new ResizeObserver(() => this.schedule());
     this.resizes.observe(this.root);
   }
 
   /** What a frame says besides its series. */
-  describe({ title, num_steps }) {
+  describe({ title, remarks, num_steps }) {
     this.title.textContent = title;
+    this.remarks.textContent = remarks;
     this.numSteps = num_steps;
     this.schedule();
   }
@@ -312,8 +318,12 @@ class RunView {
   }
 
   draw() {
-    for (const name of this.history.panels.keys()) {
-      if (this.panels.has(name)) continue;
+    const names = [...this.history.panels.keys()];
+    const numMore = names.length - MAX_PANELS;
+    this.more.textContent =
+      numMore > 0 ? `${numMore} more metrics are in run.history` : "";
+    for (const name of names) {
+      if (this.panels.has(name) || this.panels.size === MAX_PANELS) continue;
       const panel = new Panel(this, name);
       this.panels.set(name, panel);
       this.grid.append(panel.el);
@@ -352,10 +362,19 @@ class RunView {
     return getComputedStyle(this.root).getPropertyValue(name).trim() || fallback;
   }
 
-  /** The colour of a rank; for black the theme's ink, which is seen in the dark. */
+  /** The colour of a rank; a lighter one on a dark page. */
   colour(index) {
-    const colour = this.colours[index % this.colours.length];
-    return colour === BLACK ? this.theme("--jp-ui-font-color1", BLACK) : colour;
+    const ink = getComputedStyle(this.root).color.match(/[\d.]+/g).map(Number);
+    const isDark = ink[0] + ink[1] + ink[2] > 384;
+    const { color } = this.styles[index];
+    return isDark ? `color-mix(in srgb, ${color} 70%, white)` : color;
+  }
+
+  /** The dashes of a rank, as matplotlib has them: in widths of the line. */
+  dash(index) {
+    const { ls } = this.styles[index];
+    const unit = LINE_WIDTH * devicePixelRatio;
+    return ls === "-" ? [] : ls[1].map((length) => length * unit);
   }
 
   destroy() {
@@ -397,10 +416,10 @@ class Legend {
 
   draw() {
     const { history, pointed, ranks, isShown } = this.view;
-    const names = [...history.panels.keys()];
+    const names = [...this.view.panels.keys()];
     while (this.head.cells.length <= names.length) {
       const name = names[this.head.cells.length - 1];
-      this.head.append(element("th", "", name));
+      this.head.append(element("th", "", label(name)));
       for (const { row } of this.rows) row.insertCell();
     }
     let shownStep = null;
@@ -426,7 +445,12 @@ class Legend {
 // ---- the widget ----
 
 function render({ model, el }) {
-  const view = new RunView(el, model.get("ranks"), model.get("colours"));
+  const view = new RunView(
+    el,
+    model.get("ranks"),
+    model.get("styles"),
+    model.get("log_scale"),
+  );
   let hasAsked = false;
 
   const takeKeyframe = () => {
