@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -21,6 +20,7 @@ from labkit.notebook.look import INK
 from labkit.notebook.look import WARNING_INK
 from labkit.notebook.look import dress
 from labkit.notebook.look import style_of
+from labkit.notebook.look import write
 from labkit.notebook.panel import Limits
 from labkit.notebook.panel import Panel
 from labkit.records import COMPONENTS
@@ -39,10 +39,11 @@ PART_LABELS = {
 MIB = 2**20
 
 # Of a run's picture, in inches.
-WIDTH, WIDTH_WITH_BARS = 9.0, 13.0
-HEIGHT, ROW_HEIGHT = 3.1, 2.1
+WIDTH, HEIGHT, ROW_HEIGHT = 9.0, 3.1, 2.1
 LEFT, BOTTOM, TALL, LOW = 0.675, 0.527, 2.14, 1.4
-NUM_COLUMNS, NUM_COLUMNS_WITH_BARS = 3, 4
+NUM_COLUMNS, COLUMN_WIDTH = 3, 2.72
+BARS_COLUMNS = 2
+"""What the bars and their legend take of a row."""
 MAX_EXTRA = 6
 """Panels beside those of loss and memory."""
 
@@ -78,6 +79,7 @@ class RunPlot:
         self._update_legend()
         self._place()
         self._limits: tuple[Limits, ...] = ()
+        self._is_final = False
         self._background: Any = None
         self._palette: Palette | None = None
 
@@ -94,6 +96,7 @@ class RunPlot:
         `remarks` stand out below the title. The axes reach to `num_steps` where the
         length of the run is known, and fit the data closely when it is over.
         """
+        self._is_final = is_final
         curves = self.collector.curves
         with curves.lock:
             curves.update(is_final=is_final)
@@ -122,9 +125,10 @@ class RunPlot:
                 panel.set_limits(low, high)
 
     def add_bars(self) -> Axes:
-        """Room for bars to the right of the curves, in a figure that is wider."""
+        """Room for bars below the curves, where they leave some, or in a row more."""
         self._bars = self.figure.add_subplot()
-        dress(self._bars, "rank", "memory by component (MiB)")
+        dress(self._bars, "rank", "")
+        add_title(self._bars, "memory by component (MiB)")
         self._place()
         return self._bars
 
@@ -135,10 +139,7 @@ class RunPlot:
         room = 2 + MAX_EXTRA - len(self.panels)
         for metric in new[:room]:
             self._add_panel(metric, "")
-            # Above it, where a long name has room.
-            self.panels[metric].axes.set_title(
-                shorten(metric, 32), loc="left", fontsize=9, color=INK
-            )
+            add_title(self.panels[metric].axes, shorten(metric, 32))
         if new[room:]:
             self._more.set_text(f"{len(new[room:])} more metrics are in run.history")
         if new[:room]:
@@ -153,29 +154,34 @@ class RunPlot:
     def _place(self) -> None:
         """Put everything in its place, in inches: tight_layout would take longer than
         all the rest."""
-        width, num_columns = WIDTH, NUM_COLUMNS
+        loss, memory, *others = [panel.axes for panel in self.panels.values()]
+        num_cells = len(others)
         if self._bars is not None:
-            width, num_columns = WIDTH_WITH_BARS, NUM_COLUMNS_WITH_BARS
-        num_rows = -(-(len(self.panels) - 2) // num_columns)
+            if num_cells % NUM_COLUMNS + BARS_COLUMNS > NUM_COLUMNS:
+                num_cells = -(-num_cells // NUM_COLUMNS) * NUM_COLUMNS
+            bars_cell, num_cells = num_cells, num_cells + BARS_COLUMNS
+        num_rows = -(-num_cells // NUM_COLUMNS)
         height = HEIGHT + num_rows * ROW_HEIGHT
-        self.figure.set_size_inches(width, height)
+        self.figure.set_size_inches(WIDTH, height)
+        base = height - HEIGHT + BOTTOM
 
         def put(axes: Axes, x: float, y: float, w: float, h: float) -> None:
-            axes.set_position((x / width, y / height, w / width, h / height))
+            axes.set_position((x / WIDTH, y / height, w / WIDTH, h / height))
 
-        base = height - HEIGHT + BOTTOM
-        for place, panel in enumerate(self.panels.values()):
-            if place < 2:
-                put(panel.axes, LEFT + place * 4.11, base, 3.315, TALL)
-                continue
-            row, column = divmod(place - 2, num_columns)
-            y = base - (row + 1) * ROW_HEIGHT
-            put(panel.axes, LEFT + column * 2.72, y, 1.985, LOW)
+        def put_in_cell(axes: Axes, cell: int, w: float) -> None:
+            row, column = divmod(cell, NUM_COLUMNS)
+            x, y = LEFT + column * COLUMN_WIDTH, base - (row + 1) * ROW_HEIGHT
+            put(axes, x, y, w, LOW)
+
+        put(loss, LEFT, base, 3.315, TALL)
+        put(memory, LEFT + 4.11, base, 3.315, TALL)
+        for cell, axes in enumerate(others):
+            put_in_cell(axes, cell, 1.985)
         if self._bars is not None:
-            put(self._bars, 9.5, base, 2.0, TALL)
+            put_in_cell(self._bars, bars_cell, 3.2)
         for text, down in ((self._title, 0.19), (self._remarks, 0.36)):
-            text.set_position((LEFT / width, 1 - down / height))
-        self._more.set_position(((WIDTH - 0.1) / width, 0.08 / height))
+            text.set_position((LEFT / WIDTH, 1 - down / height))
+        self._more.set_position(((WIDTH - 0.1) / WIDTH, 0.08 / height))
         self._background = None
 
     def _update_legend(self) -> None:
@@ -224,24 +230,33 @@ class RunPlot:
 
     def png(self) -> bytes:
         """The figure as it is, drawn with as little work as it takes."""
-        curves: list[Artist] = [self._title, self._remarks]
-        curves += [each for panel in self.panels.values() for each in panel.artists()]
+        if self._is_final:
+            return to_png(self.figure)
+        texts = [self._title, self._remarks]
+        curves = [each for panel in self.panels.values() for each in panel.artists()]
         if self._background is None:
-            for artist in curves:
+            for artist in (*texts, *curves):
                 artist.set_visible(False)
             self._canvas = FigureCanvasAgg(self.figure)
             self._canvas.draw()
             self._background = self._canvas.copy_from_bbox(self.figure.bbox)
             self._palette = None
-            for artist in curves:
+            for artist in (*texts, *curves):
                 artist.set_visible(True)
         self._canvas.restore_region(self._background)
         for artist in curves:
             artist.draw(self._canvas.get_renderer())
         pixels = np.asarray(self._canvas.buffer_rgba())
+        for text in texts:
+            write(pixels, text)
         if self._palette is None:
             self._palette = Palette(pixels)
         return self._palette.encode(pixels)
+
+
+def add_title(axes: Axes, text: str) -> None:
+    """Say what is drawn above it, where a long name has room."""
+    axes.set_title(text, loc="left", fontsize=9, color=INK)
 
 
 def roomy(now: Limits, wanted: Limits) -> Limits:
