@@ -116,6 +116,8 @@ class RunPlot:
             limits = wanted
         else:
             limits = tuple(map(roomy, self._limits, wanted))
+            if num_steps:  # there is no more to come
+                limits = (wanted[0], *limits[1:])
         if limits != self._limits or is_final:
             self._limits = limits
             self._background = None

@@ -46,11 +46,14 @@ class DDP(Prepared):
         self.autocast()
 
     def begin_microbatch(self, *, is_last: bool) -> None:
-        self.model.require_backward_grad_sync = is_last  # what no_sync() sets
+        if self.model.require_backward_grad_sync != is_last:  # a module is slow to set
+            self.model.require_backward_grad_sync = is_last  # what no_sync() sets
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        # In place, or the next microbatch would make gradients outside of the buckets.
-        super().zero_grad(set_to_none and not self.model.gradient_as_bucket_view)
+        if self.options.accumulate > 1 and self.model.gradient_as_bucket_view:
+            # Or the next microbatch would make gradients outside of the buckets.
+            set_to_none = False
+        super().zero_grad(set_to_none)
 
     def memory(self) -> dict[str, Tensors]:
         held = super().memory()
