@@ -191,6 +191,25 @@ def test_the_picture_stays_under_the_cell_that_began_the_run(
     assert "finished" in ended.result["text/plain"], ended.error
 
 
+def test_an_interrupt_of_another_cell_is_not_one_of_the_run(
+    kernel: Kernel, end: Path
+) -> None:
+    code = LOOP.format(path=str(end))
+    kernel.run("%%dist_train ddp --background --no-live\n" + code)
+    begun = end.with_name("begun")
+    threading.Thread(
+        target=lambda: (
+            wait_until(begun.exists, 60, "the cell"),
+            kernel.manager.interrupt_kernel(),
+        )
+    ).start()
+    wait = f"import time; open({str(begun)!r}, 'w').close()\ntime.sleep(60)"
+    assert kernel.run(wait).error["ename"] == "KeyboardInterrupt"
+    end.touch()
+    kernel.run("import labkit; run = labkit.current_lab().runs[-1].wait(60)")
+    assert "finished" in kernel.run("run").result["text/plain"]
+
+
 def test_a_second_notebook_follows_a_run_of_the_first(
     kernel: Kernel, end: Path
 ) -> None:
