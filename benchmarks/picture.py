@@ -16,6 +16,8 @@ from _measure import print_table
 
 from labkit.notebook.collector import Collector
 from labkit.notebook.plots import RunPlot
+from labkit.notebook.progress import progress_line
+from labkit.notebook.progress import remarks
 from labkit.notebook.runs import Run
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -65,7 +67,7 @@ def measure(
         began = time.process_time()
         collector.curves.update()
         data.append(1000 * (time.process_time() - began))
-        run.update_plot(plot)
+        plot.update(progress_line(run), remarks=remarks(run), num_steps=total)
         png = plot.png()
         whole.append(1000 * (time.process_time() - began))
     mean = float(np.mean(whole[1:]))

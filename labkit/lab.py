@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import portable
+from labkit.notebook import painter
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
 from labkit.notebook.options import is_number
 from labkit.notebook.output import format_ranks
+from labkit.notebook.output import is_notebook
 from labkit.notebook.placement import place_ranks
 from labkit.records import FUNCTION_NAME
 from labkit.records import CellSpec
@@ -96,6 +98,8 @@ class Lab:
             self._install(range(self.world_size))
             self._form_group()
             self._cluster.begin(f"{_CELL}:warm_up", ranks=range(self.world_size))
+            if is_notebook():
+                painter.painter()  # which loads matplotlib meanwhile
         except CallError as error:
             self.stop()
             raise RuntimeError(f"the lab did not start: {error}") from error
@@ -205,7 +209,6 @@ class Lab:
         from labkit.notebook.background import Job
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
-        from labkit.notebook.live_view import is_notebook
         from labkit.notebook.runs import Run
         from labkit.notebook.saved_runs import begin
         from labkit.notebook.saved_runs import save
@@ -508,6 +511,7 @@ class Lab:
         for run in self.runs:
             if run.job is not None:
                 run.job.join(STOP_S)
+        painter.close()
 
     # ---- the group and its ranks ----
 

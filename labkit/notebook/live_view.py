@@ -1,17 +1,33 @@
 """Shows a run while it runs: one output, displayed once, updated in place."""
 
+import itertools
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from labkit.notebook.background import Job
+from labkit.notebook.output import is_notebook
+from labkit.notebook.painter import Picture
+from labkit.notebook.painter import Request
+from labkit.notebook.painter import painter
+from labkit.notebook.progress import planned_steps
+from labkit.notebook.progress import progress_line
+from labkit.notebook.progress import remarks
 from labkit.notebook.runs import Run
 from labkit.records import shorten
 
 REFRESH_S = 0.5
 MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
+MAX_FAILURES = 2
+"""How often the painter's process may die in a run."""
+LAST_PICTURE_S = 60.0
+
+_paintings = itertools.count()
 
 
 class LiveView:
@@ -25,9 +41,11 @@ class LiveView:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.num_draws = 0
-        self._plot: Any = None
         self._handle: Any = None
+        self._picture: Future[Picture] | None = None
+        """What the painter is drawing."""
+        self._asked_at = 0.0
+        self._num_failures = 0
         self._next_draw = time.monotonic() + self.refresh_s
         self._num_drawn = -1
         self._has_failed = False
@@ -35,16 +53,21 @@ class LiveView:
         self._in_terminal = not self._in_notebook and sys.stdout.isatty()
         self._line_width = 0
         """Of the line of text that is on the terminal now."""
+        self._forget_painter()
 
     def tick(self) -> None:
-        """Draw if it is time to and there is something new."""
-        if time.monotonic() >= self._next_draw:
-            self._try_to_refresh()
+        """Show a picture that is ready, or ask for one if it is time to and there is
+        something new."""
+        if self._picture is not None:
+            if self._picture.done():
+                self._try(self._take_picture)
+        elif time.monotonic() >= self._next_draw:
+            self._try(self._refresh)
 
     def close(self) -> None:
-        """Draw the last state."""
+        """Show the last state."""
         self._num_drawn = -1
-        self._try_to_refresh()
+        self._try(self._refresh)
         if self._line_width:
             print()
 
@@ -61,12 +84,12 @@ class LiveView:
             self.run.has_ended.wait(REFRESH_S / 2)
         self.close()
 
-    def _try_to_refresh(self) -> None:
-        """Refresh; a picture that cannot be drawn is not to end the run."""
+    def _try(self, do: Callable[[], None]) -> None:
+        """Do it; a picture that cannot be drawn is not to end the run."""
         if self._has_failed:
             return
         try:
-            self._refresh()
+            do()
         except Exception as error:  # drawing what a user logged may raise anything
             self._has_failed = True
             print(f"labkit: the live picture stopped: {error!r}", file=sys.stderr)
@@ -76,21 +99,11 @@ class LiveView:
         if not num_records or num_records == self._num_drawn:
             return
         self._num_drawn = num_records
-        took = 0.0
+        self._next_draw = time.monotonic() + self.refresh_s
         if self._in_notebook:
-            if self._plot is None:
-                # The first time this imports matplotlib, which is not drawing.
-                from labkit.notebook.plots import RunPlot
-
-                self._plot = RunPlot(self.run.collector, log_scale=self.run.log_scale)
-            started = time.thread_time()
             self._draw()
-            took = time.thread_time() - started
-            self.num_draws += 1
         elif self._in_terminal:
             self._write_line()
-            self.num_draws += 1
-        self._next_draw = time.monotonic() + max(self.refresh_s, took / MAX_LOAD) - took
 
     def _write_line(self) -> None:
         line = self.run.status_line()
@@ -103,10 +116,59 @@ class LiveView:
 
     def _draw(self) -> None:
         if self.run.state == "running":
-            self.run.update_plot(self._plot)
-        else:
-            self.run.finish_plot(self._plot)
-        self._show({"image/png": self._plot.png()})
+            self._asked_at = time.monotonic()
+            self._picture = painter().draw(self._request())
+            return
+        self._forget_painter()
+        request = replace(
+            self._request(), is_final=True, bars=self.run.memory_beside_theory()
+        )
+        try:
+            picture = painter().draw(request).result(LAST_PICTURE_S)
+            png = picture.png
+        except (EOFError, OSError, TimeoutError):
+            png = self.run.plot()._repr_png_()  # here, for the process has died
+        self._show({"image/png": png})
+
+    def _request(self) -> Request:
+        """The next picture, with what its painter has not been told yet."""
+        collector = self.run.collector
+        records, names = {}, {}
+        for rank in collector.ranks:
+            all_records = collector.records(rank)
+            names[rank] = collector.metrics(rank)  # of these records, and maybe more
+            records[rank] = all_records[self._num_sent[rank] :]
+            self._num_sent[rank] = len(all_records)
+        return Request(
+            self._painting,
+            collector.ranks,
+            self.run.log_scale,
+            names,
+            records,
+            progress_line(self.run),
+            remarks(self.run),
+            planned_steps(self.run),
+        )
+
+    def _take_picture(self) -> None:
+        assert self._picture is not None
+        picture, self._picture = self._picture, None
+        try:
+            found = picture.result()
+        except (EOFError, OSError):
+            self._num_failures += 1
+            if self._num_failures > MAX_FAILURES:
+                raise
+            self._forget_painter()  # its process has died; there will be another
+            return
+        wait_s = max(self.refresh_s, found.cpu_s / MAX_LOAD)
+        self._next_draw = self._asked_at + wait_s
+        self._show({"image/png": found.png})
+
+    def _forget_painter(self) -> None:
+        """Whoever draws next begins anew, with all records."""
+        self._painting = next(_paintings)
+        self._num_sent = dict.fromkeys(self.run.collector.ranks, 0)
 
     def _show(self, data: dict[str, Any]) -> None:
         """Put `data`, by mime type, in the view's one place in the output."""
@@ -128,12 +190,3 @@ def show(run: Run) -> None:
         Job(view.follow, name=f"labkit view of {run.name}")
     else:
         view.close()
-
-
-def is_notebook() -> bool:
-    """Whether this process is a kernel that shows rich output."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython import get_ipython
-
-    return hasattr(get_ipython(), "kernel")

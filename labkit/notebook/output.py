@@ -41,6 +41,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
+def is_notebook() -> bool:
+    """Whether this process is a kernel that shows rich output."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")
+
+
 class OutputMerger:
     """Takes the ranks' output as it comes and writes it, merged, as it may.
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from labkit.notebook.background import Job
     from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.plots import RunFigure
-    from labkit.notebook.plots import RunPlot
 
 
 class Run:
@@ -281,30 +280,25 @@ class Run:
         """Loss, memory and every other metric per rank, and memory by component, as the
         live picture showed them at the end; `log_scale` sets that of the loss."""
         from labkit.notebook.plots import RunPlot
+        from labkit.notebook.plots import stack_memory
 
         if log_scale is None:
             log_scale = self.log_scale
         plot = RunPlot(self.collector, log_scale=log_scale)
-        self.finish_plot(plot)
+        plot.update(progress_line(self), remarks=remarks(self), is_final=True)
+        bars = self.memory_beside_theory()
+        if bars is not None:
+            stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])
         return plot.figure
 
-    def update_plot(self, plot: "RunPlot") -> None:
-        """Draw the curves of a run that goes on."""
-        plot.update(
-            progress_line(self), remarks=remarks(self), num_steps=planned_steps(self)
-        )
-
-    def finish_plot(self, plot: "RunPlot") -> None:
-        """Draw the last state of the curves and, where it was measured, memory by
-        component beside what theory says."""
-        from labkit.notebook.plots import stack_memory
-
-        plot.update(progress_line(self), remarks=remarks(self), is_final=True)
-        if any(self.collector.measurements.values()):
-            parts = [name for name in COMPONENTS if name in self.theory]
-            theory = pd.DataFrame([self.theory], index=["theory"], columns=parts)
-            bars = pd.concat([self.memory, theory])
-            stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])
+    def memory_beside_theory(self) -> pd.DataFrame | None:
+        """Bytes by component of each rank, and in the last row what theory says; None
+        where nothing was measured."""
+        if not any(self.collector.measurements.values()):
+            return None
+        parts = [name for name in COMPONENTS if name in self.theory]
+        theory = pd.DataFrame([self.theory], index=["theory"], columns=parts)
+        return pd.concat([self.memory, theory])
 
     def status_line(self) -> str:
         """How far the run has come, and what is not as it should be, in one line."""

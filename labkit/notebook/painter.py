@@ -1,0 +1,180 @@
+"""Draws live pictures in a process of its own, of low priority.
+
+A training loop on full cores, whose ranks wait for each other, would wait for every
+picture that the kernel drew; so would the kernel's own answer to a failure.
+"""
+
+import atexit
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+
+from labkit.records import Batch
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labkit.notebook.plots import RunPlot
+
+NICENESS = 10
+"""Takes what the ranks leave, and a little where they leave nothing."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One picture: what is new since the last one of the same view, and its words."""
+
+    view: int
+    ranks: Sequence[int]
+    log_scale: bool
+    names: dict[int, list[str]]
+    """The metrics of each rank, by id."""
+    records: dict[int, np.ndarray]
+    """(num_new,) of `records.RECORD` of each rank."""
+    title: str
+    remarks: list[str]
+    num_steps: int | None
+    is_final: bool = False
+    bars: "pd.DataFrame | None" = None
+    """Of the final picture: see `plots.stack_memory`. The last row is theory."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    png: bytes
+    cpu_s: float
+    """What it took to draw it."""
+
+
+class Painter:
+    """A process that keeps the figures of views and draws them when asked.
+
+    It ends with this process, in whatever way that ends: nobody is left to write to it.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt is for the cell, not for it
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="labkit-painter")
+
+    def draw(self, request: Request) -> "Future[Picture]":
+        """The picture, some time later; does not wait for it.
+
+        The future raises EOFError or OSError where the process has died.
+        """
+        return self._thread.submit(self._ask, request)
+
+    def _ask(self, request: Request) -> Picture:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(request, self._process.stdin, protocol=5)
+        self._process.stdin.flush()
+        answer: Picture | Exception = pickle.load(self._process.stdout)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        self._thread.shutdown(cancel_futures=True, wait=False)
+        with contextlib.suppress(OSError):  # it may be gone
+            self._process.kill()
+        self._process.wait()
+
+
+_painter: Painter | None = None
+_lock = threading.Lock()
+
+
+def painter() -> Painter:
+    """This process's painter; makes one where there is none."""
+    global _painter
+    with _lock:
+        if _painter is None or not _painter.is_alive:
+            _painter = Painter()
+        return _painter
+
+
+@atexit.register
+def close() -> None:
+    """End this process's painter, if there is one; `painter` makes another."""
+    global _painter
+    with _lock:
+        if _painter is not None:
+            _painter.close()
+            _painter = None
+
+
+# ---- in its process ----
+
+
+def main() -> None:
+    """Answer requests until nobody is left to ask."""
+    from labkit.notebook.plots import RunPlot
+
+    # Only now, so that the imports, which the first picture waits for, are soon done.
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(NICENESS)
+    inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
+    plots: dict[int, RunPlot] = {}
+    while True:
+        try:
+            request: Request = pickle.load(inbox)
+        except EOFError:
+            return
+        try:
+            began = time.process_time()
+            png = paint(request, plots)
+            answer: Any = Picture(png, time.process_time() - began)
+        except Exception as error:
+            answer = error
+        pickle.dump(answer, outbox)
+        outbox.flush()
+
+
+def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
+    """The picture as a PNG; `plots` are those of the views by now."""
+    from labkit.notebook.collector import Collector
+    from labkit.notebook.plots import RunPlot
+    from labkit.notebook.plots import stack_memory
+
+    plot = plots.get(request.view)
+    if plot is None:
+        collector = Collector(request.ranks)
+        plot = plots[request.view] = RunPlot(collector, log_scale=request.log_scale)
+    collector = plot.collector
+    for rank, records in request.records.items():
+        sequence = collector.num_received[rank]
+        collector.add(rank, Batch(sequence, request.names[rank], records))
+    plot.update(
+        request.title,
+        remarks=request.remarks,
+        num_steps=request.num_steps,
+        is_final=request.is_final,
+    )
+    if request.is_final:
+        del plots[request.view]
+    if request.bars is not None:
+        stack_memory(plot.add_bars(), request.bars, theory=[len(request.bars) - 1])
+    return plot.png()
