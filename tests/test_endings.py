@@ -33,6 +33,8 @@ def test_nothing_is_left_behind(
     with running_kernel() as kernel:
         token = start_lab(kernel)
         assert [*tmp_path.glob("labkit-*")]
+        children = kernel.process.children()
+        assert [c for c in children if "painter" in " ".join(c.cmdline())]
         if busy:
             # Ranks in a collective that cannot complete, the kernel waiting for them.
             code = "if rank == 0: dist.barrier()\nelse:\n    while True: pass"
@@ -48,6 +50,11 @@ def test_nothing_is_left_behind(
         )
         wait_until(
             lambda: not [*tmp_path.glob("labkit-*")], LIMIT_S, "a folder is left"
+        )
+        wait_until(
+            lambda: not any(child.is_running() for child in children),
+            LIMIT_S,
+            "a child is left",
         )
 
 
