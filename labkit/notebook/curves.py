@@ -66,7 +66,7 @@ class Curve:
         """Append points: (n,) each."""
         if not len(values):
             return
-        is_finite = np.isfinite(values)
+        is_finite = are_finite(values)
         self._note_trouble(steps, values, is_finite)
         self.num_values += len(values)
         self.total += float(values[is_finite].sum())
@@ -296,6 +296,11 @@ class Curves:
         }
 
 
+def are_finite(values: np.ndarray) -> np.ndarray:
+    """Which values are numbers to reckon with: sums and squares of them are finite."""
+    return np.abs(values) < 1e150
+
+
 def trouble_at(step: int, value: float, *, lasts: bool = False) -> Trouble:
     """What begins with a value that is not finite."""
     return Trouble(int(step), "NaN" if np.isnan(value) else "infinite", lasts)
@@ -318,7 +323,7 @@ def extremes(x: np.ndarray, y: np.ndarray, stretch: int) -> Points:
 
 def over_ranks(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     """What `by_step` returns, of values that lie in order: (num_ranks, num_steps)."""
-    values = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)
+    values = np.sort(np.where(are_finite(values), values, np.nan), axis=0)
     counts = (~np.isnan(values)).sum(axis=0)  # NaN comes last
     some, places = np.maximum(counts, 1), np.arange(len(steps))
     low, high = values[0], values[some - 1, places]
@@ -331,7 +336,7 @@ def by_step(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
 
     Only finite values count; a step without has NaN.
     """
-    values = np.where(np.isfinite(values), values, np.nan)
+    values = np.where(are_finite(values), values, np.nan)
     order = np.lexsort((values, steps))  # NaN comes last in its step
     steps, values = steps[order], values[order]
     starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
