@@ -262,8 +262,11 @@ class Cluster:
 
     def cause_of_death(self, rank: int) -> str:
         """Why a rank's process ended, in words."""
+        launcher = self._launchers[rank]
+        # The code is told once: ipyparallel's thread takes it, and keeps it there.
+        launcher._wait_thread.join(2)
         try:
-            code = self._launchers[rank].process.wait(timeout=2)
+            code = launcher.process.wait(timeout=2)
         except Exception as error:  # psutil's, of which we expect none
             code = error
         if isinstance(code, int) and code < 0:

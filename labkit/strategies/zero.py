@@ -80,6 +80,8 @@ class ZeRO(Prepared):
             [field.alias or name for name, field in fields.items()],
             "DeepSpeed's zero_optimization",
         )
+        if self.stage == 3:
+            agree_on_parameter_ids(self.device)
         with quiet():
             self.model, self._zero, _, _ = deepspeed.initialize(
                 model=self.module,
@@ -291,6 +293,18 @@ def land_parameters(engine: Any) -> None:
     followed: DeepSpeed refuses to gather what is in flight."""
     if engine.zero_optimization_stage() == 3:
         engine.empty_partition_cache()
+
+
+def agree_on_parameter_ids(device: torch.device) -> None:
+    """Number the next parameters alike on all ranks, as stage 3 checks. Collective.
+
+    DeepSpeed counts them as long as a process lives, and one may have begun later.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    count = torch.tensor(Init.param_id, device=device)
+    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+    Init.param_id = int(count)
 
 
 @contextlib.contextmanager
