@@ -304,7 +304,8 @@ def test_raw_runs_a_script_that_makes_its_own_group(lab: Lab, capsys: Captured) 
         assert run.num_steps == 3
         captured = capsys.readouterr()
         assert captured.out == "[ranks 0-1] done on gloo\n"
-        assert captured.err.count("gloo is used instead") == 1
+        # Once for both ranks, or where they were far apart for each.
+        assert 1 <= captured.err.count("gloo is used instead") <= 2
     lab.run("x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())")
     assert capsys.readouterr().out == "[ranks 0-1] 2.0\n"
 

@@ -50,6 +50,7 @@ KNOWN_KEYS = (
 )
 
 
+_linear = nn.functional.linear
 _former: list[Any] = []
 """Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
 holds on to every engine that is not destroyed, has to make the next."""
@@ -81,7 +82,7 @@ class ZeRO(Prepared):
             "DeepSpeed's zero_optimization",
         )
         if self.stage == 3:
-            agree_on_parameter_ids(self.device)
+            agree_on_ids(self.device)
         with quiet():
             self.model, self._zero, _, _ = deepspeed.initialize(
                 model=self.module,
@@ -158,6 +159,7 @@ class ZeRO(Prepared):
     def close(self) -> None:
         super().close()
         _former.append(self.model)
+        restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_parameters()) if self.stage < 3 else {}
@@ -288,6 +290,15 @@ def destroy_former_engines() -> None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
 
 
+def restore_linear() -> None:
+    """Take back the function that stage 3 puts in place of torch's for good.
+
+    It makes a layer's gradients in another order, which a rank that was restarted
+    since would not share, and stage 2 reduces them in that order.
+    """
+    nn.functional.linear = _linear
+
+
 def land_parameters(engine: Any) -> None:
     """Let go of what stage 3 fetched ahead in a forward pass that no backward pass
     followed: DeepSpeed refuses to gather what is in flight."""
@@ -295,16 +306,19 @@ def land_parameters(engine: Any) -> None:
         engine.empty_partition_cache()
 
 
-def agree_on_parameter_ids(device: torch.device) -> None:
-    """Number the next parameters alike on all ranks, as stage 3 checks. Collective.
+def agree_on_ids(device: torch.device) -> None:
+    """Number the next parameters and modules alike on all ranks, as stage 3 checks.
+    Collective.
 
     DeepSpeed counts them as long as a process lives, and one may have begun later.
     """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    count = torch.tensor(Init.param_id, device=device)
-    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-    Init.param_id = int(count)
+    [module_count] = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    counts = torch.tensor([Init.param_id, *module_count], device=device)
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    Init.param_id, module_count[0] = counts.tolist()
 
 
 @contextlib.contextmanager
