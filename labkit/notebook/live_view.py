@@ -11,6 +11,7 @@ from typing import Any
 
 from labkit.notebook.background import Job
 from labkit.notebook.output import is_notebook
+from labkit.notebook.painter import GONE
 from labkit.notebook.painter import Picture
 from labkit.notebook.painter import Request
 from labkit.notebook.painter import painter
@@ -126,7 +127,7 @@ class LiveView:
         try:
             picture = painter().draw(request).result(LAST_PICTURE_S)
             png = picture.png
-        except (EOFError, OSError, TimeoutError):
+        except (*GONE, TimeoutError):
             png = self.run.plot()._repr_png_()  # here, for the process has died
         self._show({"image/png": png})
 
@@ -155,7 +156,7 @@ class LiveView:
         picture, self._picture = self._picture, None
         try:
             found = picture.result()
-        except (EOFError, OSError):
+        except GONE:
             self._num_failures += 1
             if self._num_failures > MAX_FAILURES:
                 raise

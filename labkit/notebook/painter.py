@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 NICENESS = 10
 """Takes what the ranks leave, and a little where they leave nothing."""
+
+
+GONE = (EOFError, OSError, CancelledError, pickle.UnpicklingError)
+"""What asking a painter raises whose process has ended, at whatever moment."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Painter:
     def draw(self, request: Request) -> "Future[Picture]":
         """The picture, some time later; does not wait for it.
 
-        The future raises EOFError or OSError where the process has died.
+        The future raises one of `GONE` where the process has ended.
         """
         return self._thread.submit(self._ask, request)
 
