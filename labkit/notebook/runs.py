@@ -12,7 +12,6 @@ import pandas as pd
 
 from labkit import theory
 from labkit.notebook.collector import Collector
-from labkit.notebook.progress import planned_steps
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
 from labkit.notebook.progress import status_line
@@ -242,10 +241,6 @@ class Run:
         """Optimizer steps a second, by the median step of the slowest rank; None before
         the second step."""
         return steps_per_s(self.collector)
-
-    def planned_steps(self) -> int | None:
-        """Optimizer steps of the whole run, where its loop has said how many."""
-        return planned_steps(self)
 
     def summary(self) -> pd.DataFrame:
         """One row a rank: steps, first and last loss, seconds, steps/s, peak memory.
