@@ -3,10 +3,8 @@
 import contextlib
 import itertools
 import math
-import os
 import re
 import sys
-import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -36,12 +34,12 @@ if TYPE_CHECKING:
     from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.forecast import Forecast
     from labkit.notebook.plots import RunFigure
+    from labkit.notebook.rank_group import RankGroup
     from labkit.notebook.runs import Run
 
 _CELL = "labkit.rank.cell"
 _TRANSFER = "labkit.rank.transfer"
 
-PROOF_TIMEOUT_S = 2.0
 ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
 STOP_S = 4.0
@@ -82,30 +80,15 @@ class Lab:
         )
         self.runs: list[Run] = []
         """Training runs, newest last."""
-        self._busy = threading.Lock()
-        self._group_is_whole = False
-        from labkit.notebook.cluster import CallError
-        from labkit.notebook.cluster import Cluster
+        from labkit.notebook.rank_group import RankGroup
 
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        if self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
-        self._cluster: Cluster | None = Cluster(
-            len(self.placements), environment=environment, on_progress=on_progress
+        self._ranks: RankGroup | None = RankGroup(
+            self.placements,
+            what_is_running=self._what_is_running,
+            on_progress=on_progress,
         )
-        try:
-            on_progress("forming the process group")
-            self._install(range(self.world_size))
-            self._form_group()
-            self._cluster.begin(f"{_CELL}:warm_up", ranks=range(self.world_size))
-            if is_notebook():
-                painter.painter()  # which loads matplotlib meanwhile
-        except CallError as error:
-            self.stop()
-            raise RuntimeError(f"the lab did not start: {error}") from error
-        except BaseException:
-            self.stop()
-            raise
+        if is_notebook():
+            painter.painter()  # which loads matplotlib meanwhile
 
     def __enter__(self) -> "Lab":
         return self
@@ -114,7 +97,7 @@ class Lab:
         self.stop()
 
     def __repr__(self) -> str:
-        if self._cluster is None:
+        if self._ranks is None:
             return "<Lab: stopped>"
         return f"<Lab: {self.describe()}>"
 
@@ -133,7 +116,7 @@ class Lab:
 
     @property
     def is_running(self) -> bool:
-        return self._cluster is not None
+        return self._ranks is not None
 
     def describe(self) -> str:
         """The lab in a few words: "2 ranks on the CPU, gloo"."""
@@ -361,10 +344,12 @@ class Lab:
                             "of an earlier run, and was made anew there since"
                         )
                     asked, is_collective = list(everyone), True
-            # Where one rank fails to gather, the others may wait for it.
-            self._group_is_whole = not is_collective
-            values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
-            self._group_is_whole = True
+            with (
+                self._running().risking_the_group()
+                if is_collective
+                else contextlib.nullcontext()
+            ):
+                values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:
             return portable.loads(by_rank[targets[0]])
@@ -400,7 +385,7 @@ class Lab:
         from labkit.notebook.forecast import Forecast
 
         if device_bytes is None:
-            facts = self._running_cluster().ask(0, "describe").result(ANSWER_S)
+            facts = self._running().cluster.ask(0, "describe").result(ANSWER_S)
             shares = self.world_size if self.device == "cpu" else 1
             device_bytes = facts["memory_total"] / shares
         options: dict[str, Any] = {
@@ -444,7 +429,7 @@ class Lab:
         """One row a rank: host, pid, device, state, memory (bytes), last run, step."""
         import pandas as pd
 
-        cluster = self._running_cluster()
+        cluster = self._running().cluster
         answers = [cluster.ask(rank, "describe") for rank in range(self.world_size)]
         facts = {}
         for rank, answer in enumerate(answers):
@@ -480,72 +465,48 @@ class Lab:
         They get their rank and device again; the group is formed anew. The others
         keep their variables.
         """
-        cluster = self._running_cluster()
-        with self._lock():
-            ranks = list(range(self.world_size)) if everyone else self._dead_ranks()
-            if ranks:
-                self._group_is_whole = False
-                cluster.end_engines(ranks)
-                cluster.start_engines(ranks, on_progress=lambda text: None)
-                self._install(ranks)
-            if not self._group_is_whole:
-                self._form_group()
-        return ranks
+        self._wait_for_the_last_run()
+        return self._running().restart(everyone=everyone)
 
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.
 
         A group that is broken is formed anew.
         """
-        with self._working():
-            if not self._group_works():
-                self._form_group()
+        self._wait_for_the_last_run()
+        self._running().check()
 
     def stop(self) -> None:
         """End all that this lab started; does nothing the second time."""
         for run in self.runs:
             run.interrupt(timeout=STOP_S)
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            cluster.stop()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.cluster.stop()
         for run in self.runs:
             if run.job is not None:
                 run.job.join(STOP_S)
         painter.close()
 
-    # ---- the group and its ranks ----
+    # ---- one cell ----
 
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        from labkit.notebook.cluster import CallError
-
-        for run in self.runs[-1:]:
-            if run.job is not None and run.state != "running":
-                run.job.join()  # it has ended, and its group is being looked after
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(self._what_is_running())
-        try:
-            yield
-        except CallError as error:
-            raise RuntimeError(
-                f"{error}; %dist_restart --all (lab.restart(everyone=True)) begins anew"
-            ) from error
-        finally:
-            self._busy.release()
+    def _running(self) -> "RankGroup":
+        if self._ranks is None:
+            raise RuntimeError("the lab is stopped; %dist_start begins another")
+        return self._ranks
 
     @contextlib.contextmanager
     def _working(self) -> "Iterator[Cluster]":
         """The cluster, all of its ranks alive and in one group, for one cell."""
-        cluster = self._running_cluster()
-        with self._lock():
-            if dead := self._dead_ranks():
-                raise RuntimeError(
-                    f"{format_ranks(dead)}: dead; %dist_restart (lab.restart()) brings "
-                    "back what is dead, %dist_restart --all every rank"
-                )
-            if not self._group_is_whole:
-                self._form_group()
+        self._wait_for_the_last_run()
+        with self._running().working() as cluster:
             yield cluster
+
+    def _wait_for_the_last_run(self) -> None:
+        """One that has ended in the background still looks after its group."""
+        for run in self.runs[-1:]:
+            if run.job is not None and run.state != "running":
+                run.job.join()
 
     def _what_is_running(self) -> str:
         run = self.runs[-1] if self.runs else None
@@ -555,40 +516,6 @@ class Lab:
             f"{run.name} is running in the background: %dist_show {run.name} shows it; "
             "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
         )
-
-    def _running_cluster(self) -> "Cluster":
-        if self._cluster is None:
-            raise RuntimeError("the lab is stopped; %dist_start begins another")
-        return self._cluster
-
-    def _dead_ranks(self) -> list[int]:
-        cluster = self._running_cluster()
-        return [rank for rank in range(self.world_size) if not cluster.is_alive(rank)]
-
-    def _install(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self._running_cluster().call(
-                f"{_CELL}:install", self.placements[rank], ranks=[rank]
-            )
-
-    def _form_group(self) -> None:
-        """Form the process group anew on all ranks, and see that it works."""
-        cluster = self._running_cluster()
-        self._group_is_whole = False
-        everyone = range(self.world_size)
-        [port] = cluster.call(f"{_CELL}:host_group", ranks=[0])
-        pids = [cluster.pids[rank] for rank in everyone]
-        sums = cluster.call(f"{_CELL}:join_group", port, pids, ranks=everyone)
-        if sums != [self._right_sum] * self.world_size:
-            raise RuntimeError(
-                f"the process group does not work: the ranks sum to {self._right_sum}, "
-                f"the all-reduce gave {sums}; %dist_restart --all begins anew"
-            )
-        self._group_is_whole = True
-
-    @property
-    def _right_sum(self) -> float:
-        return float(sum(range(self.world_size)))
 
     def _finish(
         self, dispatch: "Dispatch", timeout: float | None, run: "Run | None" = None
@@ -618,7 +545,8 @@ class Lab:
             if run is not None:
                 end(run, state, dispatch.outcomes)
         try:
-            self._settle(outcomes)
+            if self._ranks is not None:  # it may have been stopped meanwhile
+                self._ranks.settle(outcomes)
         except RuntimeError as error:
             # The next cell forms the group, or says why that cannot be.
             if first is not None:
@@ -631,36 +559,6 @@ class Lab:
             raise CellTimeoutError(outcomes, timeout)
         if dispatch.was_interrupted and not dispatch.is_stopping:
             raise Interrupted(outcomes, "Interrupted; every rank keeps its variables.")
-
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Form the group anew where a cell left it of no use.
-
-        After a failure on which the ranks agree it is as good as before, and what
-        was wrapped in it stays usable.
-        """
-        if not self.is_running:
-            return  # it was stopped, and this was its run in the background
-        failed = any(outcome.status != "ok" for outcome in outcomes)
-        in_place = all(outcome.group_in_place for outcome in outcomes)
-        if in_place and not failed:
-            return
-        self._group_is_whole = False
-        if self._dead_ranks():
-            return
-        if in_place and self._group_works():
-            self._group_is_whole = True
-        else:
-            self._form_group()
-
-    def _group_works(self) -> bool:
-        """Whether the group, as it is, gives a right all-reduce on every rank."""
-        cluster = self._running_cluster()
-        everyone = range(self.world_size)
-        counts = cluster.call(f"{_CELL}:group_sequence", ranks=everyone)
-        if len(set(counts)) > 1:
-            return False
-        sums = cluster.call(f"{_CELL}:prove_group", PROOF_TIMEOUT_S, ranks=everyone)
-        return sums == [self._right_sum] * self.world_size
 
     def _run_name(self, name: str | None) -> str:
         taken = {run.name for run in self.runs}

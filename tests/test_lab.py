@@ -285,11 +285,11 @@ def test_two_labs_do_not_disturb_each_other(lab: Lab, capsys: Captured) -> None:
 
 
 def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
-    assert lab._cluster is not None
+    assert lab._ranks is not None
     lab.run("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1));")
     addresses = {
         connection.laddr.ip
-        for process in watchdog.find_processes(lab._cluster._token)
+        for process in watchdog.find_processes(lab._ranks.cluster._token)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -298,8 +298,8 @@ def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
 
 def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
     lab = Lab(num_ranks=1)
-    assert lab._cluster is not None
-    token, folder = lab._cluster._token, lab._cluster._folder
+    assert lab._ranks is not None
+    token, folder = lab._ranks.cluster._token, lab._ranks.cluster._folder
     assert watchdog.find_processes(token)
     lab.stop()
     lab.stop()

@@ -1,0 +1,177 @@
+"""The ranks of a lab in one process group: formed, proved, and formed anew."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+from labkit.notebook.cluster import CallError
+from labkit.notebook.cluster import Cluster
+from labkit.notebook.output import format_ranks
+from labkit.records import Outcome
+from labkit.records import Placement
+
+PROOF_TIMEOUT_S = 2.0
+
+_CELL = "labkit.rank.cell"
+
+
+class RankGroup:
+    """A cluster whose engines are ranks of one process group; ready when it exists.
+
+    One cell at a time runs on it: see `working`. What a cell left broken is mended
+    right after it, or before the next.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        *,
+        what_is_running: Callable[[], str],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """`what_is_running` says in words what keeps the ranks busy.
+
+        Raises RuntimeError if the ranks do not start.
+        """
+        self.placements = placements
+        self._what_is_running = what_is_running
+        self._busy = threading.Lock()
+        self._is_whole = False
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        is_cpu = placements[0].device == "cpu"
+        if is_cpu and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(placements[0].num_threads)
+        self.cluster = Cluster(
+            len(placements), environment=environment, on_progress=on_progress
+        )
+        try:
+            on_progress("forming the process group")
+            self._install(self.everyone)
+            self._form()
+            self.cluster.begin(f"{_CELL}:warm_up", ranks=self.everyone)
+        except CallError as error:
+            self.cluster.stop()
+            raise RuntimeError(f"the lab did not start: {error}") from error
+        except BaseException:
+            self.cluster.stop()
+            raise
+
+    @property
+    def everyone(self) -> range:
+        """All ranks."""
+        return range(len(self.placements))
+
+    def dead(self) -> list[int]:
+        """The ranks whose process is gone."""
+        return [rank for rank in self.everyone if not self.cluster.is_alive(rank)]
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[Cluster]:
+        """The cluster, all of its ranks alive and in one group, for one cell.
+
+        Raises RuntimeError where that cannot be, or another cell runs.
+        """
+        with self._alone():
+            if dead := self.dead():
+                raise RuntimeError(
+                    f"{format_ranks(dead)}: dead; %dist_restart (lab.restart()) brings "
+                    "back what is dead, %dist_restart --all every rank"
+                )
+            if not self._is_whole:
+                self._form()
+            yield self.cluster
+
+    @contextlib.contextmanager
+    def risking_the_group(self) -> Iterator[None]:
+        """For a collective of labkit's own: where one rank fails in it the others may
+        wait, so the group is formed anew unless the block ends well."""
+        self._is_whole = False
+        yield
+        self._is_whole = True
+
+    def restart(self, *, everyone: bool) -> list[int]:
+        """Bring dead ranks back, or all of them; the ranks that were started."""
+        with self._alone():
+            ranks = list(self.everyone) if everyone else self.dead()
+            if ranks:
+                self._is_whole = False
+                self.cluster.end_engines(ranks)
+                self.cluster.start_engines(ranks, on_progress=lambda text: None)
+                self._install(ranks)
+            if not self._is_whole:
+                self._form()
+        return ranks
+
+    def check(self) -> None:
+        """RuntimeError unless every rank answers and an all-reduce is right.
+
+        A group that is broken is formed anew.
+        """
+        with self.working():
+            if not self._works():
+                self._form()
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Form the group anew where a cell left it of no use.
+
+        After a failure on which the ranks agree it is as good as before, and what
+        was wrapped in it stays usable.
+        """
+        failed = any(outcome.status != "ok" for outcome in outcomes)
+        in_place = all(outcome.group_in_place for outcome in outcomes)
+        if in_place and not failed:
+            return
+        self._is_whole = False
+        if self.dead():
+            return
+        if in_place and self._works():
+            self._is_whole = True
+        else:
+            self._form()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(self._what_is_running())
+        try:
+            yield
+        except CallError as error:
+            raise RuntimeError(
+                f"{error}; %dist_restart --all (lab.restart(everyone=True)) begins anew"
+            ) from error
+        finally:
+            self._busy.release()
+
+    def _install(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.cluster.call(f"{_CELL}:install", self.placements[rank], ranks=[rank])
+
+    def _form(self) -> None:
+        """Form the process group anew on all ranks, and see that it works."""
+        self._is_whole = False
+        [port] = self.cluster.call(f"{_CELL}:host_group", ranks=[0])
+        pids = [self.cluster.pids[rank] for rank in self.everyone]
+        sums = self.cluster.call(f"{_CELL}:join_group", port, pids, ranks=self.everyone)
+        if not self._are_right(sums):
+            raise RuntimeError(
+                f"the process group does not work: an all-reduce of the ranks' numbers "
+                f"gave {sums}; %dist_restart --all begins anew"
+            )
+        self._is_whole = True
+
+    def _works(self) -> bool:
+        """Whether the group, as it is, gives a right all-reduce on every rank."""
+        counts = self.cluster.call(f"{_CELL}:group_sequence", ranks=self.everyone)
+        if len(set(counts)) > 1:
+            return False
+        sums = self.cluster.call(
+            f"{_CELL}:prove_group", PROOF_TIMEOUT_S, ranks=self.everyone
+        )
+        return self._are_right(sums)
+
+    def _are_right(self, sums: Sequence[float | None]) -> bool:
+        """Whether every rank got the sum of all ranks."""
+        return all(found == float(sum(self.everyone)) for found in sums)
