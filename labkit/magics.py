@@ -18,6 +18,7 @@ from IPython.core.magic_arguments import magic_arguments
 from IPython.core.magic_arguments import parse_argstring
 from IPython.display import display
 
+from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
@@ -41,6 +42,14 @@ timeout_option = argument(
     type=float,
     metavar="SECONDS",
     help="stop after so long; no limit by default",
+)
+hang_option = argument(
+    "--hang-after",
+    type=float,
+    default=HANG_AFTER_S,
+    metavar="SECONDS",
+    help="say where every rank stands when nothing has happened for so long (default: "
+    f"{HANG_AFTER_S:g}); 0 for never",
 )
 precision_option = argument(
     "--precision",
@@ -159,13 +168,16 @@ class LabMagics(Magics):
         help="0, or 0,2, or 1-3; all ranks by default",
     )
     @timeout_option
+    @hang_option
     @cell_magic
     def dist(self, line: str, cell: str) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
         args = parse_argstring(self.dist, line)
         with usage_errors():
             code = numbered_like_notebook("dist", line, cell)
-            current_lab().run(code, args.ranks, timeout=args.timeout)
+            current_lab().run(
+                code, args.ranks, timeout=args.timeout, hang_after=args.hang_after
+            )
 
     @magic_arguments()
     @argument("strategy", metavar="STRATEGY", help="one of: " + ", ".join(STRATEGIES))
@@ -206,6 +218,7 @@ class LabMagics(Magics):
         "configuration, arguments of fully_shard or of DistributedDataParallel",
     )
     @timeout_option
+    @hang_option
     @argument(
         "--live",
         default="image",
@@ -240,6 +253,7 @@ class LabMagics(Magics):
                 compile=args.compile,
                 config=config,
                 timeout=args.timeout,
+                hang_after=args.hang_after,
                 live=not args.no_live and args.live,
                 log_scale=args.log_scale,
                 background=args.background,
@@ -368,6 +382,15 @@ class LabMagics(Magics):
                 "" if value is pd.NA else format_bytes(value) for value in table[column]
             ]
         return table
+
+    @magic_arguments()
+    @argument("--full", action="store_true", help="the libraries' frames as well")
+    @line_magic
+    def dist_stack(self, line: str) -> Any:
+        """Where every rank is: its Python stack, and the collective it sits in."""
+        args = parse_argstring(self.dist_stack, line)
+        with usage_errors():
+            return current_lab().stack(full=args.full)
 
     @magic_arguments()
     @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")

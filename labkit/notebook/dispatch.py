@@ -10,10 +10,12 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
+from labkit.notebook.hang_watch import HangWatch
 from labkit.notebook.output import OutputMerger
 from labkit.records import Batch
 from labkit.records import CellSpec
@@ -25,8 +27,13 @@ same line needs no interrupt, and the group then stays as it is."""
 
 REPEAT_S = 0.5
 KILL_AFTER_S = 30.0
-"""A rank that goes on for so long after an interrupt is ended: it sits in native code
-that neither Python nor closed connections can stop."""
+"""A rank that goes on for so long after an interrupt is ended."""
+SILENT_AFTER_S = 10.0
+"""And so is one that does not even answer it: native code there holds the GIL."""
+SECOND_AFTER_S = 2.5
+AGAIN_S = 0.5
+"""A second interrupt ends what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
+from the first one: a key may be pressed twice, and a rank about to end by itself."""
 
 ANSWER_S = 5.0
 
@@ -47,6 +54,7 @@ class Dispatch:
         on_report: Callable[[int, Any], None] = lambda rank, report: None,
         on_tick: Callable[[], None] = lambda: None,
         before_output: Callable[[], None] = lambda: None,
+        hang_after_s: float = 0.0,
     ) -> None:
         self.outcomes: list[Outcome] = []
         """In the order in which the ranks ended."""
@@ -64,7 +72,16 @@ class Dispatch:
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
+        self._kill_at: float | None = None
+        self._requests: dict[int, tuple[float, Future[Any]]] = {}
+        """The last interrupt of each rank, and when it was sent."""
         self._killed: set[int] = set()
+        self._watch = HangWatch(
+            cluster,
+            after_s=hang_after_s,
+            in_cell=spec.execution_count,
+            before_output=before_output,
+        )
         self._code = code
         self._spec = dataclasses.asdict(spec)
         self._ranks = ranks
@@ -86,10 +103,11 @@ class Dispatch:
         """Run to the end on every rank; how it ended there, in order of rank.
 
         An interrupt of this process stops the ranks, and so does the first failure
-        of one of them, and `timeout_s`.
+        of one of them, and `timeout_s`. A rank that does not stop is ended; its
+        outcome is "restarted", which is left to the caller.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._noting_interrupts():
+        with self.noting_interrupts():
             for rank in self._ranks:
                 self._send(rank)
             while self._pending:
@@ -100,6 +118,8 @@ class Dispatch:
                     self.timed_out = True
                 if self.was_interrupted or self.timed_out:
                     self._stop_ranks_from(time.monotonic())
+                if self._stop_since is None:
+                    self._watch.tick(self._pending)
                 self._interrupt_where_due()
                 for rank in list(self._pending):
                     if not self._cluster.is_alive(rank):
@@ -122,8 +142,15 @@ class Dispatch:
         for rank in ranks:
             self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 
+    def interrupt(self) -> None:
+        """Stop every rank; the second time end those that do not. From any thread."""
+        if self.was_interrupted and self._kill_at is None:
+            since = self._stop_since or 0.0
+            self._kill_at = max(time.monotonic() + AGAIN_S, since + SECOND_AFTER_S)
+        self.was_interrupted = True
+
     @contextlib.contextmanager
-    def _noting_interrupts(self) -> Iterator[None]:
+    def noting_interrupts(self) -> Iterator[None]:
         """Note a SIGINT, where Python would raise KeyboardInterrupt at any line.
 
         The ranks are to end first, and nothing here is to be left half done.
@@ -133,7 +160,7 @@ class Dispatch:
             return
 
         def note(signum: int, frame: Any) -> None:
-            self.was_interrupted = True
+            self.interrupt()
 
         previous = signal.signal(signal.SIGINT, note)
         try:
@@ -150,6 +177,8 @@ class Dispatch:
             except queue.Empty:
                 return
             timeout = 0.0
+            if self._stop_since is None:
+                self._watch.saw_life()
             if kind == "batch":
                 self._on_batch(rank, content)
             elif kind == "report":
@@ -180,10 +209,15 @@ class Dispatch:
         # Otherwise the outcome, which travels on another channel, has come or will.
 
     def _died(self, rank: int) -> Outcome:
+        if rank in self._killed:
+            return Outcome(
+                rank=rank,
+                status="restarted",
+                evalue="did not stop and was restarted: its variables are gone",
+                group_in_place=False,
+            )
         pid = self._cluster.pids[rank]
         cause = self._cluster.cause_of_death(rank)
-        if rank in self._killed:
-            cause = f"ended by labkit: it went on for {KILL_AFTER_S:g} s when stopped"
         return Outcome(
             rank=rank,
             status="died",
@@ -199,12 +233,28 @@ class Dispatch:
 
     def _interrupt_where_due(self) -> None:
         now = time.monotonic()
-        if self._stop_since is None or now < self._next_interrupt:
+        if self._stop_since is None or now < self._stop_since:
+            return
+        for rank in self._pending:
+            if rank not in self._killed and self._is_past_stopping(rank, now):
+                self._killed.add(rank)
+                self._cluster.kill(rank)
+        if now < self._next_interrupt:
             return
         self._next_interrupt = now + REPEAT_S
         for rank in self._pending:
-            if now - self._stop_since > KILL_AFTER_S:
-                self._killed.add(rank)
-                self._cluster.kill(rank)
-            else:
-                self._cluster.interrupt(rank, release_after_s=GRACE_S)
+            _, last = self._requests.get(rank, (0.0, None))
+            if last is None or last.done():
+                heard = self._cluster.interrupt(rank, release_after_s=GRACE_S)
+                self._requests[rank] = now, heard
+
+    def _is_past_stopping(self, rank: int, now: float) -> bool:
+        """Whether nothing will stop the rank but the end of its process."""
+        assert self._stop_since is not None
+        sent_at, heard = self._requests.get(rank, (now, None))
+        is_silent = heard is not None and not heard.done()
+        return (
+            (is_silent and now - sent_at > SILENT_AFTER_S)
+            or now - self._stop_since > KILL_AFTER_S
+            or (self._kill_at is not None and now > self._kill_at)
+        )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -30,6 +31,9 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
 from labkit.rank.process_group import Membership
 from labkit.rank.session import Session
+from labkit.rank.stack import dump_on_signal
+from labkit.rank.stack import finished_collectives
+from labkit.rank.stack import position
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import CellSpec
@@ -83,6 +87,8 @@ class CellRunner:
             "hold": lambda: self._boundary.hold(),
             "stop_after": lambda num_steps: self._boundary.stop_after(num_steps),
             "describe": self.describe,
+            "progress": lambda: [self._boundary.num_steps, finished_collectives()],
+            "stack": self.stack,
         }
         """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
@@ -280,6 +286,17 @@ class CellRunner:
             "memory_total": memory_total(device),
         }
 
+    def stack(self) -> dict[str, Any]:
+        """Where the main thread is: a `records.Position`, as a dict."""
+        found = position(
+            self.placement.rank,
+            self.shell.compile._filename_map,
+            is_running=self._is_running,
+            since_ns=self.membership.formed_at_ns,
+            waits_on_device=self.placement.backend == "nccl",
+        )
+        return dataclasses.asdict(found)
+
     def request_interrupt(self, release_after_s: float) -> None:
         """Interrupt the cell; does not keep the control thread waiting."""
         threading.Thread(
@@ -376,12 +393,14 @@ def warm_up() -> None:
         runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
 
 
-def install(placement: Placement) -> None:
-    """Make this engine a rank."""
+def install(placement: Placement, stack_file: str) -> None:
+    """Make this engine a rank; `stack_file` is where it writes its stack, if it
+    cannot answer when it is asked for it."""
     global _runner
     from IPython import get_ipython
 
     _runner = CellRunner(get_ipython(), placement)
+    dump_on_signal(stack_file)
 
 
 def runner() -> CellRunner:
