@@ -72,6 +72,7 @@ class Dispatch:
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
+        self._interrupted_at: float | None = None
         self._kill_at: float | None = None
         self._requests: dict[int, tuple[float, Future[Any]]] = {}
         """The last interrupt of each rank, and when it was sent."""
@@ -144,9 +145,12 @@ class Dispatch:
 
     def interrupt(self) -> None:
         """Stop every rank; the second time end those that do not. From any thread."""
-        if self.was_interrupted and self._kill_at is None:
-            since = self._stop_since or 0.0
-            self._kill_at = max(time.monotonic() + AGAIN_S, since + SECOND_AFTER_S)
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif self._kill_at is None:
+            first = self._interrupted_at
+            self._kill_at = max(now + AGAIN_S, first + SECOND_AFTER_S)
         self.was_interrupted = True
 
     @contextlib.contextmanager

@@ -52,10 +52,13 @@ class Stacks:
         """
         by_rank = {each.rank: each for each in self.positions}
         told = []
+        is_any_running = any(each.is_running for each in self.positions)
         for rank in sorted({*by_rank, *self.absent}):
             where = self.absent.get(rank, "")
             if rank in by_rank:
                 where = ", ".join(filter(None, [where, _stands(by_rank[rank])]))
+            if where == "idle" and is_any_running:
+                where = "not in the cell"
             told.append(f"rank {rank}: {where}".replace(f"Cell In[{in_cell}], ", ""))
         return told + self.mismatches
 
@@ -178,7 +181,7 @@ def find_mismatches(positions: Sequence[Position]) -> list[str]:
     """Where ranks wait for what others will not do, a line each."""
     running = [each for each in positions if each.is_running]
     calls = {each.rank: each.call for each in running if each.call is not None}
-    lines = []
+    lines: list[str] = []
     for group in {call.group: None for call in calls.values() if call.number}:
         lines += _mismatches_in(group, calls, positions)
     pairs = {call.kind.split()[0] for call in calls.values()} <= {"send", "recv"}
