@@ -64,11 +64,11 @@ def interrupt() -> None:
 
 
 @pytest.fixture
-def until_noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], str]:
+def until_noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Does what hangs, interrupts it at the note, and returns what was noted."""
 
-    def do_and_listen(do: Callable[[], Any]) -> str:
-        listener = Listener(NOTE, interrupt)
+    def do_and_listen(do: Callable[[], Any], word: str = NOTE) -> str:
+        listener = Listener(word, interrupt)
         with monkeypatch.context() as patch:
             patch.setattr("sys.stderr", listener)
             with pytest.raises(failure.Interrupted):
@@ -149,7 +149,9 @@ x, y = next(iter(loader))
 while rank: pass
 model(x)
 """
-    text = until_noted(lambda: lab.train(strategy, code, live=False, hang_after=1.5))
+    text = until_noted(
+        lambda: lab.train(strategy, code, live=False, hang_after=1), word="model(x)"
+    )
     assert re.search(r"rank 0: all_gather #\d+ of .* at line 8: model\(x\)", text), text
     assert re.search(r"rank 1 has not come to all_gather #\d+ *", text), text
     assert lab.runs[-1].state == "interrupted"
@@ -248,6 +250,22 @@ def test_a_key_pressed_twice_restarts_nothing(
         with pytest.raises(failure.Interrupted, match="every rank keeps its variables"):
             lab.run(code)
     assert list(lab.status()["pid"]) == pids
+
+
+def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import time\nkept = 1\nprint('here', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n"
+        "    dist.recv(torch.ones(1), 1 - rank)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Listener("here", interrupt))
+        with pytest.raises(failure.Interrupted, match="every rank keeps its variables"):
+            lab.run(code)
+    assert lab.pull("kept", "all") == [1, 1]
+    assert_next_cell_works(lab)
 
 
 def test_a_rank_that_outlives_the_failure_of_another_is_restarted(

@@ -68,7 +68,7 @@ class Stacks:
         for rank, head in zip(sorted({*by_rank, *self.absent}), heads, strict=False):
             found = by_rank.get(rank)
             lines: list[str] = []
-            if found is not None and (found.is_running or self.is_full):
+            if found is not None and found.is_running:
                 lines = _told_stack(found.frames, is_full=self.is_full)
                 for name, frames in found.others.items() if self.is_full else ():
                     lines += [f"thread {name}:", *_told_stack(frames, is_full=True)]

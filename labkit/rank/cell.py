@@ -80,6 +80,9 @@ class CellRunner:
         self._is_closing = False
         self._begin_error: Exception | None = None
         self._signal_seen = threading.Event()
+        """Set once this cell was interrupted."""
+        self._signal_handled = threading.Event()
+        """Set once Python code has run since the last signal."""
         self._signalled_at = 0.0
         self._stopping_since = 0.0
         self._requests: dict[str, Callable[..., Any]] = {
@@ -306,6 +309,7 @@ class CellRunner:
     # ---- interrupts ----
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
+        self._signal_handled.set()
         self._signal_seen.set()
         if not self._is_running:
             return
@@ -346,10 +350,11 @@ class CellRunner:
             if not self._signal_seen.is_set():
                 self._stopping_since = now
             self._signalled_at = now
+            self._signal_handled.clear()
             main_thread = threading.main_thread().ident
             assert main_thread is not None
             signal.pthread_kill(main_thread, signal.SIGINT)
-        if not self._signal_seen.wait(release_after_s) and self._is_running:
+        if not self._signal_handled.wait(release_after_s) and self._is_running:
             self.membership.release()
 
 
