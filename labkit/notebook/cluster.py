@@ -257,12 +257,16 @@ class Cluster:
             process = self._launchers[rank].process
             process.send_signal(signal.Signals[DUMP_SIGNAL])
 
-    def load(self, rank: int, seconds: float) -> float:
-        """The share of a core that the rank's process uses, watched for so long."""
+    def what_keeps(self, rank: int) -> str:
+        """Why a rank whose process is there does not answer, in words."""
         try:
-            return psutil.Process(self.pids[rank]).cpu_percent(seconds) / 100
+            process = psutil.Process(self.pids[rank])
+            if process.status() == psutil.STATUS_STOPPED:
+                return f"its process {process.pid} is stopped, as SIGSTOP does"
+            load = process.cpu_percent(0.05)
         except psutil.NoSuchProcess:
-            return 0.0
+            return "its process has just ended"
+        return f"native code holds the GIL; its process uses {load:.0f}% of a core"
 
     def end_engines(self, ranks: Sequence[int]) -> None:
         """Kill the engines of `ranks`, and wait until the controller knows."""

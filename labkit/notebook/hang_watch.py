@@ -63,7 +63,7 @@ class HangWatch:
             if self._survey.is_complete():
                 survey, self._survey = self._survey, None
                 self._note(survey.result(), now - self._last_sign)
-        elif now >= self._next_question:
+        elif now >= max(self._next_question, self._last_sign + self._interval_s):
             self._next_question = now + self._interval_s
             for rank in running:
                 if rank not in self._answers:

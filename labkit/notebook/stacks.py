@@ -16,6 +16,7 @@ from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
 from labkit.records import format_bytes
+from labkit.records import shorten
 
 ANSWER_S = 2.0
 """A rank that has not answered by then runs native code that holds the GIL."""
@@ -46,38 +47,47 @@ class Stacks:
         self.is_full = is_full
 
     def lines(self, in_cell: int | None = None) -> list[str]:
-        """A rank in a line, then where ranks do not agree.
+        """Ranks that stand alike in a line, then where ranks do not agree.
 
         `in_cell` is the number of the cell that runs: its lines are named without it.
         """
-        by_rank = {each.rank: each for each in self.positions}
-        told = []
-        is_any_running = any(each.is_running for each in self.positions)
-        for rank in sorted({*by_rank, *self.absent}):
-            where = self.absent.get(rank, "")
-            if rank in by_rank:
-                where = ", ".join(filter(None, [where, _stands(by_rank[rank])]))
-            if where == "idle" and is_any_running:
-                where = "not in the cell"
-            told.append(f"rank {rank}: {where}".replace(f"Cell In[{in_cell}], ", ""))
-        return told + self.mismatches
+        heads = [head for head, _ in self._blocks(is_brief=True)]
+        if in_cell is not None:
+            heads = [head.replace(f"Cell In[{in_cell}], ", "") for head in heads]
+        return heads + self.mismatches
 
-    def _blocks(self) -> Iterable[tuple[str, list[str]]]:
-        heads = self.lines()
+    def _blocks(self, *, is_brief: bool = False) -> Iterable[tuple[str, list[str]]]:
+        """Where ranks stand in a line, and unless `is_brief` their stack."""
         by_rank = {each.rank: each for each in self.positions}
-        for rank, head in zip(sorted({*by_rank, *self.absent}), heads, strict=False):
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted({*by_rank, *self.absent}):
             found = by_rank.get(rank)
-            lines: list[str] = []
-            if found is not None and found.is_running:
-                lines = _told_stack(found.frames, is_full=self.is_full)
-                for name, frames in found.others.items() if self.is_full else ():
-                    lines += [f"thread {name}:", *_told_stack(frames, is_full=True)]
-            yield head, lines
+            stack = [] if is_brief or found is None else self._told_stacks(found)
+            alike.setdefault((self._where(rank, found), *stack), []).append(rank)
+        for (where, *stack), ranks in alike.items():
+            yield f"{format_ranks(ranks)}: {where}", stack
+
+    def _where(self, rank: int, position: Position | None) -> str:
+        is_any_running = any(each.is_running for each in self.positions)
+        if position is None:
+            return self.absent[rank]
+        if not position.is_running:
+            return "not in the cell" if is_any_running else "idle"
+        told = [self.absent.get(rank, ""), _stands(position)]
+        return ", ".join(filter(None, told))
+
+    def _told_stacks(self, position: Position) -> list[str]:
+        if not position.is_running:
+            return []
+        lines = _told_stack(position.frames, is_full=self.is_full)
+        for name, frames in position.others.items() if self.is_full else ():
+            lines += [f"thread {name}:", *_told_stack(frames, is_full=True)]
+        return lines
 
     def __repr__(self) -> str:
         told = [
-            "\n".join([head, *("    " + line for line in lines)])
-            for head, lines in self._blocks()
+            "\n".join([head, *("    " + line for line in stack)])
+            for head, stack in self._blocks()
         ]
         return "\n".join([*told, *self.mismatches])
 
@@ -150,11 +160,7 @@ class Survey:
             if answer.cancelled() or not self._cluster.is_alive(rank):
                 absent[rank] = "dead; %dist_restart brings it back"
             elif rank in self._silent:
-                load = self._cluster.load(rank, 0.05)
-                absent[rank] = (
-                    "does not answer: native code that holds the GIL; its process uses "
-                    f"{load:.0%} of a core"
-                )
+                absent[rank] = "does not answer: " + self._cluster.what_keeps(rank)
                 dump = Path(self._cluster.stack_file(rank)).read_text()
                 if frames := read_dump(dump):
                     positions.append(Position(rank, frames=frames))
@@ -238,12 +244,12 @@ def _told_calls(calls: Mapping[int, Call]) -> str:
 
 def _stands(position: Position) -> str:
     """As "all_reduce #412 of 1 MiB, at Cell In[7], line 31: loss.backward()"."""
-    if not position.is_running:
-        return "idle"
     frame = position.users_frame
     at = ""
     if frame is not None:
-        at = f"at {frame.place}" + (f": {frame.source}" if frame.source else "")
+        at = f"at {frame.place}" + (
+            f": {shorten(frame.source, 100)}" if frame.source else ""
+        )
     if position.call is not None:
         call = position.call
         size = f" of {_size(call)}" if call.num_bytes else ""
@@ -270,7 +276,7 @@ def _told_stack(frames: Sequence[Frame], *, is_full: bool) -> list[str]:
         shown = [each for each in frames if each.is_users] + last
     return [
         f"{each.place}, in {each.function}"
-        + (f": {each.source}" if each.source else "")
+        + (f": {shorten(each.source, 100)}" if each.source else "")
         for each in shown
     ]
 
