@@ -165,7 +165,8 @@ class Prepared:
     def restore_scaler(self, values: Mapping[str, Any]) -> None:
         """Set the loss scaler, if there is one, to what was saved of one."""
         if self.scaler is not None and values.get("scaler"):
-            self.scaler.load_state_dict(values["scaler"])
+            saved = {**self.scaler.state_dict(), **values["scaler"]}
+            self.scaler.load_state_dict(saved)
 
     def close(self) -> None:
         """Take back what only this run needed of the model."""
