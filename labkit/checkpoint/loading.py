@@ -43,7 +43,7 @@ class Checkpoint:
         """What is saved besides `tensors`."""
         try:
             found = decode(self._values, self.tensor)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"{self.folder} is damaged: its values are not readable")

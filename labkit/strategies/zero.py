@@ -18,6 +18,7 @@ from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.states import Named
+from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
 from labkit.strategies.states import check_hyperparameters
 from labkit.strategies.states import set_hyperparameters
@@ -168,21 +169,25 @@ class ZeRO(Prepared):
         tensors = self._states().gather(with_optimizer=with_optimizer)
         return tensors, self.settings() if with_optimizer else {}
 
-    def restore(
+    def restoring(
         self,
         source: Source,
         values: Mapping[str, Any],
         *,
         with_optimizer: bool = True,
-    ) -> None:
+    ) -> Restore:
         held = self._states()
         held.check(source, with_optimizer=with_optimizer)
         if with_optimizer:
             check_hyperparameters(self.optimizer, self._names, values)
-        held.restore(source, with_optimizer=with_optimizer)
-        if with_optimizer:
-            set_hyperparameters(self._zero.optimizer, values)
-            self.restore_scaler(values)
+
+        def restore() -> None:
+            held.restore(source, with_optimizer=with_optimizer)
+            if with_optimizer:
+                set_hyperparameters(self._zero.optimizer, values)
+                self.restore_scaler(values)
+
+        return restore
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
