@@ -269,6 +269,10 @@ class Session:
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
 
+    def prepared(self) -> list[Prepared]:
+        """What `prepare` has made so far in this run."""
+        return [optimizer.prepared for optimizer in self._optimizers]
+
     # ---- what the loop tells the session ----
 
     def _begin_batch(self, share: Share) -> None:
@@ -302,10 +306,9 @@ class Session:
         self._watch.check(self._optimizer_steps, replicas)
 
     def _begin_probe(self) -> None:
-        prepared = [optimizer.prepared for optimizer in self._optimizers]
         # Dynamo would not compile what it first sees under a dispatch mode.
         self._probe = StepProbe(
-            prepared,
+            self.prepared(),
             self.device,
             sees_operators=not self.options.compile,
             began=self._step_ended,
