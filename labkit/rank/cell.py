@@ -39,6 +39,7 @@ from labkit.rank.raised import let_go
 from labkit.rank.raised import show_in_short
 from labkit.rank.raised import told
 from labkit.rank.raised import where_in_cell
+from labkit.rank.recovery import recover_models
 from labkit.rank.session import Session
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
@@ -466,6 +467,11 @@ def prove_group(timeout_s: float) -> float | None:
         return runner().membership.prove(timeout_s)
     except RuntimeError:
         return None
+
+
+def recover() -> None:
+    """Make models fit for a next step, where a cell failed and the group is whole."""
+    recover_models()
 
 
 def receive_function(

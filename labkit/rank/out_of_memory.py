@@ -95,7 +95,7 @@ def table_of_memory(
     return text
 
 
-def rows_of_device(device: torch.device, states: float) -> list[Row]:
+def rows_of_device(device: torch.device, states: float) -> Sequence[Row]:
     """Of `device`: what is neither model state nor free, and what is free."""
     free: float
     total = memory_total(device)
@@ -116,7 +116,7 @@ def rows_of_device(device: torch.device, states: float) -> list[Row]:
     ]
 
 
-def largest_variables(variables: Mapping[str, Any]) -> list[Row]:
+def largest_variables(variables: Mapping[str, Any]) -> Sequence[Row]:
     """The user's variables that hold most bytes of tensors, the largest first."""
     rows = []
     for name, value in variables.items():
