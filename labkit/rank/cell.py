@@ -72,7 +72,7 @@ class CellRunner:
     def __init__(self, shell: Any, placement: Placement) -> None:
         self.shell = shell
         self.placement = placement
-        self.membership = Membership(placement)
+        self.membership = Membership(placement, shell.user_ns)
         self.function: Any = None
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}

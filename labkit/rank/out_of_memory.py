@@ -134,7 +134,7 @@ def largest_variables(variables: Mapping[str, Any]) -> Sequence[Row]:
 def in_columns(rows: Sequence[Row]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(
-        f"  {name:{width}}  {format_bytes(size):>9}" for name, size in rows
+        f"  {name:{width}}  {size / 2**20:10,.2f} MiB" for name, size in rows
     )
 
 

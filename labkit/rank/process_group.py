@@ -58,8 +58,10 @@ class Membership:
     be read by the next.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
+        """`variables` are the user's, in which groups are put in place of former ones."""
         self.placement = placement
+        self._variables = variables
         self.device = torch.device(placement.device)
         self.peers: list[int] = []
         """Process ids of the ranks."""
@@ -162,7 +164,7 @@ class Membership:
         )
         self._group = c10d._get_default_group()
         self._solo = dist.new_group([0], timeout=self.timeout)
-        bind_to_new_groups(self._former, self._group)
+        bind_to_new_groups(self._former, self._group, self._variables)
         self._former = None
         self._users_groups.clear()
         return self.prove(self.placement.group_timeout_s)

@@ -32,26 +32,34 @@ class FormerGroups:
             for group, name in self.names.items()
         }
 
-    def in_use(self, meshes: Iterable[Any]) -> dict[str, list[int]]:
+    def in_use(
+        self, meshes: Iterable[Any], variables: dict[str, Any]
+    ) -> dict[str, list[int]]:
         """Name and ranks of those that anything holds, but for the default one."""
         used = {name for mesh in meshes for name in names_of(mesh)}
-        for holder in holders_of(self.names):
+        for holder in [variables, *holders_of(self.names)]:
             for value in holder.values() if isinstance(holder, dict) else holder:
                 if isinstance(value, Group) and value in self.names:
                     used.add(self.names[value])
         return {n: self.ranks[n] for n in used & {*self.ranks} - {self.default_name}}
 
 
-def bind_to_new_groups(former: FormerGroups | None, default: Group) -> None:
+def bind_to_new_groups(
+    former: FormerGroups | None, default: Group, variables: dict[str, Any]
+) -> None:
     """Put in the place of every former group that is in use one of today. Collective.
 
     Only a group that all of its ranks still have is formed again: a rank that was
     restarted has lost its shards. DeepSpeed's engines, FSDP's models and the user's own
-    variables hold groups; a DeviceMesh knows them by name; DDP made a reducer of one.
+    `variables` hold groups; a DeviceMesh knows them by name; DDP made a reducer of one.
     """
     found = models_and_meshes()
     meshes = [each for each in found if isinstance(each, DeviceMesh)]
-    wanted = (0, {}) if former is None else (former.formation, former.in_use(meshes))
+    wanted = (
+        (0, {})
+        if former is None
+        else (former.formation, former.in_use(meshes, variables))
+    )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wanted)
     successors: dict[str, Group] = {}
@@ -65,7 +73,7 @@ def bind_to_new_groups(former: FormerGroups | None, default: Group) -> None:
         return
     if all(formation == former.formation for formation, _ in everyone):
         successors[former.default_name] = default
-    for holder in holders_of(former.names):
+    for holder in [variables, *holders_of(former.names)]:
         places = holder.items() if isinstance(holder, dict) else enumerate(holder)
         for place, value in list(places):
             if isinstance(value, Group) and value in former.names:
