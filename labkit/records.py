@@ -315,27 +315,39 @@ class Outcome:
     """Why they were."""
     group_in_place: bool = True
     """Whether the process group that labkit formed is still the default one."""
+    freed_bytes: int = 0
+    """Of its tensors, which went with the traceback and the cell's garbage."""
+    memory: str = ""
+    """Where it ran out of memory: what it held, and what would fit; some lines."""
     traceback: list[str] = field(default_factory=list)
 
-    def summary(self) -> str:
+    def summary(self, because: str = "") -> str:
         """One line for a rank that is named but not shown in full."""
         lines = self.evalue.strip().splitlines()
-        return self._told(shorten(lines[0], 160) if lines else "")
+        return self._told(shorten(lines[0], 160) if lines else "", because)
 
     def in_full(self) -> str:
         """As `summary`, with the whole message of an error, which may be many lines."""
         return self._told(self.evalue.strip())
 
-    def _told(self, message: str) -> str:
+    def freed(self) -> str:
+        """What was freed, in words; "" for what is not worth a word."""
+        if self.freed_bytes < 2**20:
+            return ""
+        return f"{format_bytes(self.freed_bytes)} of its tensors were freed"
+
+    def _told(self, message: str, because: str = "") -> str:
         between = "\n" if "\n" in message else " "
         place = f"{between}at {self.where}" if self.where else ""
+        freed = self.freed()
+        end = place + because + (f"; {freed}" if freed else "")
         if self.status == "ok":
             return f"rank {self.rank}: finished"
         if self.status == "restarted":
             return f"rank {self.rank}: {self.evalue}"
         if self.status == "interrupted":
-            return f"rank {self.rank}: stopped{place}"
-        return f"rank {self.rank}: {self.ename}{message and ': '}{message}{place}"
+            return f"rank {self.rank}: stopped{end}"
+        return f"rank {self.rank}: {self.ename}{message and ': '}{message}{end}"
 
 
 def shorten(text: str, num_characters: int) -> str:

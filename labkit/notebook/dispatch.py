@@ -57,7 +57,7 @@ class Dispatch:
         hang_after_s: float = 0.0,
     ) -> None:
         self.outcomes: list[Outcome] = []
-        """In the order in which the ranks ended."""
+        """In the order in which the ranks failed or ended."""
         self.was_interrupted = False
         self.timed_out = False
         self.is_stopping = False
@@ -67,6 +67,7 @@ class Dispatch:
         self._on_report = on_report
         self._on_tick = on_tick
         self._pending = set(ranks)
+        self._order: list[int] = []
         self._tracebacks: dict[int, list[str]] = {}
         self._output = OutputMerger(ranks, before_output)
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
@@ -189,6 +190,9 @@ class Dispatch:
                 self._on_report(rank, content)
             elif kind == "error":
                 self._tracebacks[rank] = content["traceback"]
+            elif kind == "failing":
+                self._order.append(rank)
+                self._free_others(content)
             elif kind == "outcome":
                 self._end(rank, content)
             elif kind == "reply":
@@ -201,10 +205,17 @@ class Dispatch:
             return
         self._pending.discard(rank)
         traceback = self._tracebacks.get(rank, [])
+        if rank not in self._order:
+            self._order.append(rank)
         self.outcomes.append(dataclasses.replace(outcome, traceback=traceback))
-        if outcome.status == "interrupted" and self.is_stopping:
+        self.outcomes.sort(key=lambda each: self._order.index(each.rank))
+        self._free_others(outcome.status)
+
+    def _free_others(self, status: str) -> None:
+        """Stop the ranks that may wait for one that has ended with `status`."""
+        if status == "interrupted" and self.is_stopping:
             return  # the others are on their way to the same step
-        if outcome.status != "ok" and self._stop_since is None:
+        if status != "ok" and self._stop_since is None:
             self._stop_ranks_from(time.monotonic() + GRACE_S)
 
     def _take_reply(self, rank: int, reply: Any) -> None:

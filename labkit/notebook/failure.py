@@ -16,10 +16,18 @@ class RankError(RuntimeError):
         self.rank = first.rank
         self.outcomes = list(outcomes)
         self._first = first
-        super().__init__("\n".join([self._headline(), *self._others()]))
+        lines = [self._headline(), *self._memory(), *self._others()]
+        super().__init__("\n".join(lines))
 
     def _headline(self) -> str:
         return self._first.in_full()
+
+    def _memory(self) -> list[str]:
+        """What the first rank held, if that is why it failed."""
+        memory = self._first.memory
+        return (
+            [f"Memory of rank {self.rank} at that moment:\n{memory}"] if memory else []
+        )
 
     def _others(self) -> list[str]:
         first = self._first
@@ -37,14 +45,17 @@ class RankError(RuntimeError):
                 if each.status == "interrupted"
                 else ""
             )
-            lines.append(each.summary() + because)
+            lines.append(each.summary(because))
         return lines
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of our own frames: the rank's traceback."""
-        shown = self._first.traceback or []
-        head = f"On rank {self.rank}:" if shown else self._headline()
-        return [head, *shown, *self._others()]
+        first = self._first
+        if not first.traceback:
+            return [self._headline(), *self._memory(), *self._others()]
+        freed = [f"rank {self.rank}: {first.freed()}"] if first.freed() else []
+        head = f"On rank {self.rank}:"
+        return [head, *first.traceback, *self._memory(), *freed, *self._others()]
 
 
 class Interrupted(KeyboardInterrupt):

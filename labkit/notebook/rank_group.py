@@ -128,6 +128,7 @@ class RankGroup:
         if self.dead():
             return
         if in_place and self._works():
+            self.cluster.call(f"{_CELL}:recover", ranks=self.everyone)
             self._is_whole = True
         else:
             self._form()

@@ -14,9 +14,9 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +30,18 @@ from labkit.rank.emitter import Emitter
 from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
+from labkit.rank.out_of_memory import PreparedStep
+from labkit.rank.out_of_memory import is_out_of_memory
+from labkit.rank.out_of_memory import table_of_memory
+from labkit.rank.out_of_memory import what_would_fit
 from labkit.rank.process_group import Membership
+from labkit.rank.raised import ToldError
+from labkit.rank.raised import freed_by
+from labkit.rank.raised import let_go
+from labkit.rank.raised import show_in_short
+from labkit.rank.raised import told
+from labkit.rank.raised import where_in_cell
+from labkit.rank.recovery import recover_models
 from labkit.rank.session import Session
 from labkit.rank.stack import dump_on_signal
 from labkit.rank.stack import finished_collectives
@@ -66,13 +77,14 @@ class CellRunner:
     def __init__(self, shell: Any, placement: Placement) -> None:
         self.shell = shell
         self.placement = placement
-        self.membership = Membership(placement)
+        self.membership = Membership(placement, shell.user_ns)
         self.function: Any = None
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
         self._spec: CellSpec | None = None
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
+        self._session: Session | None = None
         self._boundary = Boundary()
         self._depth = 0
         # Guards `_is_running`: an interrupt is only ever raised inside a cell.
@@ -99,6 +111,9 @@ class CellRunner:
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
+        # What would end the engine, and not only the cell.
+        shell.ask_exit = sys.exit
+        show_in_short(shell)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -149,6 +164,13 @@ class CellRunner:
         self._spec = None
         error = self._begin_error or result.error_before_exec or result.error_in_exec
         emitter, self._emitter = self._emitter, None
+        session, self._session = self._session, None
+        steps = list(session.steps) if session is not None else []
+        memory = ""
+        if error is not None:
+            # Here, for the others need not wait until all that follows is done.
+            self._publish("failing", self._status(error))
+            memory = self._memory_of(error, steps)
         try:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
             self._contexts.close()
@@ -163,20 +185,31 @@ class CellRunner:
         finally:
             with self._lock:
                 self._is_closing = False
-            self._publish("outcome", self._outcome(error, emitter))
-        if emitter is not None:
+            outcome = self._outcome(error, emitter)
+            if error is not None:
+                self._begin_error = error = None
+                freed = freed_by(lambda: self._let_go(result), self.membership.device)
+                outcome = replace(outcome, freed_bytes=freed)
+            if memory:
+                memory = "\n".join([memory, *self._what_would_fit(session, steps)])
+                outcome = replace(outcome, memory=memory)
+            self._publish("outcome", outcome)
+        if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
             gc.collect()
 
+    def _status(self, error: BaseException) -> str:
+        stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
+        return "interrupted" if stopped else "error"
+
     def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
         if error is not None:
-            stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
             ended = {
-                "status": "interrupted" if stopped else "error",
+                "status": self._status(error),
                 "ename": type(error).__name__,
-                "evalue": str(error),
+                "evalue": told(error),
                 "where": where_in_cell(error, self.shell.compile._filename_map),
             }
         if emitter is not None:
@@ -190,6 +223,31 @@ class CellRunner:
             group_in_place=self.membership.in_place,
             **ended,
         )
+
+    def _let_go(self, result: Any) -> None:
+        """Of what a failed cell's exception holds; the reply has its words alone."""
+        for name in ("error_before_exec", "error_in_exec"):
+            if (error := getattr(result, name)) is not None:
+                let_go(error, self.shell)
+                setattr(result, name, ToldError(told(error)))
+
+    def _memory_of(self, error: BaseException, steps: list[PreparedStep]) -> str:
+        """The table of memory, where `error` says that there is too little; or ""."""
+        with contextlib.suppress(Exception):  # it is not to hide the error
+            if is_out_of_memory(error):
+                variables = self.shell.user_ns
+                return table_of_memory(steps, self.membership.device, variables)
+        return ""
+
+    def _what_would_fit(
+        self, session: Session | None, steps: list[PreparedStep]
+    ) -> list[str]:
+        if session is None or not steps:
+            return []
+        place = self.placement
+        device = self.membership.device
+        says = what_would_fit(steps[-1], device, place.world_size, session.options)
+        return [says] if says else []
 
     def _start_session(self, spec: CellSpec) -> dict[str, Any]:
         """Names for a training cell; in a plain one they say where they belong."""
@@ -220,6 +278,7 @@ class CellRunner:
             report=lambda report: self._publish("report", report),
             after_step=self._boundary.passed,
         )
+        self._session = session
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in _TRAINING_NAMES}
         names |= checkpoint_names(Checkpoints(session.prepared))
@@ -363,16 +422,6 @@ class CellRunner:
             self.membership.release()
 
 
-def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:
-    """The innermost line of the notebook in an error's traceback, or ""."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if frame.filename in cell_files:
-            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"line {frame.lineno}: {line}"
-    return ""
-
-
 def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
     """The names that every cell has for checkpoints."""
     return {
@@ -409,6 +458,10 @@ def warm_up() -> None:
         raise RuntimeError
     except RuntimeError:
         runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
+    # What is here now stays: no collection need look at it again, nor a failed cell
+    # for tensors in it.
+    gc.collect()
+    gc.freeze()
 
 
 def install(placement: Placement, stack_file: str) -> None:
@@ -451,6 +504,11 @@ def prove_group(timeout_s: float) -> float | None:
         return runner().membership.prove(timeout_s)
     except RuntimeError:
         return None
+
+
+def recover() -> None:
+    """Make models fit for a next step, where a cell failed and the group is whole."""
+    recover_models()
 
 
 def receive_function(

@@ -1,7 +1,6 @@
 """The torch.distributed process group of a rank: join, leave, release, re-form."""
 
 import contextlib
-import gc
 import os
 import socket
 import sys
@@ -15,9 +14,10 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checkpoint import abandon_saves
+from labkit.rank.recovery import FormerGroups
+from labkit.rank.recovery import bind_to_new_groups
 from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group
@@ -60,8 +60,10 @@ class Membership:
     be read by the next.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
+        """`variables` are the user's, in which groups are put in place of former ones."""
         self.placement = placement
+        self._variables = variables
         self.device = torch.device(placement.device)
         self.peers: list[int] = []
         """Process ids of the ranks."""
@@ -70,7 +72,8 @@ class Membership:
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
-        self._former: dist.ProcessGroup | None = None
+        self._former: FormerGroups | None = None
+        self._port = 0
         self._is_broken = False
         self._is_alone = False
         self._releasing = threading.Lock()
@@ -151,6 +154,7 @@ class Membership:
         assert self._store is not None, "rank 0 hosts the store before it joins"
         self.peers = peers
         self.formed_at_ns = time.time_ns()
+        self._port = port
         self._num_own_groups = 0
         self._notes.clear()
         self._is_broken = False
@@ -168,9 +172,8 @@ class Membership:
         )
         self._group = c10d._get_default_group()
         self._solo = dist.new_group([0], timeout=self.timeout)
-        if self._former is not None:
-            rewrap_models(self._former, self._group)
-            self._former = None
+        bind_to_new_groups(self._former, self._group, self._variables)
+        self._former = None
         self._users_groups.clear()
         return self.prove(self.placement.group_timeout_s)
 
@@ -186,8 +189,9 @@ class Membership:
         """Destroy every group of this process; does nothing where there is none."""
         abandon_saves()
         with self._releasing:  # not while another thread still aborts them
+            if self._group is not None:
+                self._former = FormerGroups(self._group, formation=self._port)
             self._destroy()
-        self._former = self._group or self._former
         self._group = self._solo = self._store = None
 
     def _destroy(self) -> None:
@@ -328,20 +332,3 @@ def _connections(pid: int) -> list[Any]:
         return psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
         return []
-
-
-def rewrap_models(former: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Bind DistributedDataParallel models of the group `former` to `group`.
-
-    A user's wrapped model outlives the group that it was wrapped in. DDP can be
-    bound anew when it is unpickled; the same two methods do it in place.
-    """
-    for found in gc.get_objects():
-        if (
-            issubclass(type(found), DistributedDataParallel)
-            # A constructor that was interrupted leaves one without a reducer.
-            and "reducer" in found.__dict__
-            and found.process_group is former
-        ):
-            found.process_group = group
-            found.__setstate__(found.__getstate__())

@@ -25,6 +25,8 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
+from labkit.rank.out_of_memory import PreparedStep
+from labkit.rank.out_of_memory import plain_copy
 from labkit.rank.probe import StepProbe
 from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.stepping import PreparedOptimizer
@@ -83,6 +85,8 @@ class Session:
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
         self._optimizers: list[PreparedOptimizer] = []
+        self.steps: list[PreparedStep] = []
+        """One for each prepared model."""
         self._undo: list[Callable[[], None]] = []
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
@@ -126,6 +130,7 @@ class Session:
             optimizer.take_step = Prepared.step
         self._undo.clear()
         self._optimizers.clear()
+        self.steps.clear()
 
     # ---- the three names a cell has ----
 
@@ -155,6 +160,7 @@ class Session:
             )
         check_prepared(model, optimizer)
         options = self.options
+        plain = plain_copy(model)
         loader, batches = deal_out(
             dataset,
             batch_size=batch_size,
@@ -173,6 +179,11 @@ class Session:
         technique = self.strategy.load()
         prepared = technique(model.to(self.device), optimizer, self.device, options)
         self._undo.append(prepared.close)
+        step = PreparedStep(prepared, plain, batches.batch_size)
+        self._undo.append(
+            prepared.model.register_forward_pre_hook(step.note_input).remove
+        )
+        self.steps.append(step)
         self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
         self._noticer.weight = 1.0 / options.accumulate

@@ -1,0 +1,181 @@
+"""What a rank held when it ran out of memory, and what would fit instead."""
+
+import contextlib
+import signal
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from labkit.estimate import forecast
+from labkit.estimate.trace import fake_copy
+from labkit.rank.memory import memory_reader
+from labkit.rank.memory import memory_total
+from labkit.rank.probe import StepProbe
+from labkit.rank.raised import chain
+from labkit.rank.raised import live_storages
+from labkit.rank.raised import told
+from labkit.records import COMPONENTS
+from labkit.records import TrainOptions
+from labkit.records import format_bytes
+from labkit.strategies.prepared import Prepared
+
+FORECAST_S = 10.0
+"""How long the forecast may take, while the user waits."""
+
+NUM_VARIABLES = 5
+WORTH_A_LINE_BYTES = 2**20
+
+Row = tuple[str, float]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator gave up, on the device or on the host."""
+    return any(
+        isinstance(each, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(each, RuntimeError) and "can't allocate memory" in told(each))
+        for each in chain(error)
+    )
+
+
+@dataclass
+class PreparedStep:
+    """What a forecast needs to know of a prepared model."""
+
+    prepared: Prepared
+    plain: nn.Module | None
+    """The model as it was given to `prepare`, on the meta device."""
+    batch_size: int
+    """The global batch."""
+    inputs: tuple[torch.Tensor, ...] = ()
+    """What the model was called with last, on the meta device."""
+
+    def note_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward pre-hook."""
+        shapes = [x.shape for x in self.inputs]
+        if [getattr(x, "shape", None) for x in args] != shapes:
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            self.inputs = tuple(
+                torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors
+            )
+
+
+def plain_copy(model: nn.Module) -> nn.Module | None:
+    """The model on the meta device; None where it cannot be copied."""
+    with contextlib.suppress(Exception):
+        return fake_copy(model, "meta")
+    return None
+
+
+def table_of_memory(
+    steps: Sequence[PreparedStep], device: torch.device, variables: Mapping[str, Any]
+) -> str:
+    """What this rank holds at the moment: by component where models were prepared,
+    else the largest of the user's variables; and what is left of the device."""
+    rows: list[Row] = []
+    if steps:
+        prepared = [step.prepared for step in steps]
+        probe = StepProbe(prepared, device, sees_operators=False)
+        probe.start()
+        probe.look(is_after_backward=True)
+        measured = probe.stop()
+        assert measured is not None
+        rows = [(name, measured.memory[name]) for name in COMPONENTS[:5]]
+    rows += rows_of_device(device, sum(size for _, size in rows))
+    text = in_columns([(name.replace("_", " "), size) for name, size in rows if size])
+    if not steps and (largest := largest_variables(variables)):
+        text += f"\nIts largest variables (del NAME frees one):\n{in_columns(largest)}"
+    return text
+
+
+def rows_of_device(device: torch.device, states: float) -> Sequence[Row]:
+    """Of `device`: what is neither model state nor free, and what is free."""
+    free: float
+    total = memory_total(device)
+    if device.type != "cuda":
+        free = psutil.virtual_memory().available
+        return [
+            ("this process in all", memory_reader(device)()),
+            (f"free in the machine, of {format_bytes(total)}", free),
+        ]
+    allocated = torch.cuda.memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return [
+        ("activations and other tensors", allocated - states),
+        ("kept by PyTorch for tensors to come", reserved - allocated),
+        ("in use otherwise (context, NCCL, other processes)", total - reserved - free),
+        (f"free on the device, of {format_bytes(total)}", free),
+    ]
+
+
+def largest_variables(variables: Mapping[str, Any]) -> Sequence[Row]:
+    """The user's variables that hold most bytes of tensors, the largest first."""
+    rows = []
+    for name, value in variables.items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, nn.Module):
+            value = [*value.parameters(), *value.buffers()]
+        storages = dict(live_storages(tree_leaves(value)))
+        size = sum(num_bytes for _, num_bytes in storages.values())
+        if size >= WORTH_A_LINE_BYTES:
+            rows.append((name, size))
+    return sorted(rows, key=lambda row: -row[1])[:NUM_VARIABLES]
+
+
+def in_columns(rows: Sequence[Row]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        f"  {name:{width}}  {size / 2**20:10,.2f} MiB" for name, size in rows
+    )
+
+
+def what_would_fit(
+    step: PreparedStep, device: torch.device, world_size: int, options: TrainOptions
+) -> str:
+    """The forecast's sentence on a step like this one; "" where there is none.
+
+    Nothing real is allocated. To be called in the main thread.
+    """
+    if step.plain is None or not step.inputs:
+        return ""
+    shares = world_size if device.type == "cpu" else 1
+    with contextlib.suppress(Exception), at_most(FORECAST_S):
+        _, sentence = forecast(
+            step.plain,
+            step.inputs,
+            world_sizes=[world_size],
+            device_bytes=memory_total(device) / shares,
+            batch_size=step.batch_size,
+            optimizer=step.prepared.optimizer,
+            accumulate=options.accumulate,
+            precision=options.precision,
+            activation_checkpointing=options.activation_checkpointing,
+            device=device.type,
+        )
+        return f"Forecast for batches of {step.batch_size}: {sentence}"
+    return ""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError where the block takes longer; in the main thread."""
+
+    def give_up(signum: int, frame: Any) -> None:
+        raise TimeoutError
+
+    former: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)

@@ -1,0 +1,177 @@
+"""An exception that ended a cell: told, shown in short, and let go of."""
+
+import contextlib
+import gc
+import linecache
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SHOWN_FRAMES = 15
+"""Of each end of a traceback: IPython takes a millisecond for a frame of a library, and
+more for one of the notebook."""
+
+
+class ToldError(Exception):
+    """Stands for an exception that is not to be held, or not to be asked: its words."""
+
+
+def told(error: BaseException) -> str:
+    """`str(error)`, also of an exception whose `__str__` raises."""
+    try:
+        return str(error)
+    except BaseException as problem:
+        return f"(its str() raised {type(problem).__name__})"
+
+
+def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:
+    """The innermost line of the notebook in an error's traceback, or ""."""
+    found = ""
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        if filename in cell_files:
+            line = linecache.getline(filename, line_number).strip()
+            found = f"line {line_number}: {line}"
+    return found
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it came of (`__cause__`, `__context__`), a group's members."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [each.__cause__, each.__context__]
+            if isinstance(each, BaseExceptionGroup):
+                waiting += each.exceptions
+
+
+def show_in_short(shell: Any) -> None:
+    """Have IPython's `shell` show any exception, and soon.
+
+    One may raise when it is told, or come with a thousand frames (RecursionError), for
+    which IPython would take half a minute. SystemExit is shown like any other.
+    """
+    show, send = shell.showtraceback, shell._showtraceback
+    render = shell.InteractiveTB.structured_traceback
+
+    def showtraceback(*args: Any, exception_only: bool = False, **more: Any) -> None:
+        show(*args, **more)
+
+    def structured_traceback(
+        kind: Any, error: Any, frames: Any = None, *args: Any, **more: Any
+    ) -> list[str]:
+        num_frames = len(list(traceback.walk_tb(frames)))
+        for each in chain(error):
+            each.__traceback__ = shortened(each.__traceback__)
+        frames = shortened(frames)
+        if error is not None and not can_be_told(error):
+            error = ToldError(told(error))
+        lines: list[str] = render(kind, error, frames, *args, **more)
+        num_shown = len(list(traceback.walk_tb(frames)))
+        if num_shown < num_frames:
+            lines.append(f"({num_shown} of {num_frames} frames)")
+        return lines
+
+    def send_told(kind: Any, error: Any, lines: list[str]) -> None:
+        send(kind, ToldError(told(error)), lines)
+
+    shell.showtraceback = showtraceback
+    shell._showtraceback = send_told
+    shell.InteractiveTB.structured_traceback = structured_traceback
+    # IPython would render each traceback a second time, to keep it.
+    shell._format_exception_for_storage = lambda *args, **more: {}
+    # Said after a SystemExit, which has ended no more than the cell.
+    warnings.filterwarnings("ignore", "To exit: use")
+
+
+def can_be_told(error: BaseException) -> bool:
+    try:
+        str(error)
+    except BaseException:
+        return False
+    return True
+
+
+def shortened(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback's first and last frames; of a recursion the first two rounds."""
+    every: list[TracebackType] = []
+    while frames is not None:
+        every.append(frames)
+        frames = frames.tb_next
+    if len(every) > 2 * SHOWN_FRAMES:
+        rounds: Counter[Any] = Counter()
+        kept = []
+        for each in every:
+            place = each.tb_frame.f_code, each.tb_lineno
+            rounds[place] += 1
+            if rounds[place] <= 2:
+                kept.append(each)
+        every = kept
+    if len(every) > 2 * SHOWN_FRAMES:
+        every = every[:SHOWN_FRAMES] + every[-SHOWN_FRAMES:]
+    for each in reversed(every):
+        frames = TracebackType(frames, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return frames
+
+
+def let_go(error: BaseException, shell: Any) -> None:
+    """Clear the frames that `error` went through, and IPython's references to it.
+
+    A traceback holds all local variables of what failed: gigabytes of activations, as
+    long as nothing else fails. Source: https://github.com/pytorch/pytorch/issues/36874
+    """
+    for each in chain(error):
+        traceback.clear_frames(each.__traceback__)
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        with contextlib.suppress(AttributeError):
+            delattr(sys, name)
+    shell.InteractiveTB.tb = None
+
+
+def freed_by(free: Callable[[], None], device: torch.device) -> int:
+    """Bytes of tensors that `free`, and a collection of garbage, did away with.
+
+    On a GPU by its allocator. On the CPU those of tensors that Python can see: what
+    autograd alone had kept is not among them.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        free()
+        gc.collect()
+        return max(0, before - torch.cuda.memory_allocated(device))
+    storages = dict(live_storages(gc.get_objects()))
+    free()
+    gc.collect()
+    return sum(size for held, size in storages.values() if held.expired())
+
+
+def live_storages(
+    objects: Iterable[Any],
+) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
+    """By storage, of all tensors among `objects`: a weak reference to it, its bytes."""
+    is_tensor: dict[type, bool] = {}
+    for each in objects:
+        kind = type(each)
+        if kind not in is_tensor:
+            is_tensor[kind] = issubclass(kind, torch.Tensor)
+        if not is_tensor[kind]:
+            continue
+        # Some have no storage: fake, sparse and half-made ones.
+        with contextlib.suppress(Exception):
+            tensor = each._local_tensor if isinstance(each, DTensor) else each
+            if tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                yield storage._cdata, (StorageWeakRef(storage), storage.nbytes())
