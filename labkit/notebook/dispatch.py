@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
+from labkit.notebook.cluster import RankDiedError
 from labkit.notebook.output import OutputMerger
 from labkit.records import Batch
 from labkit.records import CellSpec
@@ -64,7 +65,6 @@ class Dispatch:
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
-        self._killed: set[int] = set()
         self._code = code
         self._spec = dataclasses.asdict(spec)
         self._ranks = ranks
@@ -73,8 +73,9 @@ class Dispatch:
         if not self._cluster.is_alive(rank):
             return  # `wait` finds that out
         post = partial(self._post, rank)
-        future = self._cluster.execute(rank, self._code, self._spec, post)
-        future.add_done_callback(partial(self._post_reply, rank))
+        with contextlib.suppress(RankDiedError):  # a moment ago
+            future = self._cluster.execute(rank, self._code, self._spec, post)
+            future.add_done_callback(partial(self._post_reply, rank))
 
     def _post(self, rank: int, kind: str, content: Any) -> None:
         self._events.put((rank, kind, content))
@@ -86,8 +87,10 @@ class Dispatch:
         """Run to the end on every rank; how it ended there, in order of rank.
 
         An interrupt of this process stops the ranks, and so does the first failure
-        of one of them, and `timeout_s`.
+        of one of them, and `timeout_s`. Raises RankDiedError where no rank can be
+        reached any more.
         """
+        lost = ""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._noting_interrupts():
             for rank in self._ranks:
@@ -101,10 +104,15 @@ class Dispatch:
                 if self.was_interrupted or self.timed_out:
                     self._stop_ranks_from(time.monotonic())
                 self._interrupt_where_due()
+                if lost := self._cluster.lost():
+                    for rank in self._pending:
+                        self._cluster.kill(rank)  # nobody could stop it later
                 for rank in list(self._pending):
                     if not self._cluster.is_alive(rank):
                         self._end(rank, self._died(rank))
             self._output.finish()
+        if lost:
+            raise RankDiedError(lost)
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)
 
     def stop_at_a_step(self) -> None:
@@ -180,15 +188,17 @@ class Dispatch:
         # Otherwise the outcome, which travels on another channel, has come or will.
 
     def _died(self, rank: int) -> Outcome:
-        pid = self._cluster.pids[rank]
-        cause = self._cluster.cause_of_death(rank)
-        if rank in self._killed:
-            cause = f"ended by labkit: it went on for {KILL_AFTER_S:g} s when stopped"
+        death = self._cluster.death(rank)
+        where = ""
+        if death.line is not None:
+            lines = self._code.splitlines()[death.line - 1 :]
+            where = f"line {death.line}: {lines[0].strip()}" if lines else ""
         return Outcome(
             rank=rank,
             status="died",
             ename="the process died",
-            evalue=f"pid {pid}, {cause}; %dist_restart brings it back",
+            evalue=f"{death}; %dist_restart brings it back",
+            where=where,
             group_in_place=False,
         )
 
@@ -204,7 +214,7 @@ class Dispatch:
         self._next_interrupt = now + REPEAT_S
         for rank in self._pending:
             if now - self._stop_since > KILL_AFTER_S:
-                self._killed.add(rank)
-                self._cluster.kill(rank)
+                why = f"ended by labkit: it went on for {KILL_AFTER_S:g} s when stopped"
+                self._cluster.kill(rank, why)
             else:
                 self._cluster.interrupt(rank, release_after_s=GRACE_S)

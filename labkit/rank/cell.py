@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -75,6 +76,7 @@ class CellRunner:
         self._is_running = False
         self._is_closing = False
         self._begin_error: Exception | None = None
+        self._stop_when_idle = signal.getsignal(signal.SIGTERM)
         self._signal_seen = threading.Event()
         self._signalled_at = 0.0
         self._stopping_since = 0.0
@@ -83,6 +85,7 @@ class CellRunner:
             "hold": lambda: self._boundary.hold(),
             "stop_after": lambda num_steps: self._boundary.stop_after(num_steps),
             "describe": self.describe,
+            "release": self.membership.release,
         }
         """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
@@ -122,6 +125,9 @@ class CellRunner:
         with self._lock:
             self._is_running = True
         signal.signal(signal.SIGINT, self._on_sigint)
+        if signal.getsignal(signal.SIGTERM) == self._stop_when_idle:
+            # Which waits for the end of the cell; in one it is to end the process.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _number_as_in_notebook(self, code: str, number: int = 0, **more: Any) -> str:
         """Tracebacks name the notebook's cell, not the engine's own count."""
@@ -137,6 +143,8 @@ class CellRunner:
             self._is_running = False
             self._is_closing = True
         self._spec = None
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._stop_when_idle)
         error = self._begin_error or result.error_before_exec or result.error_in_exec
         emitter, self._emitter = self._emitter, None
         try:
@@ -382,6 +390,9 @@ def install(placement: Placement) -> None:
     from IPython import get_ipython
 
     _runner = CellRunner(get_ipython(), placement)
+    # A crash in native code tells where, in the engine's log.
+    log = getattr(sys.stderr, "_original_stdstream_copy", None)
+    faulthandler.enable(2 if log is None else log)
 
 
 def runner() -> CellRunner:
