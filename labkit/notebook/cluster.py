@@ -118,6 +118,7 @@ class Cluster:
         """Start an engine for each of `ranks`, and wait until it can be a rank."""
         on_progress(f"starting {len(ranks)} engines")
         sets = set(self._cluster.engines)
+        known = set() if self._client is None else set(self._client.ids)
         try:
             engine_set = self._cluster.start_engines_sync(
                 len(ranks), environment=dict(self._environment), delay=0
@@ -127,7 +128,7 @@ class Cluster:
             if self._client is None:
                 self._client = self._cluster.connect_client_sync()
             on_progress("waiting for the engines")
-            engine_of = self._meet(started, on_progress)
+            engine_of = self._meet(started, known, on_progress)
         except BaseException:
             for engine_set in set(self._cluster.engines) - sets:
                 for launcher in self._cluster.engines[engine_set].launchers.values():
@@ -141,14 +142,19 @@ class Cluster:
             self._nannies[rank] = nannies.get(each.pid)
 
     def _meet(
-        self, started: list[Watched], on_progress: Callable[[str], None]
+        self,
+        started: list[Watched],
+        known: set[int],
+        on_progress: Callable[[str], None],
     ) -> dict[int, int]:
-        """Wait until engines can be ranks; process id -> engine id."""
-        before = set(self._engine_ids.values())
+        """Wait until engines can be ranks; process id -> engine id.
+
+        The controller may still list a dead engine among those that were `known`.
+        """
         deadline = time.monotonic() + _START_TIMEOUT_S
 
         def new() -> list[int]:
-            return sorted(set(self._client.ids) - before)
+            return sorted(set(self._client.ids) - known)
 
         def failed(what: str) -> RuntimeError:
             dead_first = sorted(started, key=lambda each: each.is_alive)

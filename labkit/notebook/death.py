@@ -1,10 +1,12 @@
 """How a process of a lab ended, and why, in words."""
 
 import contextlib
+import math
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from labkit.records import format_bytes
 
 _STOPPED = "received signal 15, stopping"
 """What ipyparallel's engine says of a SIGTERM."""
+OOM_KILL_S = 10.0
+"""How long a process that was killed may take to give its memory back, and end."""
 _NO_LIMIT = 2**60
 """Control groups without a limit tell a number near 2**63, or "max"."""
 
@@ -67,6 +71,7 @@ class Watched:
         self._memory_bytes = 0
         self._limit_bytes: int | None = None
         self._num_oom_kills: dict[str, int] = {}
+        self._oom_kill_at = -math.inf
         self._death: Death | None = None
         self._lock = threading.Lock()
         self.look()
@@ -87,8 +92,9 @@ class Watched:
             return
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
             self._memory_bytes = self.process.memory_info().rss or self._memory_bytes
-            self._num_oom_kills = count_oom_kills(self.pid)
             self._limit_bytes = memory_limit(self.pid)
+            # The group of a process that is about to end is not told any more.
+            self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
 
     def death(self) -> Death:
         """How it ended. Waits 2 s at most for the system to say so."""
@@ -119,15 +125,23 @@ class Watched:
 
     def _killer(self) -> str:
         """Who sends SIGKILL: the kernel counts what it kills for want of memory."""
-        now = read_oom_kills(self._num_oom_kills)
         had = f"it had {format_bytes(self._memory_bytes)}"
-        if not now:
+        if not self._num_oom_kills:
             return f"by hand, or by the system when memory ran out; {had}"
-        if now == self._num_oom_kills:
+        self._count_oom_kills(self._num_oom_kills)
+        if time.monotonic() - self._oom_kill_at > OOM_KILL_S:
             return f"by a program or by hand, not for want of memory; {had}"
         if self._limit_bytes is not None:
             had += f", and its control group may have {format_bytes(self._limit_bytes)}"
         return f"by the kernel, because memory ran out; {had}"
+
+    def _count_oom_kills(self, paths: Iterable[str]) -> None:
+        """Note when a count rose; a process may move from one group to another."""
+        counts = read_oom_kills(paths)
+        for path, count in counts.items():
+            if count > self._num_oom_kills.get(path, count):
+                self._oom_kill_at = time.monotonic()
+        self._num_oom_kills = counts
 
     def log(self) -> str:
         """What it printed outside of cells; "" where that was nothing."""
@@ -160,7 +174,7 @@ def count_oom_kills(pid: int) -> dict[str, int]:
     return read_oom_kills(["/proc/vmstat"])
 
 
-def read_oom_kills(paths: Any) -> dict[str, int]:
+def read_oom_kills(paths: Iterable[str]) -> dict[str, int]:
     """The counts that these files hold now; without those that cannot be read."""
     counts = {}
     for path in paths:

@@ -85,15 +85,10 @@ class RankGroup:
             return "out of reach", reason
         if not self.cluster.is_alive(rank):
             death = self.cluster.death(rank)
-            return "dead", f"at {death.clock}: {death.cause}"
+            return "dead", f"dead since {death.clock}: {death}"
         if self.cluster.is_deaf(rank):
             return "deaf", DEAF
         return "does not answer", ""
-
-    def obituary(self, rank: int) -> str:
-        """When and why a rank died, in one line."""
-        death = self.cluster.death(rank)
-        return f"rank {rank}: dead since {death.clock}: {death}"
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Cluster]:
@@ -106,8 +101,8 @@ class RankGroup:
                 raise RuntimeError(reason)
             if dead := self.dead():
                 raise RuntimeError(
-                    "\n".join(self.obituary(rank) for rank in dead)
-                    + "\n%dist_restart (lab.restart()) brings back what is dead, "
+                    "; ".join(f"rank {rank}: {self.state(rank)[1]}" for rank in dead)
+                    + "; %dist_restart (lab.restart()) brings back what is dead, "
                     "%dist_restart --all every rank"
                 )
             for rank in self.everyone:
