@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import sys
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import portable
+from labkit.notebook import interrupts
 from labkit.notebook import painter
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import source_of
@@ -85,13 +87,19 @@ class Lab:
         """Training runs, newest last."""
         from labkit.notebook.rank_group import RankGroup
 
-        self._ranks: RankGroup | None = RankGroup(
-            self.placements,
-            what_is_running=self._what_is_running,
-            on_progress=on_progress,
-        )
-        if is_notebook():
-            painter.painter()  # which loads matplotlib meanwhile
+        self._ranks: RankGroup | None = None
+        try:
+            with interrupts.held():
+                self._ranks = RankGroup(
+                    self.placements,
+                    what_is_running=self._what_is_running,
+                    on_progress=on_progress,
+                )
+                if is_notebook():
+                    painter.painter()  # which loads matplotlib meanwhile
+        except BaseException:
+            self.stop()
+            raise
 
     def __enter__(self) -> "Lab":
         return self
@@ -444,33 +452,39 @@ class Lab:
         return Forecast(table, sentence, device_bytes)
 
     def status(self) -> "pd.DataFrame":
-        """One row a rank: host, pid, device, state, memory (bytes), last run, step."""
+        """One row a rank: host, pid, device, state, memory (bytes), last run, step.
+
+        Where a rank is dead or cannot be reached, a column `cause` says why.
+        """
         import pandas as pd
 
         cluster = self._running().cluster
         answers = [cluster.ask(rank, "describe") for rank in range(self.world_size)]
         facts = {}
+        deadline = time.monotonic() + ANSWER_S
         for rank, answer in enumerate(answers):
             # A rank may be dead, die while it is asked, or be deep in native code.
             with contextlib.suppress(CancelledError, TimeoutError):
-                facts[rank] = answer.result(ANSWER_S)
+                facts[rank] = answer.result(max(0, deadline - time.monotonic()))
         run = self.runs[-1] if self.runs else None
         rows = []
         for placement in self.placements:
             rank = placement.rank
-            alive = cluster.is_alive(rank)
+            state, cause = self._running().state(rank)
             row = {
                 "rank": rank,
                 "device": placement.device,
                 "pid": cluster.pids[rank],
-                "state": "does not answer" if alive else "dead",
+                "state": state,
                 **facts.get(rank, {}),
+                "cause": cause,
             }
             if run is not None:
                 row.update(run=run.name, step=run.collector.steps.get(rank))
             rows.append(row)
         columns = ["host", "pid", "device", "state", "memory_used", "memory_total"]
         columns += ["run", "step"] if run is not None else []
+        columns += ["cause"] if any(row["cause"] for row in rows) else []
         table = pd.DataFrame(rows).set_index("rank").reindex(columns=columns)
         whole = [
             name for name in ("memory_used", "memory_total", "step") if name in table
@@ -505,15 +519,16 @@ class Lab:
 
     def stop(self) -> None:
         """End all that this lab started; does nothing the second time."""
-        for run in self.runs:
-            run.interrupt(timeout=STOP_S)
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.cluster.stop()
-        for run in self.runs:
-            if run.job is not None:
-                run.job.join(STOP_S)
-        painter.close()
+        with interrupts.held():
+            for run in self.runs:
+                run.interrupt(timeout=STOP_S)
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:
+                ranks.cluster.stop()
+            for run in self.runs:
+                if run.job is not None:
+                    run.job.join(STOP_S)
+            painter.close()
 
     # ---- one cell ----
 
@@ -568,6 +583,9 @@ class Lab:
                 first = stopped[0]  # by a KeyboardInterrupt of its own
             else:
                 state = "finished"
+        except RuntimeError:
+            state = "failed" if self.is_running else "interrupted"
+            raise
         finally:
             if run is not None:
                 end(run, state, dispatch.outcomes)

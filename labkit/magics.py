@@ -377,6 +377,10 @@ class LabMagics(Magics):
         parse_argstring(self.dist_status, line)
         with usage_errors():
             table = current_lab().status()
+        if "cause" in table:  # too long for a column
+            for cause, rows in table.groupby(table.pop("cause"), sort=False):
+                if cause:
+                    print(f"{format_ranks(rows.index)}: {cause}")
         for column in ("memory_used", "memory_total"):
             table[column] = [
                 "" if value is pd.NA else format_bytes(value) for value in table[column]

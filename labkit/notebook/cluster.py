@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +21,10 @@ from typing import Any
 import ipyparallel
 import psutil
 
+from labkit.notebook import interrupts
 from labkit.notebook import watchdog
+from labkit.notebook.death import Death
+from labkit.notebook.death import Watched
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 
@@ -33,21 +38,19 @@ _CONTROLLER_ARGS = [
 ]
 _LOAD = "labkit.rank.cell:load"
 _START_TIMEOUT_S = 120
+_LOOK_S = 0.25
+"""How often the processes are looked at; a death in mid-cell is noticed at once."""
+_END_S = 10.0
 
 OnMessage = Callable[[str, dict[str, Any]], None]
 
 
-def _last_words(launchers: Sequence[Any]) -> str:
-    """The end of the first log that says anything."""
-    for launcher in launchers:
-        log = Path(launcher.output_file)
-        if log.exists() and (text := log.read_text().strip()):
-            return "\n".join(text.splitlines()[-15:])
-    return "(nothing)"
-
-
 class CallError(RuntimeError):
     """A call of labkit's own failed on a rank."""
+
+
+class RankDiedError(CallError):
+    """A rank's process has ended, or none of them can be reached."""
 
 
 class Cluster:
@@ -78,14 +81,22 @@ class Cluster:
             log_level=logging.CRITICAL,
         )
         self._client: Any = None
-        self._launchers: dict[int, Any] = {}
+        self._controller: Watched | None = None
+        self._controller_parts: list[psutil.Process] = []
+        self._engines: dict[int, Watched] = {}
+        self._nannies: dict[int, psutil.Process | None] = {}
         self._engine_ids: dict[int, int] = {}
-        self.pids: dict[int, int] = {}
-        """Process ids by rank."""
+        self._is_ending = threading.Event()
+        self._lookout = threading.Thread(
+            target=self._look_after, name="labkit-lookout", daemon=True
+        )
+        self._lookout.start()
         try:
             on_progress("starting the controller")
             self._cluster.start_controller_sync(environment=self._environment)
+            self._controller = Watched(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
+            self._controller_parts = self._controller.process.children()
         except BaseException:
             self.stop()
             raise
@@ -108,48 +119,118 @@ class Cluster:
     ) -> None:
         """Start an engine for each of `ranks`, and wait until it can be a rank."""
         on_progress(f"starting {len(ranks)} engines")
-        engine_set = self._cluster.start_engines_sync(
-            len(ranks),
-            environment=dict(self._environment),
-            delay=0,
-        )
-        launchers = self._cluster.engines[engine_set].launchers
-        started = {rank: launchers[str(i)] for i, rank in enumerate(ranks)}
-        self._launchers.update(started)
-        if self._client is None:
-            self._client = self._cluster.connect_client_sync()
-        on_progress("waiting for the engines")
-        known = set(self._engine_ids.values())
-        self._wait_for_engines(known, list(started.values()))
-        on_progress("loading torch on the engines")
-        new = sorted(set(self._client.ids) - known)
-        engine_of = dict(
-            zip(self._client[new].apply_sync(call_by_name, _LOAD, ()), new, strict=True)
-        )
-        for rank, launcher in started.items():
-            self.pids[rank] = launcher.pid
-            self._engine_ids[rank] = engine_of[launcher.pid]
+        sets = set(self._cluster.engines)
+        known = set() if self._client is None else set(self._client.ids)
+        try:
+            engine_set = self._cluster.start_engines_sync(
+                len(ranks), environment=dict(self._environment), delay=0
+            )
+            launchers = self._cluster.engines[engine_set].launchers
+            started = [Watched(launchers[str(i)]) for i in range(len(ranks))]
+            if self._client is None:
+                self._client = self._cluster.connect_client_sync()
+            on_progress("waiting for the engines")
+            engine_of = self._meet(started, known, on_progress)
+        except BaseException:
+            for engine_set in set(self._cluster.engines) - sets:
+                for launcher in self._cluster.engines[engine_set].launchers.values():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        launcher.process.kill()
+            raise
+        nannies = find_nannies([each.pid for each in started])
+        for rank, each in zip(ranks, started, strict=True):
+            self._engines[rank] = each
+            self._engine_ids[rank] = engine_of[each.pid]
+            self._nannies[rank] = nannies.get(each.pid)
 
-    def _wait_for_engines(self, known: set[int], launchers: list[Any]) -> None:
+    def _meet(
+        self,
+        started: list[Watched],
+        known: set[int],
+        on_progress: Callable[[str], None],
+    ) -> dict[int, int]:
+        """Wait until engines can be ranks; process id -> engine id.
+
+        The controller may still list a dead engine among those that were `known`.
+        """
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(set(self._client.ids) - known) < len(launchers):
-            ended = [each for each in launchers if not each.process.is_running()]
-            if ended or time.monotonic() > deadline:
-                registered = len(set(self._client.ids) - known)
-                raise RuntimeError(
-                    f"{registered} of {len(launchers)} engines started; one that did "
-                    f"not printed:\n{_last_words([*ended, *launchers])}"
-                )
+
+        def new() -> list[int]:
+            return sorted(set(self._client.ids) - known)
+
+        def failed(what: str) -> RuntimeError:
+            dead_first = sorted(started, key=lambda each: each.is_alive)
+            said = [each.log().strip() for each in dead_first]
+            words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
+            return RuntimeError(f"{what}; one that did not printed:\n{words}")
+
+        while len(engines := new()) < len(started):
+            interrupts.check()
+            if reason := self.lost():
+                raise RuntimeError(reason)
+            if time.monotonic() > deadline or not all(e.is_alive for e in started):
+                raise failed(f"{len(engines)} of {len(started)} engines started")
             time.sleep(0.02)
+        on_progress("loading torch on the engines")
+        loading = self._client[engines].apply_async(call_by_name, _LOAD, ())
+        try:
+            self._wait(loading, started, _START_TIMEOUT_S)
+            return dict(zip(loading.get(), engines, strict=True))
+        except (RankDiedError, TimeoutError, ipyparallel.error.IPythonError) as error:
+            raise failed(f"an engine did not load torch: {error}") from error
+
+    def _look_after(self) -> None:
+        """In a thread: look at every process now and then; keep the watchdog."""
+        while not self._is_ending.wait(_LOOK_S):
+            for each in [self._controller, *self._engines.values()]:
+                if each is not None:
+                    each.look()
+            if self._watchdog.poll() is not None:
+                with contextlib.suppress(OSError):  # then at the next look
+                    self._watchdog = self._start_watchdog()
 
     # ---- reaching ranks ----
 
     def is_alive(self, rank: int) -> bool:
         """Whether the rank's process runs and the controller knows it."""
         return self._client is not None and (
-            self._engine_ids[rank] in self._client.ids
-            and self._launchers[rank].process.is_running()
+            self._engine_ids[rank] in self._client.ids and self._engines[rank].is_alive
         )
+
+    def is_deaf(self, rank: int) -> bool:
+        """Whether a rank that is alive can be neither asked nor stopped.
+
+        Such requests go by way of ipyparallel's nanny, a process of its own.
+        """
+        nanny = self._nannies[rank]
+        return self.is_alive(rank) and (nanny is None or not is_running(nanny))
+
+    def lost(self) -> str:
+        """Why no rank can be reached any more; "" while they can."""
+        if self._is_ending.is_set():
+            return "the lab was stopped"
+        assert self._controller is not None
+        if not self._controller.is_alive:
+            death = self._controller.death()
+            what = f"at {death.clock}: {death}"
+        elif gone := [p.pid for p in self._controller_parts if not is_running(p)]:
+            what = f"in part: its heart monitor, pid {gone[0]}, is gone"
+        else:
+            return ""
+        return (
+            f"ipyparallel's controller, which carries every message, died {what}; no "
+            "rank can be reached: %dist_restart --all (lab.restart(everyone=True)) "
+            "starts everything anew"
+        )
+
+    def death(self, rank: int) -> Death:
+        """How a rank that is not alive has ended."""
+        return self._engines[rank].death()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {rank: each.pid for rank, each in self._engines.items()}
 
     def execute(
         self, rank: int, code: str, metadata: dict[str, Any], on_message: OnMessage
@@ -159,6 +240,7 @@ class Cluster:
         `on_message(kind, content)` is called, in the client's thread, with what the
         rank sends meanwhile, in order: IPython's iopub messages ("stream",
         "display_data", "error", ...) and labkit's own ("batch", "outcome").
+        RankDiedError where the controller does not know the rank any more.
         """
         client = self._client
 
@@ -198,18 +280,42 @@ class Cluster:
     ) -> list[Any]:
         """What "module:name"(*args) returns on each of `ranks`.
 
-        By name, so that this process need not import what runs on ranks.
+        By name, so that this process need not import what runs on ranks. Raises
+        RankDiedError as soon as one of them is dead, CallError where one raised.
         """
         try:
-            return self.begin(function, *args, ranks=ranks).get(timeout=timeout_s)
+            reply = self.begin(function, *args, ranks=ranks)
+            self._wait(reply, [self._engines[rank] for rank in ranks], timeout_s)
+            return reply.get()
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
+            self._check([self._engines[rank] for rank in ranks])
             name = function.split(":")[1]
             raise CallError(f"{name} failed on the ranks: {error}") from error
 
     def begin(self, function: str, *args: Any, ranks: Sequence[int]) -> Any:
         """Like `call`, but does not wait: ipyparallel's AsyncResult."""
+        self._check([self._engines[rank] for rank in ranks])
         engines = [self._engine_ids[rank] for rank in ranks]
         return self._client[engines].apply_async(call_by_name, function, args)
+
+    def _wait(self, reply: Any, engines: Iterable[Watched], timeout_s: float) -> None:
+        """Wait for an AsyncResult, but not for the dead."""
+        deadline = time.monotonic() + timeout_s
+        while not reply.wait(0.05):
+            interrupts.check()
+            self._check(engines)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+
+    def _check(self, engines: Iterable[Watched]) -> None:
+        """RankDiedError unless these live and can be reached."""
+        if reason := self.lost():
+            raise RankDiedError(reason)
+        for engine in engines:
+            if not engine.is_alive:
+                ranks = [rank for rank, e in self._engines.items() if e is engine]
+                who = f"rank {ranks[0]}" if ranks else "an engine"
+                raise RankDiedError(f"{who} died: {engine.death()}")
 
     def ask(self, rank: int, request: str, **arguments: Any) -> "Future[Any]":
         """Send a request that the rank answers also while it runs a cell.
@@ -219,10 +325,10 @@ class Cluster:
         """
         answer: Future[Any] = Future()
         try:
-            ident = self._ident(rank) if self.is_alive(rank) else None
-        except (IndexError, ipyparallel.error.NoEnginesRegistered):
-            ident = None  # it died a moment ago
-        if ident is None:
+            if self.lost() or not self.is_alive(rank) or self.is_deaf(rank):
+                raise RankDiedError
+            ident = self._ident(rank)
+        except RankDiedError:
             answer.cancel()
             return answer
 
@@ -239,12 +345,16 @@ class Cluster:
 
     def interrupt(self, rank: int, release_after_s: float) -> "Future[Any]":
         """Ask the rank to stop its cell; the future is done when it has heard that."""
+        if self.is_deaf(rank):  # its Python code can be stopped all the same
+            self._engines[rank].send(signal.SIGINT)
         return self.ask(rank, "interrupt", release_after_s=release_after_s)
 
-    def kill(self, rank: int) -> None:
-        """End the rank's process at once."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._launchers[rank].process.kill()
+    def kill(self, rank: int, why: str = "ended by labkit") -> None:
+        """End the rank's process at once; `why` is then the cause of its death."""
+        engine = self._engines[rank]
+        if engine.is_alive:
+            engine.expected_cause = why
+            engine.send(signal.SIGKILL)
 
     def stack_file(self, rank: int) -> str:
         """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
@@ -253,9 +363,7 @@ class Cluster:
     def ask_for_dump(self, rank: int) -> None:
         """Have the rank write its stack; native code that holds the GIL or not."""
         Path(self.stack_file(rank)).write_text("")
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = self._launchers[rank].process
-            process.send_signal(signal.Signals[DUMP_SIGNAL])
+        self._engines[rank].send(signal.Signals[DUMP_SIGNAL])
 
     def what_keeps(self, rank: int) -> str:
         """Why a rank whose process is there does not answer, in words."""
@@ -269,56 +377,61 @@ class Cluster:
         return f"native code holds the GIL; its process uses {load:.0f}% of a core"
 
     def end_engines(self, ranks: Sequence[int]) -> None:
-        """Kill the engines of `ranks`, and wait until the controller knows."""
+        """Kill the engines of `ranks` and what they started; wait for their end."""
         for rank in ranks:
             self.kill(rank)
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        known = {self._engine_ids[rank] for rank in ranks}
-        while known & set(self._client.ids):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {list(ranks)} do not end; use %dist_stop")
-            time.sleep(0.02)
+        for rank in ranks:
+            self._engines[rank].launcher._wait_thread.join(_END_S)
+            if self._engines[rank].is_alive:
+                raise RuntimeError(f"rank {rank} does not end; use %dist_stop")
+        # Each engine leads a session, which its DataLoader's workers belong to.
+        sessions = {self._engines[rank].pid for rank in ranks}
+        for process in watchdog.find_processes(self._token):
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.getsid(process.pid) in sessions:
+                    process.kill()
 
     def was_dropped(self, reply: Any) -> bool:
         """Whether the kernel discarded a request: it does so right after an error."""
         return isinstance(reply, ipyparallel.error.TaskAborted)
 
-    def cause_of_death(self, rank: int) -> str:
-        """Why a rank's process ended, in words."""
-        launcher = self._launchers[rank]
-        # The code is told once: ipyparallel's thread takes it, and keeps it there.
-        launcher._wait_thread.join(2)
-        try:
-            code = launcher.process.wait(timeout=2)
-        except Exception as error:  # psutil's, of which we expect none
-            code = error
-        if isinstance(code, int) and code < 0:
-            name = signal.Signals(-code).name
-            cause = _LIKELY_CAUSES.get(name)
-            return f"killed by {name}" + (f" ({cause})" if cause else "")
-        return f"ended with exit code {code}"
-
     def _ident(self, rank: int) -> bytes:
-        return self._client._build_targets(self._engine_ids[rank])[0][0]
+        try:
+            return self._client._build_targets(self._engine_ids[rank])[0][0]
+        except (IndexError, ipyparallel.error.NoEnginesRegistered):
+            raise RankDiedError(f"rank {rank} died a moment ago") from None
 
     # ---- the end ----
 
     def stop(self) -> None:
         """End every process that this cluster started, and wait until they are."""
+        self._is_ending.set()
+        self._lookout.join()
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()
-        self._watchdog.wait()
+        if self._watchdog.wait() != 0:  # somebody ended it
+            watchdog.clean_up(self._token, self._folder)
 
 
-_LIKELY_CAUSES = {
-    "SIGKILL": "by hand, or by the system when memory ran out",
-    "SIGSEGV": "a crash in native code",
-    "SIGABRT": "native code gave up",
-    "SIGTERM": "asked to end from outside",
-}
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process, which need not be this one's child, has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:
+    """The process that ipyparallel puts beside each engine, by the engine's id."""
+    return {
+        process.ppid(): process
+        for process in psutil.process_iter(["ppid", "cmdline"])
+        if process.info["ppid"] in pids
+        and "ipyparallel.engine.nanny" in (process.info["cmdline"] or [])
+    }
 
 
 def call_by_name(function: str, args: tuple[Any, ...]) -> Any:

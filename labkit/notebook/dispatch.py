@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
+from labkit.notebook.cluster import RankDiedError
 from labkit.notebook.hang_watch import HangWatch
 from labkit.notebook.output import OutputMerger
 from labkit.records import Batch
@@ -92,8 +93,9 @@ class Dispatch:
         if not self._cluster.is_alive(rank):
             return  # `wait` finds that out
         post = partial(self._post, rank)
-        future = self._cluster.execute(rank, self._code, self._spec, post)
-        future.add_done_callback(partial(self._post_reply, rank))
+        with contextlib.suppress(RankDiedError):  # a moment ago
+            future = self._cluster.execute(rank, self._code, self._spec, post)
+            future.add_done_callback(partial(self._post_reply, rank))
 
     def _post(self, rank: int, kind: str, content: Any) -> None:
         self._events.put((rank, kind, content))
@@ -106,8 +108,10 @@ class Dispatch:
 
         An interrupt of this process stops the ranks, and so does the first failure
         of one of them, and `timeout_s`. A rank that does not stop is ended; its
-        outcome is "restarted", which is left to the caller.
+        outcome is "restarted", which is left to the caller. Raises RankDiedError where
+        no rank can be reached any more.
         """
+        lost = ""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self.noting_interrupts():
             for rank in self._ranks:
@@ -123,10 +127,15 @@ class Dispatch:
                 if self._stop_since is None:
                     self._watch.tick(self._pending)
                 self._interrupt_where_due()
+                if lost := self._cluster.lost():
+                    for rank in self._pending:
+                        self._cluster.kill(rank)  # nobody could stop it later
                 for rank in list(self._pending):
                     if not self._cluster.is_alive(rank):
                         self._end(rank, self._died(rank))
             self._output.finish()
+        if lost:
+            raise RankDiedError(lost)
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)
 
     def stop_at_a_step(self) -> None:
@@ -231,13 +240,17 @@ class Dispatch:
                 evalue="did not stop and was restarted: its variables are gone",
                 group_in_place=False,
             )
-        pid = self._cluster.pids[rank]
-        cause = self._cluster.cause_of_death(rank)
+        death = self._cluster.death(rank)
+        where = ""
+        if death.line is not None:
+            lines = self._code.splitlines()[death.line - 1 :]
+            where = f"line {death.line}: {lines[0].strip()}" if lines else ""
         return Outcome(
             rank=rank,
             status="died",
             ename="the process died",
-            evalue=f"pid {pid}, {cause}; %dist_restart brings it back",
+            evalue=f"{death}; %dist_restart brings it back",
+            where=where,
             group_in_place=False,
         )
 

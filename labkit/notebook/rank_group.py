@@ -2,20 +2,27 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 
+from labkit.notebook import interrupts
 from labkit.notebook.cluster import CallError
 from labkit.notebook.cluster import Cluster
-from labkit.notebook.output import format_ranks
+from labkit.notebook.cluster import RankDiedError
 from labkit.records import Outcome
 from labkit.records import Placement
 
 PROOF_TIMEOUT_S = 2.0
 
 _CELL = "labkit.rank.cell"
+
+DEAF = (
+    "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "
+    "asked nor stopped in a collective; %dist_restart starts it anew"
+)
 
 
 class RankGroup:
@@ -40,12 +47,16 @@ class RankGroup:
         self._what_is_running = what_is_running
         self._busy = threading.Lock()
         self._is_whole = False
+        self._begin(on_progress)
+
+    def _begin(self, on_progress: Callable[[str], None]) -> None:
+        """Start a cluster and make its engines ranks of one group."""
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        is_cpu = placements[0].device == "cpu"
+        is_cpu = self.placements[0].device == "cpu"
         if is_cpu and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(placements[0].num_threads)
+            environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
         self.cluster = Cluster(
-            len(placements), environment=environment, on_progress=on_progress
+            len(self.placements), environment=environment, on_progress=on_progress
         )
         try:
             on_progress("forming the process group")
@@ -68,6 +79,17 @@ class RankGroup:
         """The ranks whose process is gone."""
         return [rank for rank in self.everyone if not self.cluster.is_alive(rank)]
 
+    def state(self, rank: int) -> tuple[str, str]:
+        """What is known of a rank that does not answer: in a word, and why."""
+        if reason := self.cluster.lost():
+            return "out of reach", reason
+        if not self.cluster.is_alive(rank):
+            death = self.cluster.death(rank)
+            return "dead", f"dead since {death.clock}: {death}"
+        if self.cluster.is_deaf(rank):
+            return "deaf", DEAF
+        return "does not answer", ""
+
     @contextlib.contextmanager
     def working(self) -> Iterator[Cluster]:
         """The cluster, all of its ranks alive and in one group, for one cell.
@@ -75,11 +97,17 @@ class RankGroup:
         Raises RuntimeError where that cannot be, or another cell runs.
         """
         with self._alone():
+            if reason := self.cluster.lost():
+                raise RuntimeError(reason)
             if dead := self.dead():
                 raise RuntimeError(
-                    f"{format_ranks(dead)}: dead; %dist_restart (lab.restart()) brings "
-                    "back what is dead, %dist_restart --all every rank"
+                    "; ".join(f"rank {rank}: {self.state(rank)[1]}" for rank in dead)
+                    + "; %dist_restart (lab.restart()) brings back what is dead, "
+                    "%dist_restart --all every rank"
                 )
+            for rank in self.everyone:
+                if self.cluster.is_deaf(rank):
+                    print(f"labkit: rank {rank}: {DEAF}", file=sys.stderr)
             if not self._is_whole:
                 self._form()
             yield self.cluster
@@ -94,8 +122,19 @@ class RankGroup:
 
     def restart(self, *, everyone: bool) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started."""
-        with self._alone():
-            ranks = list(self.everyone) if everyone else self.dead()
+        with self._alone(), interrupts.held():
+            if everyone:
+                self._is_whole = False
+                self.cluster.stop()
+                self._begin(lambda text: None)
+                return list(self.everyone)
+            if reason := self.cluster.lost():
+                raise RuntimeError(reason)
+            ranks = [
+                rank
+                for rank in self.everyone
+                if not self.cluster.is_alive(rank) or self.cluster.is_deaf(rank)
+            ]
             if ranks:
                 self._start_again(ranks)
             if not self._is_whole:
@@ -125,7 +164,7 @@ class RankGroup:
         if in_place and not failed:
             return
         self._is_whole = False
-        if self.dead():
+        if self.cluster.lost() or self.dead():
             return
         if in_place and self._works():
             self.cluster.call(f"{_CELL}:recover", ranks=self.everyone)
@@ -139,6 +178,12 @@ class RankGroup:
             raise RuntimeError(self._what_is_running())
         try:
             yield
+        except RankDiedError as error:
+            if reason := self.cluster.lost():
+                raise RuntimeError(reason) from error
+            raise RuntimeError(
+                f"{error}; %dist_restart (lab.restart()) brings it back"
+            ) from error
         except CallError as error:
             raise RuntimeError(
                 f"{error}; %dist_restart --all (lab.restart(everyone=True)) begins anew"
@@ -160,9 +205,17 @@ class RankGroup:
     def _form(self) -> None:
         """Form the process group anew on all ranks, and see that it works."""
         self._is_whole = False
-        [port] = self.cluster.call(f"{_CELL}:host_group", ranks=[0])
-        pids = [self.cluster.pids[rank] for rank in self.everyone]
-        sums = self.cluster.call(f"{_CELL}:join_group", port, pids, ranks=self.everyone)
+        try:
+            [port] = self.cluster.call(f"{_CELL}:host_group", ranks=[0])
+            pids = [self.cluster.pids[rank] for rank in self.everyone]
+            sums = self.cluster.call(
+                f"{_CELL}:join_group", port, pids, ranks=self.everyone
+            )
+        except BaseException:
+            # The others may wait for one that will not come.
+            for rank in self.everyone:
+                self.cluster.ask(rank, "release")
+            raise
         if not self._are_right(sums):
             raise RuntimeError(
                 f"the process group does not work: an all-reduce of the ranks' numbers "

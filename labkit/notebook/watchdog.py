@@ -55,6 +55,12 @@ def _send(process: psutil.Process, signum: int) -> None:
         process.send_signal(signum)  # psutil compares the creation time first
 
 
+def clean_up(token: str, folder: str) -> None:
+    """End the processes of the lab with this token and remove its folder."""
+    end_processes(token)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def main(token: str, folder: str) -> None:
     """Wait until the kernel closes the pipe or dies; then leave nothing behind."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -65,8 +71,7 @@ def main(token: str, folder: str) -> None:
         readable, _, _ = select.select([sys.stdin], [], [], 0.5)
         if readable and not os.read(sys.stdin.fileno(), 1):
             break
-    end_processes(token)
-    shutil.rmtree(folder, ignore_errors=True)
+    clean_up(token, folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import gc
 import importlib
@@ -92,6 +93,7 @@ class CellRunner:
         self._is_running = False
         self._is_closing = False
         self._begin_error: Exception | None = None
+        self._stop_when_idle = signal.getsignal(signal.SIGTERM)
         self._signal_seen = threading.Event()
         """Set once this cell was interrupted."""
         self._signal_handled = threading.Event()
@@ -105,6 +107,7 @@ class CellRunner:
             "describe": self.describe,
             "progress": lambda: [self._boundary.num_steps, finished_collectives()],
             "stack": self.stack,
+            "release": self.membership.release,
         }
         """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
@@ -147,6 +150,9 @@ class CellRunner:
         with self._lock:
             self._is_running = True
         signal.signal(signal.SIGINT, self._on_sigint)
+        if signal.getsignal(signal.SIGTERM) == self._stop_when_idle:
+            # Which waits for the end of the cell; in one it is to end the process.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _number_as_in_notebook(self, code: str, number: int = 0, **more: Any) -> str:
         """Tracebacks name the notebook's cell, not the engine's own count."""
@@ -162,6 +168,8 @@ class CellRunner:
             self._is_running = False
             self._is_closing = True
         self._spec = None
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._stop_when_idle)
         error = self._begin_error or result.error_before_exec or result.error_in_exec
         emitter, self._emitter = self._emitter, None
         session, self._session = self._session, None
@@ -472,6 +480,9 @@ def install(placement: Placement, stack_file: str) -> None:
 
     _runner = CellRunner(get_ipython(), placement)
     dump_on_signal(stack_file)
+    # A crash in native code tells where, in the engine's log.
+    log = getattr(sys.stderr, "_original_stdstream_copy", None)
+    faulthandler.enable(2 if log is None else log)
 
 
 def runner() -> CellRunner:

@@ -61,7 +61,7 @@ class Membership:
     """
 
     def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
-        """`variables` are the user's, in which groups are put in place of former ones."""
+        """In `variables`, the user's, groups are put in place of former ones."""
         self.placement = placement
         self._variables = variables
         self.device = torch.device(placement.device)

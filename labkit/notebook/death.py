@@ -1,0 +1,214 @@
+"""How a process of a lab ended, and why, in words."""
+
+import contextlib
+import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labkit.records import format_bytes
+
+_STOPPED = "received signal 15, stopping"
+"""What ipyparallel's engine says of a SIGTERM."""
+OOM_KILL_S = 10.0
+"""How long a process that was killed may take to give its memory back, and end."""
+_NO_LIMIT = 2**60
+"""Control groups without a limit tell a number near 2**63, or "max"."""
+
+_LIKELY_CAUSES = {
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "a crash in native code, or /dev/shm is full",
+    "SIGFPE": "a crash in native code",
+    "SIGILL": "an instruction that this CPU has not",
+    "SIGABRT": "native code gave up",
+    "SIGTERM": "asked to end from outside",
+    "SIGINT": "interrupted from outside",
+    "SIGHUP": "its terminal or session was closed",
+    "SIGXCPU": "its limit of CPU time",
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """What is known of a process that has ended."""
+
+    pid: int
+    cause: str
+    """"killed by SIGSEGV (a crash in native code)"."""
+    seen_at: float
+    """When it was found out, in seconds since the epoch."""
+    line: int | None
+    """Of the cell, at which native code crashed."""
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}, {self.cause}"
+
+    @property
+    def clock(self) -> str:
+        """The time of day."""
+        return time.strftime("%H:%M:%S", time.localtime(self.seen_at))
+
+
+class Watched:
+    """A process that one of ipyparallel's launchers started.
+
+    `look` at it now and then: what it had last is part of why it died.
+    """
+
+    def __init__(self, launcher: Any) -> None:
+        self.launcher = launcher
+        self.process: psutil.Process = launcher.process
+        self.pid: int = launcher.pid
+        self.expected_cause = ""
+        """Why it is about to end, where that is known beforehand."""
+        self._memory_bytes = 0
+        self._limit_bytes: int | None = None
+        self._num_oom_kills: dict[str, int] = {}
+        self._oom_kill_at = -math.inf
+        self._death: Death | None = None
+        self._lock = threading.Lock()
+        self.look()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None and self.launcher._wait_thread.is_alive()
+
+    def send(self, signum: int) -> None:
+        """Send it a signal, if it is there still: psutil compares creation times."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.send_signal(signum)
+
+    def look(self) -> None:
+        """Note how much memory it has, and whether it is alive."""
+        if not self.is_alive:
+            self.death()
+            return
+        with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
+            self._memory_bytes = self.process.memory_info().rss or self._memory_bytes
+            self._limit_bytes = memory_limit(self.pid)
+            # The group of a process that is about to end is not told any more.
+            self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
+
+    def death(self) -> Death:
+        """How it ended. Waits 2 s at most for the system to say so."""
+        # The code is told once: ipyparallel's thread takes it, and keeps it there.
+        self.launcher._wait_thread.join(2)
+        with self._lock:
+            if self._death is None:
+                line = crash_line(self.log())
+                self._death = Death(self.pid, self._cause(), time.time(), line)
+            return self._death
+
+    def _cause(self) -> str:
+        if self.expected_cause:
+            return self.expected_cause
+        try:
+            code = self.process.wait(timeout=0)
+        except psutil.TimeoutExpired:
+            return "out of the controller's sight: it has given no sign of life"
+        if code is None:
+            return "ended"
+        if code == 1 and _STOPPED in self.log():  # it was idle, and obeyed
+            code = -signal.SIGTERM
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name
+        why = self._killer() if name == "SIGKILL" else _LIKELY_CAUSES.get(name)
+        return f"killed by {name}" + (f" ({why})" if why else "")
+
+    def _killer(self) -> str:
+        """Who sends SIGKILL: the kernel counts what it kills for want of memory."""
+        had = f"it had {format_bytes(self._memory_bytes)}"
+        if not self._num_oom_kills:
+            return f"by hand, or by the system when memory ran out; {had}"
+        self._count_oom_kills(self._num_oom_kills)
+        if time.monotonic() - self._oom_kill_at > OOM_KILL_S:
+            return f"by a program or by hand, not for want of memory; {had}"
+        if self._limit_bytes is not None:
+            had += f", and its control group may have {format_bytes(self._limit_bytes)}"
+        return f"by the kernel, because memory ran out; {had}"
+
+    def _count_oom_kills(self, paths: Iterable[str]) -> None:
+        """Note when a count rose; a process may move from one group to another."""
+        counts = read_oom_kills(paths)
+        for path, count in counts.items():
+            if count > self._num_oom_kills.get(path, count):
+                self._oom_kill_at = time.monotonic()
+        self._num_oom_kills = counts
+
+    def log(self) -> str:
+        """What it printed outside of cells; "" where that was nothing."""
+        try:
+            return Path(self.launcher.output_file).read_text(errors="replace")
+        except OSError:
+            return ""
+
+
+def crash_line(log: str) -> int | None:
+    """The line of the cell at which native code crashed, as Python's faulthandler,
+    which lists the innermost call first, wrote it; None where it did not."""
+    _, _, threads = log.rpartition("Fatal Python error: ")  # the main one is last
+    lines = re.findall(r'File ".*ipykernel_\d+/\d+\.py", line (\d+)', threads)
+    return int(lines[-1]) if lines else None
+
+
+# ---- the kernel's out-of-memory killer (Linux) ----
+
+
+def count_oom_kills(pid: int) -> dict[str, int]:
+    """Kills by the kernel for want of memory so far: file -> its count.
+
+    Of the process's control group, else of the whole host; {} where nothing tells.
+    """
+    for folder, file in _cgroup_folders(pid):
+        name = "memory.events" if file == "memory.max" else "memory.oom_control"
+        if counts := read_oom_kills([str(folder / name)]):
+            return counts
+    return read_oom_kills(["/proc/vmstat"])
+
+
+def read_oom_kills(paths: Iterable[str]) -> dict[str, int]:
+    """The counts that these files hold now; without those that cannot be read."""
+    counts = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    counts[path] = int(line.split()[1])
+    return counts
+
+
+def memory_limit(pid: int) -> int | None:
+    """What the process's control group may have, in bytes; None without a limit."""
+    for folder, file in _cgroup_folders(pid):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / file).read_text())
+            return limit if limit < _NO_LIMIT else None
+    return None
+
+
+def _cgroup_folders(pid: int) -> list[tuple[Path, str]]:
+    """Where the process's control group tells of memory, and the file of its limit.
+
+    In a container the group's own folder may be mounted in place of the root.
+    """
+    folders = []
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                top, file = root, "memory.max"
+            elif "memory" in controllers.split(","):
+                top, file = root / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            folders += [(top / path.lstrip("/"), file), (top, file)]
+    return folders
