@@ -95,15 +95,21 @@ class RankGroup:
     def restart(self, *, everyone: bool) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started."""
         with self._alone():
-            ranks = list(self.everyone) if everyone else self.dead()
-            if ranks:
-                self._is_whole = False
-                self.cluster.end_engines(ranks)
-                self.cluster.start_engines(ranks, on_progress=lambda text: None)
-                self._install(ranks)
-            if not self._is_whole:
-                self._form()
-        return ranks
+            return self.bring_back(list(self.everyone) if everyone else self.dead())
+
+    def bring_back(self, ranks: Sequence[int]) -> list[int]:
+        """Start these ranks anew, and form the group where it is not whole; `ranks`.
+
+        For whoever is `working`: other cells have to wait.
+        """
+        if ranks:
+            self._is_whole = False
+            self.cluster.end_engines(ranks)
+            self.cluster.start_engines(ranks, on_progress=lambda text: None)
+            self._install(ranks)
+        if not self._is_whole:
+            self._form()
+        return list(ranks)
 
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.

@@ -33,6 +33,7 @@ from labkit.rank.session import Session
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import CellSpec
+from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
 from labkit.records import TrainOptions
@@ -204,6 +205,7 @@ class CellRunner:
             device=self.membership.device,
             seed=spec.seed,
             options=TrainOptions(**spec.options, config=self.config),
+            checkpoints=CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None,
             report=lambda report: self._publish("report", report),
             after_step=self._boundary.passed,
         )
