@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "magics": {"lab", "notebook", "strategies", *GROUND_FLOOR},
     "lab": {"notebook", "estimate", "strategies", *GROUND_FLOOR},
     "notebook": {"strategies", *GROUND_FLOOR},
-    "rank": {"estimate", "strategies", *GROUND_FLOOR},
+    "rank": {"checkpoint", "estimate", "strategies", *GROUND_FLOOR},
     "estimate": {"strategies", *GROUND_FLOOR},
     "strategies": GROUND_FLOOR,
 }
@@ -150,7 +150,7 @@ def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
     wrong = [
         each
         for each in IMPORTS
-        if part(each.importer) in {"rank", "strategies", "estimate"}
+        if part(each.importer) in {"rank", "strategies", "estimate", "checkpoint"}
         and each.target.split(".")[0] in FRONT_END
         and not (each.importer == "labkit.rank.cell" and each.in_function)
     ]
@@ -229,7 +229,7 @@ print("imported")
 def test_ranks_and_strategies_import_where_no_notebook_is_installed(
     tmp_path: Path,
 ) -> None:
-    parts = {"rank", "strategies", "estimate"}
+    parts = {"rank", "strategies", "estimate", "checkpoint"}
     names = [name for name in MODULES if part(name) in parts]
     assert {"labkit.rank.session", "labkit.strategies.ddp"} <= set(names)
     code = BLOCKED.format(blocked=sorted(FRONT_END), names=names)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from labkit import portable
 from labkit.rank.boundary import Boundary
 from labkit.rank.boundary import Stopped
+from labkit.rank.checkpoints import Checkpoints
 from labkit.rank.emitter import Emitter
 from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
@@ -185,7 +186,10 @@ class CellRunner:
     def _start_session(self, spec: CellSpec) -> dict[str, Any]:
         """Names for a training cell; in a plain one they say where they belong."""
         if spec.strategy is None:
-            return dict.fromkeys(_TRAINING_NAMES, only_in_training_cells)
+            return {
+                **dict.fromkeys(_TRAINING_NAMES, only_in_training_cells),
+                **checkpoint_names(Checkpoints()),
+            }
         strategy = find_strategy(spec.strategy)
         rank, world_size = self.placement.rank, self.placement.world_size
         if strategy.is_single:
@@ -211,6 +215,7 @@ class CellRunner:
         )
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in _TRAINING_NAMES}
+        names |= checkpoint_names(Checkpoints(session.prepared))
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
@@ -346,6 +351,14 @@ def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:
             line = linecache.getline(frame.filename, frame.lineno or 0).strip()
             return f"line {frame.lineno}: {line}"
     return ""
+
+
+def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
+    """The names that every cell has for checkpoints."""
+    return {
+        "save_checkpoint": checkpoints.save_checkpoint,
+        "load_checkpoint": checkpoints.load_checkpoint,
+    }
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:

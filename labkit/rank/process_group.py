@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.checkpoint import abandon_saves
 from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group
@@ -176,6 +177,7 @@ class Membership:
 
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
+        abandon_saves()
         with self._releasing:  # not while another thread still aborts them
             self._destroy()
         self._former = self._group or self._former

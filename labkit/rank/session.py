@@ -276,6 +276,10 @@ class Session:
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
 
+    def prepared(self) -> list[Prepared]:
+        """What `prepare` has made so far in this run."""
+        return [optimizer.prepared for optimizer in self._optimizers]
+
     # ---- what the loop tells the session ----
 
     def _begin_epoch(self, epoch: int, num_batches: int) -> None:
@@ -329,10 +333,9 @@ class Session:
         self._watch.check(self._optimizer_steps, replicas)
 
     def _begin_probe(self) -> None:
-        prepared = [optimizer.prepared for optimizer in self._optimizers]
         # Dynamo would not compile what it first sees under a dispatch mode.
         self._probe = StepProbe(
-            prepared,
+            self.prepared(),
             self.device,
             sees_operators=not self.options.compile,
             began=self._step_ended,

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
+from labkit.strategies import states
+from labkit.strategies.states import Named
+from labkit.strategies.states import Source
 
 Tensors = Iterable[torch.Tensor | None]
 
@@ -53,6 +56,8 @@ class Prepared:
         parameters = list(module.parameters())
         self._num_parameters = sum(p.numel() for p in parameters)
         self._num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        # Now, for the strategy may put others in the place of the parameters.
+        self._names = states.parameter_names(module, optimizer)
         self.wrap()
 
     def wrap(self) -> None:
@@ -122,6 +127,45 @@ class Prepared:
     def replicas(self) -> dict[str, torch.Tensor]:
         """By name, what must be equal on all ranks of this rank's replica group."""
         return {}
+
+    def checkpoint(
+        self, *, with_optimizer: bool = True
+    ) -> tuple[Named, dict[str, Any]]:
+        """This rank's part of the states, as `labkit.strategies.states` names them, and
+        what else there is to them. May be collective."""
+        tensors = states.model_states(self.module)
+        if not with_optimizer:
+            return tensors, {}
+        values = self.settings()
+        return tensors | states.optimizer_states(self.optimizer, self._names), values
+
+    def restore(
+        self,
+        source: Source,
+        values: Mapping[str, Any],
+        *,
+        with_optimizer: bool = True,
+    ) -> None:
+        """Set the states to what `checkpoint` gave, of any strategy. May be collective.
+
+        Raises ValueError, and changes nothing, where they do not fit.
+        """
+        optimizer = self.optimizer if with_optimizer else None
+        states.restore(source, values, self.module, optimizer, self._names)
+        if with_optimizer:
+            self.restore_scaler(values)
+
+    def settings(self) -> dict[str, Any]:
+        """What there is to the states besides tensors."""
+        found = states.hyperparameters(self.optimizer, self._names)
+        if self.scaler is not None:
+            found["scaler"] = self.scaler.state_dict()
+        return found
+
+    def restore_scaler(self, values: Mapping[str, Any]) -> None:
+        """Set the loss scaler, if there is one, to what was saved of one."""
+        if self.scaler is not None and values.get("scaler"):
+            self.scaler.load_state_dict(values["scaler"])
 
     def close(self) -> None:
         """Take back what only this run needed of the model."""

@@ -1,0 +1,122 @@
+"""The folders of checkpoints: made aside, and then there at once."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+MANIFEST = "checkpoint.json"
+
+_STEP = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\..+\.labkit-[0-9a-f]{32}")
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Where the checkpoint of optimizer step `step` is kept in `directory`."""
+    return Path(directory) / f"step-{step:08d}"
+
+
+def all_in(directory: Path) -> list[Path]:
+    """The checkpoints of steps in `directory`, newest last."""
+    if not Path(directory).is_dir():
+        return []
+    found = {
+        int(match[1]): folder
+        for folder in Path(directory).iterdir()
+        if (match := _STEP.fullmatch(folder.name)) and (folder / MANIFEST).is_file()
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def last_in(directory: Path) -> Path | None:
+    """The newest checkpoint in `directory`, if there is any."""
+    found = all_in(directory)
+    return found[-1] if found else None
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all checkpoints of steps in `directory` but the newest `keep`."""
+    for folder in all_in(directory)[: -keep or None]:
+        with Aside(folder) as aside:
+            # Out of sight at once: a half of it is no checkpoint.
+            folder.rename(aside.path / folder.name)
+
+
+class Aside:
+    """A hidden folder beside `folder`, in which its next contents are made.
+
+    Who makes one holds a lock on it, so that another process can tell what was left
+    behind by one that is gone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder.parent / f".{folder.name}.labkit-{uuid4().hex}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder.parent)
+        self.path.mkdir()
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __enter__(self) -> "Aside":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
+    def publish(self) -> None:
+        """Put it in the place of `folder`, which may be there already."""
+        os.fsync(self._lock)
+        if self.folder.exists():
+            exchange(self.path, self.folder)
+        else:
+            self.path.rename(self.folder)
+        parent = os.open(self.folder.parent, os.O_RDONLY)
+        os.fsync(parent)
+        os.close(parent)
+        self.discard()  # what was there before
+
+    def discard(self) -> None:
+        """Remove what is still aside."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Let two folders swap names, at once where the file system can do that."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(new), os.fsencode(old)
+    if renameat2 is None or renameat2(
+        _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE
+    ):
+        kept = old.parent / f".{old.name}.labkit-{uuid4().hex}"
+        old.rename(kept)
+        new.rename(old)
+        kept.rename(new)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the folders aside whose makers are gone."""
+    for path in _asides(directory):
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _asides(directory: Path) -> Iterator[Path]:
+    for path in directory.iterdir():
+        if _ASIDE.fullmatch(path.name):
+            yield path

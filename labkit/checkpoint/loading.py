@@ -1,0 +1,210 @@
+"""Reads checkpoints: into the tensors of any strategy, on any number of ranks."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors import safe_open
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from labkit.checkpoint.manifest import DTYPES
+from labkit.checkpoint.manifest import Entry
+from labkit.checkpoint.manifest import read_manifest
+from labkit.checkpoint.values import decode
+
+_NAMES_SHOWN = 3
+
+
+class Checkpoint:
+    """A checkpoint on disk, opened and found whole.
+
+    Raises ValueError, in one line, if it is not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._entries, self._values = read_manifest(self.folder)
+        self.tensors = {
+            name: (entry.shape, entry.dtype) for name, entry in self._entries.items()
+        }
+        """Shape and dtype of every tensor, by name."""
+        self._check_files()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is saved besides `tensors`."""
+        try:
+            found = decode(self._values, self.tensor)
+        except (KeyError, TypeError, ValueError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.folder} is damaged: its values are not readable")
+        return found
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole of one tensor, on the CPU."""
+        shape, dtype = self.tensors[name]
+        whole = torch.empty(shape, dtype=dtype)
+        self.fill({name: whole})
+        return whole
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read those of `tensors` into them, each rank what it has a part of.
+
+        Raises ValueError, and reads nothing, unless all are there in these shapes.
+        """
+        self._check_names(tensors)
+        planner = DefaultLoadPlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        planner.set_up_planner(dict(tensors), self._metadata(tensors))
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in planner.create_local_plan().items:
+            index = item.storage_index
+            file = next(
+                part.file
+                for part in self._entries[index.fqn].parts
+                if part.offset == tuple(index.offset or ())
+            )
+            by_file.setdefault(file, []).append(item)
+        for file, items in by_file.items():
+            with safe_open(self.folder / file, framework="pt") as opened:
+                for item in items:
+                    block = tuple(
+                        slice(begin, begin + length)
+                        for begin, length in zip(
+                            item.storage_offsets, item.lengths, strict=True
+                        )
+                    )
+                    found = opened.get_slice(item.storage_index.fqn)[block]
+                    planner.resolve_tensor(item).detach().copy_(found)
+
+    def check_all_asked(self, names: Iterable[str]) -> None:
+        """ValueError if there are tensors besides `names`."""
+        if more := sorted(self._own() - set(names)):
+            raise ValueError(f"{self.folder} has what was not expected: {some(more)}")
+
+    def _own(self) -> set[str]:
+        """Names of the tensors that are not among the values."""
+        return {name for name in self.tensors if not name.startswith("values.")}
+
+    def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if missing := [name for name in tensors if name not in self.tensors]:
+            raise ValueError(f"{self.folder} lacks {some(missing)}")
+        wrong = [
+            f"{name} is {saved} there and {tuple(tensor.shape)} here"
+            for name, tensor in tensors.items()
+            if (saved := self.tensors[name][0]) != tuple(tensor.shape)
+        ]
+        if wrong:
+            raise ValueError(f"{self.folder} has other shapes: {some(wrong)}")
+        wrong = [
+            f"{name} is {saved!s} there and {tensor.dtype} here"
+            for name, tensor in tensors.items()
+            if (saved := self.tensors[name][1]) != tensor.dtype
+            and not (saved.is_floating_point and tensor.is_floating_point())
+        ]
+        if wrong:
+            raise ValueError(f"{self.folder} has other dtypes: {some(wrong)}")
+
+    def _metadata(self, names: Iterable[str]) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(self._entries[name].dtype),
+                    torch.Size(self._entries[name].shape),
+                    [
+                        ChunkStorageMetadata(
+                            torch.Size(part.offset), torch.Size(part.shape)
+                        )
+                        for part in self._entries[name].parts
+                    ],
+                )
+                for name in names
+            }
+        )
+
+    def _check_files(self) -> None:
+        """ValueError unless every file is there and has what `checkpoint.json` says."""
+        by_file: dict[str, dict[str, tuple[Entry, tuple[int, ...]]]] = {}
+        for name, entry in self._entries.items():
+            for part in entry.parts:
+                by_file.setdefault(part.file, {})[name] = (entry, part.shape)
+        for file, parts in by_file.items():
+            path = self.folder / file
+            if not path.is_file():
+                raise ValueError(f"{self.folder} is damaged: {file} is missing")
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    for name, (entry, shape) in parts.items():
+                        found = opened.get_slice(name)
+                        if tuple(found.get_shape()) != shape or (
+                            DTYPES.get(found.get_dtype()) != entry.dtype
+                        ):
+                            raise ValueError(
+                                f"{path} is damaged: {name} is not what it should be"
+                            )
+            except (SafetensorError, OSError, KeyError) as error:
+                raise ValueError(f"{path} is damaged: {error}") from None
+
+
+class Section:
+    """The tensors of a checkpoint whose names begin with `prefix`, by the rest."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.tensors = {
+            name.removeprefix(prefix): described
+            for name, described in checkpoint.tensors.items()
+            if name.startswith(prefix)
+        }
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As `Checkpoint.fill`."""
+        self._checkpoint.fill({self._prefix + n: t for n, t in tensors.items()})
+
+
+def load(
+    folder: Path, tensors: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> dict[str, Any]:
+    """Read a checkpoint into `tensors`, plain ones or DTensors of any sharding; its
+    values.
+
+    Not collective: each rank reads what it has a part of. Raises ValueError, and
+    changes nothing, if the checkpoint is damaged, lacks one of the tensors or has it in
+    another shape, or, with `strict`, has others besides.
+    """
+    checkpoint = Checkpoint(folder)
+    if strict:
+        checkpoint.check_all_asked(tensors)
+    values = checkpoint.values
+    checkpoint.fill(tensors)
+    return values
+
+
+def read(
+    folder: Path,
+) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]:
+    """Shape and dtype of a checkpoint's tensors by name, and its values.
+
+    Raises ValueError if it is damaged.
+    """
+    checkpoint = Checkpoint(folder)
+    return checkpoint.tensors, checkpoint.values
+
+
+def some(found: list[str]) -> str:
+    """The first few of them, and how many there are."""
+    shown = ", ".join(found[:_NAMES_SHOWN])
+    more = len(found) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

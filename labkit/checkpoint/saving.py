@@ -1,0 +1,287 @@
+"""Saves a checkpoint from all ranks of a group, in the background if asked to."""
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from labkit.checkpoint.folders import Aside
+from labkit.checkpoint.manifest import DTYPES
+from labkit.checkpoint.manifest import Entry
+from labkit.checkpoint.manifest import Part
+from labkit.checkpoint.manifest import file_of_rank
+from labkit.checkpoint.manifest import write_manifest
+from labkit.checkpoint.values import encode
+
+_POLL_S = 0.02
+_ABANDONED = "the process group was released before all ranks had written"
+
+_in_flight: "weakref.WeakSet[_Save]" = weakref.WeakSet()
+
+Pending = Future[None]
+"""A save in flight: `result()` waits for its end and raises what went wrong, `done()`
+tells whether it has come."""
+
+
+def save(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a checkpoint as `folder`; it is whole or not there. Collective.
+
+    As `begin_save`, but returns when it is there.
+    """
+    begun = _Save(Path(folder), tensors, values, group)
+    try:
+        begun.pending.result()
+    finally:  # an interrupt too
+        begun.abandon()
+
+
+def begin_save(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Pending:
+    """Begin to save a checkpoint as `folder`. Collective.
+
+    Every rank gives the tensors that it has: a DTensor is saved by parts, a tensor that
+    several ranks have by one of them. `values` are what JSON has, tuples and tensors;
+    those of the group's first rank are saved. All of it is copied before this returns;
+    a thread writes it. A checkpoint that is there is replaced once the new one is
+    whole.
+
+    Raises ValueError for what cannot be saved and OSError where there is no room for a
+    folder; what goes wrong later, on any rank, `result()` raises on all, as
+    RuntimeError.
+    """
+    return _Save(Path(folder), tensors, values, group).pending
+
+
+def abandon_saves() -> None:
+    """End the saves in flight with an error: their ranks are parted, or will be."""
+    for each in list(_in_flight):
+        each.abandon()
+
+
+class _Save:
+    """One rank's side of one save.
+
+    All ranks plan together, once, in the thread that trains and in order with its
+    collectives. The thread that writes uses none: what ranks then have to tell each
+    other goes through the group's store, so that none can be held by another's death.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.pending: Pending = Future()
+        self._folder = folder.absolute()
+        self._abandoned = threading.Event()
+        self._rank, self._world_size = 0, 1
+        if dist.is_initialized():
+            self._rank = dist.get_rank(group)
+            self._world_size = dist.get_world_size(group)
+        if self._rank < 0:
+            raise ValueError("this rank is not in the group that saves")
+        self._store: dist.Store | None = None
+        self._aside: Aside | None = None
+        try:
+            self._plan(dict(tensors), values, group)
+            if self._world_size > 1:
+                pg = group or c10d._get_default_group()
+                # A connection of its own: another thread may wait with the first one.
+                store: Any = c10d._get_process_group_store(pg)
+                self._store = store.clone()
+        except BaseException:
+            if self._aside:
+                self._aside.discard()
+            raise
+        _in_flight.add(self)
+        threading.Thread(target=self._run, name="labkit-save", daemon=True).start()
+
+    def abandon(self) -> None:
+        """Let it end with an error, unless it has ended."""
+        self._abandoned.set()
+
+    # ---- in the thread that trains ----
+
+    def _plan(
+        self,
+        tensors: dict[str, torch.Tensor],
+        values: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        error: Exception | None = None
+        plan, path = SavePlan([]), ""
+        try:
+            in_values: dict[str, torch.Tensor] = {}
+            self._values = encode(dict(values), "values", in_values)
+            if self._rank == 0:
+                tensors = {**tensors, **in_values}
+            check(tensors)
+            planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
+            plan = planner.create_local_plan()
+            if self._rank == 0:
+                self._aside = Aside(self._folder)
+                path = str(self._aside.path)
+        except (ValueError, OSError) as problem:
+            error = problem
+        offers: list[Any] = [(plan, path, str(error or ""))] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(offers, offers[0], group=group)
+        if error:
+            raise error
+        if told := first_of([problem for _, _, problem in offers]):
+            raise RuntimeError(f"{self._folder} was not saved: {told}")
+        plans, _ = planner.create_global_plan([plan for plan, _, _ in offers])
+        self._entries = entries_of(plans)
+        self._path = Path(offers[0][1])
+        self._staged: dict[str, torch.Tensor] = {}
+        self._offsets: dict[str, list[int]] = {}
+        with torch.no_grad():
+            for item in plans[self._rank].items:
+                part = planner.resolve_data(item)
+                assert isinstance(part, torch.Tensor)
+                assert item.tensor_data is not None
+                self._staged[item.index.fqn] = copied(part)
+                self._offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
+
+    # ---- in the thread that writes ----
+
+    def _run(self) -> None:
+        problem = ""
+        try:
+            self._write()
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+        self._staged.clear()
+        try:
+            problem = self._conclude(problem)
+        except RuntimeError as error:
+            problem = str(error)  # the store is gone, or this save was abandoned
+        if self._aside:
+            self._aside.discard()
+        _in_flight.discard(self)
+        if problem:
+            text = f"{self._folder} was not saved: {problem}"
+            self.pending.set_exception(RuntimeError(text))
+        else:
+            self.pending.set_result(None)
+
+    def _write(self) -> None:
+        """Write this rank's file, which PyTorch's `HuggingFaceStorageReader` can read
+        as well."""
+        path = self._path / file_of_rank(self._rank)
+        parts = {name: {"saved_offsets": o} for name, o in self._offsets.items()}
+        note = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0"}
+        if parts:
+            save_file(self._staged, path, metadata={**note, "format": "pt"})
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _conclude(self, problem: str) -> str:
+        """Tell the first rank how it went; it tells all how all of it went."""
+        told = [f"{self._path.name}/{rank}" for rank in range(self._world_size)]
+        concluded = f"{self._path.name}/concluded"
+        if self._rank > 0:
+            self._post(told[self._rank], problem)
+            return self._read(concluded)
+        try:
+            problem = first_of([problem, *(self._read(key) for key in told[1:])])
+            if not problem:
+                self._publish()
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        self._post(concluded, problem)
+        return problem
+
+    def _publish(self) -> None:
+        assert self._aside is not None
+        write_manifest(self._path, self._entries, self._values)
+        if self._abandoned.is_set():
+            raise RuntimeError(_ABANDONED)
+        self._aside.publish()
+
+    def _post(self, key: str, text: str) -> None:
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def _read(self, key: str) -> str:
+        assert self._store is not None
+        while not self._store.check([key]):
+            if self._abandoned.wait(_POLL_S):
+                raise RuntimeError(_ABANDONED)
+        return self._store.get(key).decode()
+
+
+def check(tensors: Mapping[str, Any]) -> None:
+    """ValueError unless all of these can be in a checkpoint."""
+    some_dtypes = ", ".join(str(dtype) for dtype in DTYPES.values())
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"tensors[{name!r}] is {type(tensor).__name__}; give names and tensors"
+            )
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; a "
+                f"checkpoint holds strided ones of {some_dtypes}"
+            )
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU, which holds no more memory than it has to."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copy.copy_(tensor)
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """The first rank's problem, if any has one."""
+    return next(
+        (f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), ""
+    )
+
+
+def entries_of(plans: list[SavePlan]) -> dict[str, Entry]:
+    """What all ranks write, by tensor."""
+    found: dict[str, Entry] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            before = found.get(item.index.fqn)
+            part = Part(
+                file_of_rank(rank), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            )
+            found[item.index.fqn] = Entry(
+                tuple(data.size),
+                data.properties.dtype,
+                (*(before.parts if before else ()), part),
+            )
+    return found

@@ -1,0 +1,177 @@
+"""What a cell has for checkpoints: `save_checkpoint` and `load_checkpoint`."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import checkpoint
+from labkit.rank.stepping import PreparedOptimizer
+from labkit.strategies import states
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.zero import is_zero
+
+Named = dict[str, torch.Tensor]
+
+
+class Checkpoints:
+    """Saves and loads what a cell has; `prepared` gives what `prepare` made in it."""
+
+    def __init__(self, prepared: Callable[[], Sequence[Prepared]] = lambda: ()) -> None:
+        self._prepared = prepared
+
+    def save_checkpoint(
+        self,
+        folder: str | PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **values: Any,
+    ) -> None:
+        """Save a checkpoint as `folder`: all ranks call it, each writes its part.
+
+        Without `model` and `optimizer`, what `prepare` made in this cell. `values` are
+        numbers, strings, tensors, and lists, tuples and dicts of them, as
+        `scheduler=scheduler.state_dict()`; those of rank 0 are saved. The folder is
+        there when it is whole, and replaced only then.
+        """
+        tensors, sections = self._collect(model, optimizer)
+        if not tensors and not values:
+            raise ValueError(
+                "there is nothing to save; call prepare before, or give model=model, "
+                "optimizer=optimizer, or values by name"
+            )
+        checkpoint.save(Path(folder), tensors, {"sections": sections, "user": values})
+
+    def load_checkpoint(
+        self,
+        folder: str | PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Load the checkpoint `folder`, of any strategy and number of ranks, into
+        `model` and `optimizer`, or what `prepare` made in this cell; the other values.
+
+        All ranks call it. With `model` alone only the model's part is read. Raises
+        ValueError, and changes nothing, where the checkpoint does not fit.
+        """
+        found = checkpoint.Checkpoint(Path(folder))
+        values = found.values
+        user = values.get("user", {})
+        self.restore(found, values.get("sections"), model, optimizer)
+        return dict(user)
+
+    def collect(
+        self,
+    ) -> tuple[Named, list[dict[str, Any]]]:
+        """The states of all that `prepare` made, for `checkpoint.save`; this rank's
+        part of the tensors, and a section of settings for each. Collective."""
+        return self._collect(None, None)
+
+    def _collect(
+        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[Named, list[dict[str, Any]]]:
+        tensors: Named = {}
+        sections: list[dict[str, Any]] = []
+        with_optimizer = model is None or optimizer is not None
+        for number, part in enumerate(self._parts(model, optimizer)):
+            named, settings = part.checkpoint(with_optimizer=with_optimizer)
+            tensors |= {prefix(number) + name: tensor for name, tensor in named.items()}
+            sections.append(settings)
+        return tensors, sections
+
+    def restore(
+        self,
+        found: checkpoint.Checkpoint,
+        sections: Any,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Set what `prepare` made, or what is given, to what `collect` gave."""
+        parts = self._parts(model, optimizer)
+        if not isinstance(sections, list) or not all(
+            isinstance(section, dict) for section in sections
+        ):
+            raise ValueError(f"{found.folder} is damaged: it has no sections")
+        if len(parts) > len(sections) or (model is None and len(parts) < len(sections)):
+            raise ValueError(
+                f"{found.folder} has {len(sections)} models with their optimizers, and "
+                f"{len(parts)} were prepared in this cell; prepare as many before, or "
+                "give model=model, optimizer=optimizer"
+            )
+        with_optimizer = model is None or optimizer is not None
+        for number, part in enumerate(parts):
+            part.restore(
+                checkpoint.Section(found, prefix(number)),
+                sections[number],
+                with_optimizer=with_optimizer,
+            )
+
+    def _parts(
+        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    ) -> Sequence["Prepared | Given"]:
+        if model is None and optimizer is None:
+            return self._prepared()
+        if model is None:
+            raise ValueError(
+                "optimizer= alone has no names for its state; give model= as well"
+            )
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is {type(model).__name__}; give a torch.nn.Module")
+        if isinstance(optimizer, PreparedOptimizer):
+            optimizer = optimizer.prepared.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer"
+            )
+        for part in self._prepared():
+            if model is part.model or model is part.module:
+                return [part]
+        if is_zero(model):
+            raise ValueError(
+                "the model is partitioned by ZeRO, in another cell; save and load it "
+                "in the training cell that prepares it"
+            )
+        return [Given(model, optimizer)]
+
+
+class Given:
+    """A model, and an optimizer if there is one, that a cell has by itself."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        self._model = model
+        self._optimizer = optimizer
+        self._names = (
+            [] if optimizer is None else states.parameter_names(model, optimizer)
+        )
+
+    def checkpoint(self, *, with_optimizer: bool) -> tuple[Named, dict[str, Any]]:
+        """As `Prepared.checkpoint`."""
+        tensors = states.model_states(self._model)
+        if self._optimizer is None:
+            return tensors, {}
+        settings = states.hyperparameters(self._optimizer, self._names)
+        tensors |= states.optimizer_states(self._optimizer, self._names)
+        return tensors, settings
+
+    def restore(
+        self, source: states.Source, values: Mapping[str, Any], *, with_optimizer: bool
+    ) -> None:
+        """As `Prepared.restore`."""
+        states.restore(source, values, self._model, self._optimizer, self._names)
+
+
+def prefix(number: int) -> str:
+    """What the names of the tensors of the model of this number begin with."""
+    return f"{number}." if number else ""

@@ -1,0 +1,218 @@
+"""The states of a model and its optimizer, by name: the same under every strategy.
+
+`model.<name>` is a parameter or buffer in its plain shape, tied ones once, under their
+first name; `optimizer.<name>.<key>` is what the optimizer keeps of that parameter.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Named = dict[str, torch.Tensor]
+
+# How an optimizer computes is for the place where it runs, not for a checkpoint.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+class Source(Protocol):
+    """Where states come from: a `labkit.checkpoint.Checkpoint`."""
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+
+def model_states(module: nn.Module) -> Named:
+    """Parameters and persistent buffers, each once."""
+    found: Named = {}
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"the model's {name} is {type(value).__name__}; a checkpoint holds "
+                "the parameters and buffers of a model: give other values by name, as "
+                "save_checkpoint(folder, extra=...)"
+            )
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[f"model.{name}"] = value
+    return found
+
+
+def parameter_names(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[list[str]]:
+    """Names of the parameters of every group of an optimizer; "" for one that is not
+    the model's."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [names.get(id(parameter), "") for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def check_names(names: list[list[str]]) -> None:
+    """ValueError if an optimizer has parameters that are not the model's."""
+    for number, group in enumerate(names):
+        if "" in group:
+            raise ValueError(
+                f"parameter {group.index('')} of the optimizer's group {number} is not "
+                "the model's; what is to be saved has to be a part of the model"
+            )
+
+
+def hyperparameters(
+    optimizer: torch.optim.Optimizer, names: list[list[str]]
+) -> dict[str, Any]:
+    """What else there is to an optimizer: its kind, and its groups' settings."""
+    check_names(names)
+    return {
+        "optimizer": type(optimizer).__name__,
+        "param_groups": [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": params,
+            }
+            for group, params in zip(optimizer.param_groups, names, strict=True)
+        ],
+    }
+
+
+def check_hyperparameters(
+    optimizer: torch.optim.Optimizer, names: list[list[str]], values: Mapping[str, Any]
+) -> None:
+    """ValueError unless the saved settings are those of such an optimizer."""
+    check_names(names)
+    saved, kind = values.get("param_groups"), values.get("optimizer")
+    if kind != type(optimizer).__name__ or not isinstance(saved, list):
+        raise ValueError(
+            f"the checkpoint's optimizer is {kind!r:.40} and this one "
+            f"{type(optimizer).__name__}; make the same, or load the model alone with "
+            "load_checkpoint(folder, model=model)"
+        )
+    there = [group.get("params") for group in saved if isinstance(group, dict)]
+    if there != names:
+        raise ValueError(
+            f"the checkpoint's optimizer has {len(saved)} groups of "
+            f"{', '.join(str(len(g)) for g in there if isinstance(g, list))} parameters"
+            f" and this one {len(names)} of {', '.join(str(len(g)) for g in names)}, "
+            "or others; make it of the same parameters in the same order"
+        )
+
+
+def set_hyperparameters(
+    optimizer: torch.optim.Optimizer, values: Mapping[str, Any]
+) -> None:
+    """Set the groups' settings to the saved ones; learning rates in place."""
+    for group, saved in zip(
+        optimizer.param_groups, values["param_groups"], strict=True
+    ):
+        for key, value in saved.items():
+            if key == "params" or key in _IMPLEMENTATION:
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Named:
+    """What an optimizer keeps of its parameters."""
+    return {
+        f"optimizer.{name}.{key}": as_tensor(value, f"optimizer.{name}.{key}")
+        for group, params in zip(optimizer.param_groups, names, strict=True)
+        for parameter, name in zip(group["params"], params, strict=True)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def as_tensor(value: Any, name: str) -> torch.Tensor:
+    """A state as a tensor; old optimizers count their steps in plain numbers."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64)
+    raise ValueError(
+        f"{name} is {type(value).__name__}; a checkpoint holds tensors and numbers of "
+        "an optimizer's state"
+    )
+
+
+def saved_keys(source: Source, name: str) -> list[str]:
+    """What the checkpoint has of an optimizer's state of the parameter `name`."""
+    prefix = f"optimizer.{name}."
+    return [
+        key
+        for each in source.tensors
+        if each.startswith(prefix) and "." not in (key := each.removeprefix(prefix))
+    ]
+
+
+def check_all_taken(source: Source, kind: str, taken: Mapping[str, Any]) -> None:
+    """ValueError if the checkpoint has other tensors of `kind` than `taken`."""
+    there = {name for name in source.tensors if name.startswith(f"{kind}.")}
+    if more := sorted(there - set(taken)):
+        raise ValueError(
+            f"the checkpoint has {more[0]} "
+            f"{f'and {len(more) - 1} more ' if len(more) > 1 else ''}that this {kind} "
+            "has not"
+        )
+
+
+def restore(
+    source: Source,
+    values: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    names: list[list[str]],
+) -> None:
+    """Set a model, and its optimizer if given, to what a checkpoint has.
+
+    Raises ValueError, and changes nothing, where they do not fit.
+    """
+    model = model_states(module)
+    check_all_taken(source, "model", model)
+    if optimizer is None:
+        source.fill(model)
+        return
+    check_hyperparameters(optimizer, names, values)
+    state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    fresh: Named = {}
+    for group, params in zip(optimizer.param_groups, names, strict=True):
+        for parameter, name in zip(group["params"], params, strict=True):
+            for key in saved_keys(source, name):
+                tensor = allocated(source, f"optimizer.{name}.{key}", parameter, group)
+                fresh[f"optimizer.{name}.{key}"] = tensor
+                state.setdefault(parameter, {})[key] = tensor
+    check_all_taken(source, "optimizer", fresh)
+    source.fill({**model, **fresh})
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    set_hyperparameters(optimizer, values)
+
+
+def allocated(
+    source: Source, name: str, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """An empty tensor for a state of `parameter`, sharded as that is."""
+    shape, dtype = source.tensors[name]
+    if shape == tuple(parameter.shape):
+        return torch.empty_like(
+            parameter, dtype=dtype, memory_format=torch.preserve_format
+        ).detach()
+    if isinstance(parameter, DTensor) and shape:
+        raise ValueError(
+            f"the checkpoint has {name} in shape {shape}, its parameter has "
+            f"{tuple(parameter.shape)}; a sharded model takes states of its own shape"
+        )
+    # A step count is on the CPU, unless the update runs as one kernel with it.
+    on_device = shape or group.get("capturable") or group.get("fused")
+    return torch.empty(
+        shape, dtype=dtype, device=parameter.device if on_device else "cpu"
+    )
