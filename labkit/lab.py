@@ -289,7 +289,7 @@ class Lab:
                 seed=seed,
                 options=options.for_message(),
                 folder=None if run.folder is None else str(run.folder),
-                checkpoints=plan and asdict(plan),
+                checkpoints=asdict(plan) if plan else None,
             )
             dispatch = Dispatch(
                 cluster,

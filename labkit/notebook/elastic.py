@@ -7,8 +7,6 @@ from dataclasses import asdict
 from dataclasses import replace
 from pathlib import Path
 
-from labkit.checkpoint.folders import last_in
-from labkit.checkpoint.folders import step_of
 from labkit.notebook import saved_runs
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
@@ -19,6 +17,8 @@ from labkit.notebook.runs import Run
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
+from labkit.step_folders import last_in
+from labkit.step_folders import step_of
 
 MAX_RESTARTS = 3
 """How often a run goes on from the same checkpoint: what ends it there may again."""
@@ -101,9 +101,7 @@ class Elastic:
     ) -> Restart:
         run = self._run
         cause = died.evalue.split("; ")[0]
-        restart = Restart(
-            step, run.num_steps, dead, cause, run.elapsed(), time.time()
-        )
+        restart = Restart(step, run.num_steps, dead, cause, run.elapsed(), time.time())
         saved_runs.restart(run, outcomes, restart)
         return restart
 
@@ -134,9 +132,7 @@ class Elastic:
         )
         return self._add(dispatch, {died.rank}, why)
 
-    def _explained(
-        self, dispatch: Dispatch, outcomes: list[Outcome]
-    ) -> list[Outcome]:
+    def _explained(self, dispatch: Dispatch, outcomes: list[Outcome]) -> list[Outcome]:
         """Say of a rank that was restarted why it may lack a name."""
         lacking = {
             outcome.rank

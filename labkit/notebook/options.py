@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint.folders import last_in
-from labkit.checkpoint.folders import step_of
 from labkit.records import PRECISIONS
 from labkit.records import CheckpointPlan
 from labkit.records import TrainOptions
+from labkit.step_folders import last_in
+from labkit.step_folders import step_of
 from labkit.strategies import Strategy
 
 

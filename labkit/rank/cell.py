@@ -201,6 +201,7 @@ class CellRunner:
             journal=Journal(spec.folder, rank),
         )
         self._boundary = Boundary()
+        plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
         session = Session(
             strategy,
             self._emitter,
@@ -209,7 +210,7 @@ class CellRunner:
             device=self.membership.device,
             seed=spec.seed,
             options=TrainOptions(**spec.options, config=self.config),
-            checkpoints=CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None,
+            checkpoints=plan,
             report=lambda report: self._publish("report", report),
             after_step=self._boundary.passed,
         )

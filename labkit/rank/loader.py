@@ -151,8 +151,8 @@ class RankLoader:
     `on_drawn(indices, num_samples, epoch)` after a whole pass, with the samples that
     this rank had.
 
-    With a position in `resume_at` the passes before it yield nothing, and its own begins
-    after the batches that it had.
+    With a position in `resume_at` the passes before it yield nothing, and its own
+    begins after the batches that it had.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Takes a run's checkpoints between its steps, and goes on from one."""
 
 import contextlib
-import dataclasses
 import random
 import struct
 import sys
+from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checkpoint import Checkpoint
 from labkit.checkpoint import Pending
+from labkit.checkpoint import Section
 from labkit.checkpoint import begin_save
-from labkit.checkpoint import last_in
 from labkit.checkpoint import prune
-from labkit.checkpoint import step_folder
+from labkit.rank.checkpoints import Checkpoints
+from labkit.rank.checkpoints import prefix
 from labkit.rank.loader import Position
 from labkit.rank.loader import RankLoader
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.rank.stepping import watching_schedulers
 from labkit.records import CheckpointPlan
+from labkit.step_folders import last_in
+from labkit.step_folders import step_folder
 
 SEED_STRIDE = 1_000_003
 
@@ -41,8 +44,15 @@ class Keeper:
     """
 
     def __init__(
-        self, plan: CheckpointPlan | None, *, rank: int, device: torch.device, seed: int
+        self,
+        plan: CheckpointPlan | None,
+        *,
+        rank: int,
+        device: torch.device,
+        seed: int,
+        on_checkpoint: Callable[[int], None],
     ) -> None:
+        """`on_checkpoint(step)` is called when one is taken."""
         self.is_replaying = plan is not None and plan.resume_from is not None
         self.first_step = 0
         """Optimizer steps that were taken before this run."""
@@ -54,17 +64,21 @@ class Keeper:
         self._checkpoint: Checkpoint | None = None
         """What the run goes on from."""
         self._saved: dict[str, Any] = {}
-        """Its values."""
+        """What it says of the loop."""
+        self._sections: list[dict[str, Any]] = []
+        """What it says of each model and optimizer."""
         self._optimizers: list[PreparedOptimizer] = []
         self._loaders: list[RankLoader] = []
+        self._states = Checkpoints(lambda: [each.prepared for each in self._optimizers])
         self._active: int | None = None
         """The loader that was asked for a batch last."""
         self._schedulers: list[LRScheduler] = []
         """All of the cell's, in the order in which they were seen first."""
-        self._states: list[tuple[str, dict[str, Any]]] = []
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
         """Class and state of those that are yet to be restored, in the same order."""
         self._rates: list[list[dict[str, Any]]] = []
         """What the optimizers' groups had, besides parameters."""
+        self._on_checkpoint = on_checkpoint
         self._pending: Pending | None = None
         self._last_step = 0
         """Of the last checkpoint that was begun."""
@@ -100,12 +114,12 @@ class Keeper:
         if self._checkpoint is None:
             self._open()
         assert self._checkpoint is not None
-        saved = self._saved["prepared"]
+        saved = self._saved["loaders"]
         if place >= len(saved):
             return  # it was not yet when the checkpoint was taken
         self._check_data(saved[place]["data"], facts_of(loader))
         optimizer.prepared.restore(
-            self._checkpoint, saved[place]["state"], prefix(place)
+            Section(self._checkpoint, prefix(place)), self._sections[place]
         )
         self._rates.append(
             [
@@ -153,30 +167,24 @@ class Keeper:
             return
         self._wait()
         self._last_step = step
-        tensors: dict[str, torch.Tensor] = {}
-        saved = []
-        for place, loader in enumerate(self._loaders):
-            prepared = self._optimizers[place].prepared
-            own, state = prepared.checkpoint()
-            tensors |= {prefix(place) + name: tensor for name, tensor in own.items()}
-            saved.append(
-                {
-                    "state": state,
-                    "position": vars(loader.position),
-                    "data": facts_of(loader),
-                }
-            )
+        self._on_checkpoint(step)
+        # As save_checkpoint does it, so that load_checkpoint takes it too.
+        tensors, sections = self._states.collect()
         numbers = random_state(self._device)
         tensors |= {f"rng.{self._rank}.{name}": each for name, each in numbers.items()}
-        values = {
+        loop = {
             "step": step,
             "seed": self._seed,
-            "prepared": saved,
+            "loaders": [
+                {"position": vars(loader.position), "data": facts_of(loader)}
+                for loader in self._loaders
+            ],
             "active": self._active,
             "schedulers": [
                 (type(each).__name__, plain(each.state_dict())) for each in self._ours()
             ],
         }
+        values = {"sections": sections, "user": {}, "loop": loop}
         folder = step_folder(Path(self._plan.directory), step)
         try:
             self._pending = begin_save(folder, tensors, values)
@@ -215,12 +223,13 @@ class Keeper:
 
     def _open(self) -> None:
         self._checkpoint = Checkpoint(Path(self._name))
-        self._saved = self._checkpoint.values
-        if not self._saved.keys() >= {"step", "seed", "prepared", "active"}:
+        values = self._checkpoint.values
+        if "loop" not in values:
             raise ValueError(
-                f"{self._name} is not of a run with --checkpoint; "
-                "call load_checkpoint in the cell for it"
+                f"{self._name} is not of a run with --checkpoint; call load_checkpoint "
+                "in the cell for it, or name another folder"
             )
+        self._saved, self._sections = values["loop"], values["sections"]
         if self._saved["seed"] != self._seed:
             raise ValueError(
                 f"{self._name} is of a run with --seed "
@@ -228,7 +237,7 @@ class Keeper:
                 f"--seed {self._seed}; go on with --seed {self._saved['seed']}"
             )
         self.first_step = self._last_step = self._saved["step"]
-        self._states = list(self._saved["schedulers"])
+        self._waiting = list(self._saved["schedulers"])
 
     def _check_data(self, saved: dict[str, Any], here: dict[str, Any]) -> None:
         for name, value in here.items():
@@ -267,9 +276,9 @@ class Keeper:
                 self._restore_rates()
 
     def _restore(self, scheduler: LRScheduler) -> None:
-        if not self._states:
+        if not self._waiting:
             return
-        kind, state = self._states.pop(0)
+        kind, state = self._waiting.pop(0)
         if kind != (here := type(scheduler).__name__):
             raise ValueError(
                 f"{self._name} has the state of a {kind} where this cell has a {here}; "
@@ -312,11 +321,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def prefix(place: int) -> str:
-    """What the names of a cell's first, second, ... model begin with."""
-    return f"{place}." if place else ""
 
 
 def facts_of(loader: RankLoader) -> dict[str, Any]:

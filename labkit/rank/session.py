@@ -1,7 +1,6 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
 import contextlib
-import random
 import time
 import warnings
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,6 +29,7 @@ from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.resume import Keeper
 from labkit.rank.resume import seed_everything
 from labkit.rank.stepping import PreparedOptimizer
+from labkit.records import CHECKPOINT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
@@ -86,7 +85,15 @@ class Session:
         self._after_step = after_step
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
-        self._keeper = Keeper(checkpoints, rank=rank, device=device, seed=seed)
+        self._keeper = Keeper(
+            checkpoints,
+            rank=rank,
+            device=device,
+            seed=seed,
+            on_checkpoint=lambda step: self._emitter.put(
+                CHECKPOINT, step, step, self._read_memory()
+            ),
+        )
         self._optimizers: list[PreparedOptimizer] = []
         self._undo: list[Callable[[], None]] = []
         self._num_samples: int | None = None
@@ -309,7 +316,9 @@ class Session:
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
-        if self._probe is None and is_sampled(self._optimizer_steps + 1 - self._keeper.first_step):
+        if self._probe is None and is_sampled(
+            self._optimizer_steps + 1 - self._keeper.first_step
+        ):
             self._begin_probe()
 
     def _end_batches(self) -> None:

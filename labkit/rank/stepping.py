@@ -131,7 +131,7 @@ def watching_schedulers(
 
         return step_if_allowed
 
-    def patch_all(kind: type) -> None:
+    def patch_all(kind: Any) -> None:
         patch(kind, "__init__", watched_init)
         patch(kind, "step", watched_step)
         for child in kind.__subclasses__():
