@@ -124,14 +124,15 @@ class Panel:
         for step in new:
             self.axes.axvline(step, color=WARNING_INK, lw=0.8, ls=(0, (6, 3)))
             if with_words:
-                self.axes.text(
-                    step,
-                    0.96,
-                    f" {marks[step]}",
-                    transform=self.axes.get_xaxis_transform(),
+                self.axes.annotate(
+                    marks[step],
+                    (step, 0.03),
+                    (-2, 0),
+                    xycoords=self.axes.get_xaxis_transform(),
+                    textcoords="offset points",
                     rotation=90,
                     ha="right",
-                    va="top",
+                    va="bottom",
                     fontsize=7,
                     color=WARNING_INK,
                 )

@@ -70,6 +70,7 @@ class CellRunner:
         self._spec: CellSpec | None = None
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
+        self._session: Session | None = None
         self._boundary = Boundary()
         self._depth = 0
         # Guards `_is_running`: an interrupt is only ever raised inside a cell.
@@ -135,11 +136,17 @@ class CellRunner:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
+        error = self._begin_error or result.error_before_exec or result.error_in_exec
+        session, self._session = self._session, None
+        if session is not None and error is None:
+            try:
+                session.finish(is_interrupted=self._signal_seen.is_set)
+            except (Exception, KeyboardInterrupt) as problem:
+                error = problem
         with self._lock:
             self._is_running = False
             self._is_closing = True
         self._spec = None
-        error = self._begin_error or result.error_before_exec or result.error_in_exec
         emitter, self._emitter = self._emitter, None
         try:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
@@ -214,6 +221,7 @@ class CellRunner:
             report=lambda report: self._publish("report", report),
             after_step=self._boundary.passed,
         )
+        self._session = session
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in _TRAINING_NAMES}
         names |= checkpoint_names(Checkpoints(session.prepared))

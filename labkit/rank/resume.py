@@ -6,6 +6,7 @@ import struct
 import sys
 from collections.abc import Callable
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from labkit.step_folders import last_in
 from labkit.step_folders import step_folder
 
 SEED_STRIDE = 1_000_003
+
+_POLL_S = 0.05
 
 _GAUSS = struct.Struct("<?d")
 """The normal number that a generator has in hand: whether it has one, and which."""
@@ -189,11 +192,15 @@ class Keeper:
         try:
             self._pending = begin_save(folder, tensors, values)
         except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "was not saved" not in str(error):
+                raise  # the ranks are parted
             self._say_failed(step, error)
         if self._rank == 0 and self._pending is not None:
             self._pending.add_done_callback(self._prune)
 
-    def finish(self, step: int) -> None:
+    def finish(
+        self, step: int, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
         """The cell has ended, or stops, after `step` steps: keep what there is."""
         if self._plan is None:
             return
@@ -208,6 +215,10 @@ class Keeper:
             self._say("no checkpoint was taken, for the cell did not call prepare")
         else:
             self.save(step)
+            while self._pending and not self._pending.done():
+                if is_interrupted():
+                    raise KeyboardInterrupt
+                futures.wait([self._pending], _POLL_S)
             self._wait()
 
     def _wait(self) -> None:

@@ -124,11 +124,17 @@ class Session:
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:
                 yield
-                self._keeper.finish(self._optimizer_steps)
                 self._check_replicas()
                 self._report(self._watch.notes())
             finally:
                 self._end()
+
+    def finish(self, is_interrupted: Callable[[], bool]) -> None:
+        """The cell ended well: keep its state, if it keeps any. Collective.
+
+        Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
+        """
+        self._keeper.finish(self._optimizer_steps, is_interrupted)
 
     def _end(self) -> None:
         """Let go of the models; the cell's own variables may be used on."""
