@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
+from labkit.step_folders import MANIFEST
 from labkit.step_folders import all_in
 
+FILE_OF_RANK = re.compile(r"rank-\d{5}\.safetensors")
 _ASIDE = re.compile(r"\..+\.labkit-[0-9a-f]{32}")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -20,20 +22,38 @@ _RENAME_EXCHANGE = 2
 def prune(directory: Path, keep: int) -> None:
     """Remove all checkpoints of steps in `directory` but the newest `keep`."""
     for folder in all_in(directory)[: -keep or None]:
-        with Aside(folder) as aside:
-            # Out of sight at once: a half of it is no checkpoint.
-            folder.rename(aside.path / folder.name)
+        if not others_in(folder):
+            with Aside(folder) as aside:
+                # Out of sight at once: a half of it is no checkpoint.
+                folder.rename(aside.path / folder.name)
+
+
+def others_in(folder: Path) -> list[str]:
+    """Names of files in `folder` that are not a checkpoint's."""
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name != MANIFEST and not FILE_OF_RANK.fullmatch(path.name)
+    )
 
 
 class Aside:
     """A hidden folder beside `folder`, in which its next contents are made.
 
     Who makes one holds a lock on it, so that another process can tell what was left
-    behind by one that is gone.
+    behind by one that is gone. Raises ValueError if something else is at `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if folder.exists():
+            if not folder.is_dir():
+                raise ValueError(f"{folder} is a file; choose another name")
+            if others := others_in(folder):
+                raise ValueError(
+                    f"{folder} is there and has other files than a checkpoint's, as "
+                    f"{others[0]}; choose another name"
+                )
         self.path = folder.parent / f".{folder.name}.labkit-{uuid4().hex}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent)

@@ -43,7 +43,7 @@ class Checkpoint:
         """What is saved besides `tensors`."""
         try:
             found = decode(self._values, self.tensor)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"{self.folder} is damaged: its values are not readable")
@@ -62,7 +62,7 @@ class Checkpoint:
 
         Raises ValueError, and reads nothing, unless all are there in these shapes.
         """
-        self._check_names(tensors)
+        self.check(tensors)
         planner = DefaultLoadPlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False
         )
@@ -97,24 +97,25 @@ class Checkpoint:
         """Names of the tensors that are not among the values."""
         return {name for name in self.tensors if not name.startswith("values.")}
 
-    def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """ValueError unless all of these are there, in these shapes."""
         if missing := [name for name in tensors if name not in self.tensors]:
             raise ValueError(f"{self.folder} lacks {some(missing)}")
         wrong = [
-            f"{name} is {saved} there and {tuple(tensor.shape)} here"
+            f"{name} is {shape} there and {tuple(tensor.shape)} here"
             for name, tensor in tensors.items()
-            if (saved := self.tensors[name][0]) != tuple(tensor.shape)
+            if (shape := self.tensors[name][0]) != tuple(tensor.shape)
         ]
         if wrong:
             raise ValueError(f"{self.folder} has other shapes: {some(wrong)}")
-        wrong = [
-            f"{name} is {saved!s} there and {tensor.dtype} here"
+        unlike = [
+            f"{name} is {dtype} there and {tensor.dtype} here"
             for name, tensor in tensors.items()
-            if (saved := self.tensors[name][1]) != tensor.dtype
-            and not (saved.is_floating_point and tensor.is_floating_point())
+            if (dtype := self.tensors[name][1]) != tensor.dtype
+            and not (dtype.is_floating_point and tensor.is_floating_point())
         ]
-        if wrong:
-            raise ValueError(f"{self.folder} has other dtypes: {some(wrong)}")
+        if unlike:
+            raise ValueError(f"{self.folder} has other dtypes: {some(unlike)}")
 
     def _metadata(self, names: Iterable[str]) -> Metadata:
         return Metadata(
@@ -169,9 +170,16 @@ class Section:
         self._checkpoint = checkpoint
         self._prefix = prefix
 
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As `Checkpoint.check`."""
+        self._checkpoint.check(self._named(tensors))
+
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """As `Checkpoint.fill`."""
-        self._checkpoint.fill({self._prefix + n: t for n, t in tensors.items()})
+        self._checkpoint.fill(self._named(tensors))
+
+    def _named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {self._prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def load(

@@ -3,13 +3,13 @@
 import json
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from labkit.checkpoint.folders import FILE_OF_RANK
 from labkit.step_folders import MANIFEST
 
 FORMAT = "labkit checkpoint"
@@ -36,7 +36,6 @@ DTYPES = {
 """By the names that the safetensors format has for them."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FILE = re.compile(r"rank-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _entry(described: dict[str, Any]) -> Entry:
 
 def _is_inside(part: Part, shape: tuple[int, ...]) -> bool:
     return (
-        _FILE.fullmatch(part.file) is not None
+        FILE_OF_RANK.fullmatch(part.file) is not None
         and len(part.offset) == len(part.shape) == len(shape)
         and all(
             begin + size <= whole

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.folders import Aside
 from labkit.checkpoint.manifest import DTYPES
@@ -98,7 +99,8 @@ class _Save:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.pending: Pending = Future()
-        self._folder = folder.absolute()
+        self.pending.set_running_or_notify_cancel()
+        self._folder = folder.resolve()
         self._abandoned = threading.Event()
         self._rank, self._world_size = 0, 1
         if dist.is_initialized():
@@ -142,15 +144,16 @@ class _Save:
         try:
             in_values: dict[str, torch.Tensor] = {}
             self._values = encode(dict(values), "values", in_values)
-            if self._rank == 0:
-                tensors = {**tensors, **in_values}
             check(tensors)
+            for name, tensor in in_values.items():
+                if self._rank == 0 or isinstance(tensor, DTensor):
+                    tensors[name] = tensor
             planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
             plan = planner.create_local_plan()
             if self._rank == 0:
                 self._aside = Aside(self._folder)
                 path = str(self._aside.path)
-        except (ValueError, OSError) as problem:
+        except (ValueError, OSError, RecursionError) as problem:
             error = problem
         offers: list[Any] = [(plan, path, str(error or ""))] * self._world_size
         if self._world_size > 1:
@@ -248,6 +251,8 @@ def check(tensors: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"tensors[{name!r}] is {type(tensor).__name__}; give names and tensors"
             )
+        if name.startswith("values."):
+            raise ValueError(f"{name}: names in values. are those of tensors in values")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; a "

@@ -19,6 +19,8 @@ def encode(value: Any, name: str, tensors: Tensors) -> Any:
         # Of numpy's kinds there are some that are no subclass of these.
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, torch.Tensor):
+        while name in tensors:  # {"a.b": x, "a": {"b": y}}
+            name += "'"
         tensors[name] = value
         return {"~tensor": name}
     if isinstance(value, list | tuple):

@@ -47,7 +47,8 @@ class Checkpoints:
                 "there is nothing to save; call prepare before, or give model=model, "
                 "optimizer=optimizer, or values by name"
             )
-        checkpoint.save(Path(folder), tensors, {"sections": sections, "user": values})
+        contents = {"sections": sections, "user": values}
+        checkpoint.save(path_of(folder), tensors, contents)
 
     def load_checkpoint(
         self,
@@ -62,15 +63,15 @@ class Checkpoints:
         All ranks call it. With `model` alone only the model's part is read. Raises
         ValueError, and changes nothing, where the checkpoint does not fit.
         """
-        found = checkpoint.Checkpoint(Path(folder))
+        found = checkpoint.Checkpoint(path_of(folder))
         values = found.values
         user = values.get("user", {})
+        if not isinstance(user, dict):
+            raise ValueError(f"{found.folder} is damaged: its values are not readable")
         self.restore(found, values.get("sections"), model, optimizer)
-        return dict(user)
+        return user
 
-    def collect(
-        self,
-    ) -> tuple[Named, list[dict[str, Any]]]:
+    def collect(self) -> tuple[Named, list[dict[str, Any]]]:
         """The states of all that `prepare` made, for `checkpoint.save`; this rank's
         part of the tensors, and a section of settings for each. Collective."""
         return self._collect(None, None)
@@ -107,12 +108,16 @@ class Checkpoints:
                 "give model=model, optimizer=optimizer"
             )
         with_optimizer = model is None or optimizer is not None
-        for number, part in enumerate(parts):
-            part.restore(
+        restores = [
+            part.restoring(
                 checkpoint.Section(found, prefix(number)),
                 sections[number],
                 with_optimizer=with_optimizer,
             )
+            for number, part in enumerate(parts)
+        ]
+        for restore in restores:
+            restore()
 
     def _parts(
         self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
@@ -165,11 +170,22 @@ class Given:
         tensors |= states.optimizer_states(self._optimizer, self._names)
         return tensors, settings
 
-    def restore(
+    def restoring(
         self, source: states.Source, values: Mapping[str, Any], *, with_optimizer: bool
-    ) -> None:
-        """As `Prepared.restore`."""
-        states.restore(source, values, self._model, self._optimizer, self._names)
+    ) -> states.Restore:
+        """As `Prepared.restoring`."""
+        return states.restoring(
+            source, values, self._model, self._optimizer, self._names
+        )
+
+
+def path_of(folder: str | PathLike[str]) -> Path:
+    """The path that a user gave; ValueError if it can be none."""
+    if not isinstance(folder, str | PathLike) or not Path(folder).name:
+        raise ValueError(
+            f"folder is {folder!r:.40}; give a path, as 'checkpoints/first'"
+        )
+    return Path(folder).expanduser()
 
 
 def prefix(number: int) -> str:

@@ -15,6 +15,7 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
 from labkit.strategies.states import Named
+from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
 
 Tensors = Iterable[torch.Tensor | None]
@@ -139,21 +140,30 @@ class Prepared:
         values = self.settings()
         return tensors | states.optimizer_states(self.optimizer, self._names), values
 
-    def restore(
+    def restore(self, source: Source, values: Mapping[str, Any]) -> None:
+        """Set the states to what `checkpoint` gave, of any strategy. May be collective.
+
+        Raises ValueError, and changes nothing, where they do not fit.
+        """
+        self.restoring(source, values)()
+
+    def restoring(
         self,
         source: Source,
         values: Mapping[str, Any],
         *,
         with_optimizer: bool = True,
-    ) -> None:
-        """Set the states to what `checkpoint` gave, of any strategy. May be collective.
-
-        Raises ValueError, and changes nothing, where they do not fit.
-        """
+    ) -> Restore:
+        """What `restore` does once all has been found to fit."""
         optimizer = self.optimizer if with_optimizer else None
-        states.restore(source, values, self.module, optimizer, self._names)
-        if with_optimizer:
-            self.restore_scaler(values)
+        restore = states.restoring(source, values, self.module, optimizer, self._names)
+
+        def restore_all() -> None:
+            restore()
+            if with_optimizer:
+                self.restore_scaler(values)
+
+        return restore_all
 
     def settings(self) -> dict[str, Any]:
         """What there is to the states besides tensors."""
@@ -165,7 +175,8 @@ class Prepared:
     def restore_scaler(self, values: Mapping[str, Any]) -> None:
         """Set the loss scaler, if there is one, to what was saved of one."""
         if self.scaler is not None and values.get("scaler"):
-            self.scaler.load_state_dict(values["scaler"])
+            saved = {**self.scaler.state_dict(), **values["scaler"]}
+            self.scaler.load_state_dict(saved)
 
     def close(self) -> None:
         """Take back what only this run needed of the model."""

@@ -4,6 +4,7 @@
 first name; `optimizer.<name>.<key>` is what the optimizer keeps of that parameter.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 from typing import Protocol
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 Named = dict[str, torch.Tensor]
 
+Restore = Callable[[], None]
+
 # How an optimizer computes is for the place where it runs, not for a checkpoint.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
@@ -23,6 +26,8 @@ class Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -103,6 +108,30 @@ def check_hyperparameters(
             f" and this one {len(names)} of {', '.join(str(len(g)) for g in names)}, "
             "or others; make it of the same parameters in the same order"
         )
+    for number, (group, settings) in enumerate(
+        zip(optimizer.param_groups, saved, strict=True)
+    ):
+        for key, value in settings.items():
+            if key in group and not is_alike(group[key], value):
+                raise ValueError(
+                    f"the checkpoint has {key} = {value!r:.40} for the optimizer's "
+                    f"group {number}, which has {group[key]!r:.40}"
+                )
+    scaler = values.get("scaler") or {}
+    if not isinstance(scaler, dict) or not all(
+        isinstance(value, int | float) for value in scaler.values()
+    ):
+        raise ValueError("the checkpoint's loss scaler is damaged")
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    """Whether two settings are of a kind: a learning rate may be a tensor, too."""
+    kinds = (int | float | torch.Tensor, tuple | list, str, dict)
+    return (
+        one is None
+        or other is None
+        or any(isinstance(one, kind) and isinstance(other, kind) for kind in kinds)
+    )
 
 
 def set_hyperparameters(
@@ -165,22 +194,22 @@ def check_all_taken(source: Source, kind: str, taken: Mapping[str, Any]) -> None
         )
 
 
-def restore(
+def restoring(
     source: Source,
     values: Mapping[str, Any],
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     names: list[list[str]],
-) -> None:
-    """Set a model, and its optimizer if given, to what a checkpoint has.
+) -> Restore:
+    """What sets a model, and its optimizer if given, to what a checkpoint has.
 
-    Raises ValueError, and changes nothing, where they do not fit.
+    Raises ValueError where they do not fit; nothing is changed before it is called.
     """
     model = model_states(module)
+    source.check(model)
     check_all_taken(source, "model", model)
     if optimizer is None:
-        source.fill(model)
-        return
+        return lambda: source.fill(model)
     check_hyperparameters(optimizer, names, values)
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     fresh: Named = {}
@@ -191,10 +220,14 @@ def restore(
                 fresh[f"optimizer.{name}.{key}"] = tensor
                 state.setdefault(parameter, {})[key] = tensor
     check_all_taken(source, "optimizer", fresh)
-    source.fill({**model, **fresh})
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    set_hyperparameters(optimizer, values)
+
+    def restore() -> None:
+        source.fill({**model, **fresh})
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        set_hyperparameters(optimizer, values)
+
+    return restore
 
 
 def allocated(

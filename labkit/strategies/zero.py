@@ -17,6 +17,13 @@ from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
+from labkit.strategies.states import Named
+from labkit.strategies.states import Restore
+from labkit.strategies.states import Source
+from labkit.strategies.states import check_hyperparameters
+from labkit.strategies.states import set_hyperparameters
+from labkit.strategies.zero_states import Partitions
+from labkit.strategies.zero_states import ZeROStates
 
 BUCKET_ELEMENTS = 2_000_000
 """DeepSpeed's own 5e8 would take 2 GB for a bucket of fp32."""
@@ -156,6 +163,53 @@ class ZeRO(Prepared):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero.zero_grad(set_to_none)
 
+    def checkpoint(
+        self, *, with_optimizer: bool = True
+    ) -> tuple[Named, dict[str, Any]]:
+        tensors = self._states().gather(with_optimizer=with_optimizer)
+        return tensors, self.settings() if with_optimizer else {}
+
+    def restoring(
+        self,
+        source: Source,
+        values: Mapping[str, Any],
+        *,
+        with_optimizer: bool = True,
+    ) -> Restore:
+        held = self._states()
+        held.check(source, with_optimizer=with_optimizer)
+        if with_optimizer:
+            check_hyperparameters(self.optimizer, self._names, values)
+
+        def restore() -> None:
+            held.restore(source, with_optimizer=with_optimizer)
+            if with_optimizer:
+                set_hyperparameters(self._zero.optimizer, values)
+                self.restore_scaler(values)
+
+        return restore
+
+    def settings(self) -> dict[str, Any]:
+        found = super().settings()
+        if self.options.precision == "fp16":
+            found["scaler"] = {"scale": float(self._zero.loss_scale)}
+        return found
+
+    def restore_scaler(self, values: Mapping[str, Any]) -> None:
+        if self.options.precision == "fp16" and values.get("scaler"):
+            self._zero.loss_scale = values["scaler"]["scale"]
+
+    def _states(self) -> ZeROStates:
+        land_parameters(self.model)
+        return ZeROStates(self.module, self._zero, self.partitions())
+
+    def partitions(self) -> Partitions:
+        """This rank's fp32 partition of every group, with the group's parameters."""
+        zero = self._zero
+        return list(
+            zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+        )
+
     def close(self) -> None:
         super().close()
         _former.append(self.model)
@@ -200,6 +254,12 @@ class ZeRO3(ZeRO):
     def updated(self) -> Iterable[torch.Tensor]:
         partitions: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
         return partitions
+
+    def partitions(self) -> Partitions:
+        zero = self._zero
+        return list(
+            zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        )
 
     def memory(self) -> dict[str, Tensors]:
         zero = self._zero

@@ -1,0 +1,212 @@
+"""The states of a model under DeepSpeed's ZeRO: gathered and dealt out by parameter.
+
+DeepSpeed lays the trainable parameters of a group end to end, and cuts that into flat
+partitions in fp32, one a rank; the optimizer's states are of their shape. No collective
+is taken of more than one parameter at a time, and a rank keeps but its share.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.strategies import states
+from labkit.strategies.states import Named
+from labkit.strategies.states import Source
+
+Partitions = list[tuple[torch.Tensor, list[nn.Parameter]]]
+"""This rank's flat partition of a group of parameters, and those parameters."""
+
+
+class ZeROStates:
+    """The states of `module`, which DeepSpeed's optimizer `zero` updates."""
+
+    def __init__(self, module: nn.Module, zero: Any, partitions: Partitions) -> None:
+        self._module = module
+        self._zero = zero
+        self._partitions = partitions
+        self._flat_of = {id(p): flat for flat, group in partitions for p in group}
+        if hasattr(zero, "_hp_optimizer_states_linked"):
+            # DeepSpeed does it in the first step, when but the first group has states.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def gather(self, *, with_optimizer: bool) -> Named:
+        """This rank's share of the states, each whole, on the CPU. Collective."""
+        share = Share()
+        for name, tensor in states.model_states(self._module).items():
+            whole = self._whole(tensor)
+            share.offer(name, whole)
+            flat = self._flat_of.get(id(tensor))
+            if flat is None or not with_optimizer:
+                continue
+            name = name.removeprefix("model.")
+            for key, value in self._zero.optimizer.state.get(flat, {}).items():
+                if is_like(value, flat):
+                    share.offer(f"optimizer.{name}.{key}", full_state(tensor, key))
+                elif value is not None:
+                    share.offer(
+                        f"optimizer.{name}.{key}",
+                        states.as_tensor(value, f"optimizer.{name}.{key}"),
+                    )
+        return share.kept
+
+    def check(self, source: Source, *, with_optimizer: bool) -> None:
+        """ValueError unless `restore` finds all that it is to set, and nothing else."""
+        model = {
+            name: torch.empty(plain_shape(tensor), dtype=tensor.dtype, device="meta")
+            for name, tensor in states.model_states(self._module).items()
+        }
+        source.check(model)
+        states.check_all_taken(source, "model", model)
+        if with_optimizer:
+            taken = {
+                f"optimizer.{name}.{key}": tensor
+                for name, tensor in self._trained()
+                for key in states.saved_keys(source, name)
+            }
+            states.check_all_taken(source, "optimizer", taken)
+            for name, tensor in taken.items():
+                shape, dtype = source.tensors[name]
+                if shape and shape != plain_shape(tensor):
+                    whole = torch.empty(plain_shape(tensor), dtype=dtype, device="meta")
+                    source.check({name: whole})
+
+    def restore(self, source: Source, *, with_optimizer: bool) -> None:
+        """Set all states to those of a checkpoint. Collective."""
+        if with_optimizer:
+            self._make_states(source)
+        for name, tensor in states.model_states(self._module).items():
+            flat = self._flat_of.get(id(tensor))
+            if flat is None:
+                self._fill_plain(source, name, tensor)
+                continue
+            whole = torch.empty(plain_shape(tensor), dtype=torch.float32)
+            source.fill({name: whole})
+            set_full(tensor, whole, None)
+            if with_optimizer:
+                name = name.removeprefix("model.")
+                for key, value in self._zero.optimizer.state[flat].items():
+                    if is_like(value, flat):
+                        source.fill({f"optimizer.{name}.{key}": whole})
+                        set_full(tensor, whole, key)
+        self._update_working_parameters()
+
+    def _trained(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters that are partitioned, by name."""
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in self._flat_of:
+                yield name, parameter
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if id(tensor) in self._flat_of:
+            whole: torch.Tensor = safe_get_full_fp32_param(tensor)
+            return whole
+        if hasattr(tensor, "ds_id"):  # frozen, and in parts all the same
+            with GatheredParameters([tensor]):
+                return tensor.detach().clone()
+        return tensor
+
+    def _fill_plain(self, source: Source, name: str, tensor: torch.Tensor) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        if not hasattr(tensor, "ds_id"):
+            source.fill({name: tensor})
+            return
+        with GatheredParameters([tensor], modifier_rank=0):
+            source.fill({name: tensor.data})
+
+    def _make_states(self, source: Source) -> None:
+        """Give the partitions the states that the checkpoint has, empty as yet."""
+        names = {id(parameter): name for name, parameter in self._trained()}
+        optimizer = self._zero.optimizer
+        for flat, parameters in self._partitions:
+            state: dict[str, torch.Tensor] = {}
+            for parameter in parameters:
+                name = names[id(parameter)]
+                for key in states.saved_keys(source, name):
+                    shape, dtype = source.tensors[f"optimizer.{name}.{key}"]
+                    if shape == plain_shape(parameter) and shape:
+                        state.setdefault(key, torch.zeros_like(flat))
+                        continue
+                    # One count for the whole partition, that of the furthest.
+                    count = torch.empty(shape, dtype=dtype)
+                    source.fill({f"optimizer.{name}.{key}": count})
+                    state[key] = torch.maximum(state.get(key, count), count)
+            optimizer.state[flat] = state
+        if hasattr(self._zero, "_hp_optimizer_states_linked"):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _update_working_parameters(self) -> None:
+        """Let the model compute with what the partitions hold. Collective."""
+        zero = self._zero
+        if hasattr(zero, "update_lp_params"):
+            zero.update_lp_params()
+            return
+        # What stage 3 does at the end of a step.
+        zero._partition_all_parameters()
+        for number in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+class Share:
+    """One rank's share of tensors that all ranks are given: each goes to the rank that
+    has least."""
+
+    def __init__(self) -> None:
+        self.kept: Named = {}
+        self._bytes = [0] * dist.get_world_size()
+
+    def offer(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep it, on the CPU, if it is this rank's."""
+        rank = self._bytes.index(min(self._bytes))
+        self._bytes[rank] += tensor.nbytes + 1
+        if rank == dist.get_rank():
+            self.kept[name] = tensor.detach().cpu()
+
+
+def is_like(value: Any, flat: torch.Tensor) -> bool:
+    """Whether this state has an element for every one of a partition."""
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+def plain_shape(tensor: Any) -> tuple[int, ...]:
+    """A parameter's shape, also where stage 3 has put it in parts."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def full_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
+    """One state of a parameter, whole. Collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    whole: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
+    return whole
+
+
+def set_full(parameter: Any, whole: torch.Tensor, key: str | None) -> None:
+    """Set this rank's part of a parameter's fp32 values, or of its state `key`."""
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, key)
+        return
+    # By parts, for its own safe_set_full_* have no room for an uneven last part.
+    size = parameter.ds_tensor.numel()
+    part = torch.zeros(size, dtype=whole.dtype)
+    mine = whole.flatten()[size * dist.get_rank() :][:size]
+    part[: mine.numel()] = mine
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, part)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, part, key)
