@@ -126,9 +126,10 @@ class Elastic:
         return dispatch.outcomes
 
     def _give_up(self, dispatch: Dispatch, died: Outcome) -> list[Outcome]:
+        times = f"{MAX_RESTARTS} time{'s' * (MAX_RESTARTS > 1)}"
         why = (
-            f"; {MAX_RESTARTS} restarts from step {self._last_step} ended like that, "
-            "before the next checkpoint"
+            f"; --elastic resumed {times} from step {self._last_step} and a rank died "
+            "before the next checkpoint, so what ends it lies in between"
         )
         return self._add(dispatch, {died.rank}, why)
 
