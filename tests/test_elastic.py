@@ -13,6 +13,11 @@ from labkit import RankError
 from labkit import Run
 from labkit import load_run
 from labkit.notebook import elastic
+from labkit.notebook import store
+from labkit.notebook.collector import Collector
+from labkit.notebook.frames import FrameEncoder
+from labkit.rank.journal import Journal
+from labkit.records import CHECKPOINT
 from labkit.step_folders import all_in
 
 Captured = pytest.CaptureFixture[str]
@@ -112,6 +117,63 @@ def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
     [first, second] = run.plot().axes[0].texts[-2:]
     assert first.get_text() == "rank 1 died; resumed from step 0"
     assert second.get_text() == "rank 0 died; resumed from step 9"
+
+
+def write_steps(journal: Journal, steps: range, *, every: int, offset: float) -> None:
+    """What a rank writes of these steps, with a checkpoint after some of them."""
+    for step in steps:
+        for name, value in (("loss", offset + step), ("samples", 4.0)):
+            metric = journal.add_name(name)
+            journal.append(metric, step, 0.1 * step, 7, value)
+        if step % every == 0:
+            journal.append(journal.add_name(CHECKPOINT), step, 0.1 * step, 7, step)
+            # At the end of an epoch, after the checkpoint of its last step.
+            journal.append(journal.add_name("val_loss"), step, 0.1 * step, 7, offset)
+
+
+def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
+    tmp_path: Path,
+) -> None:
+    reader, late = Collector([0]), Collector([0])
+    frames = FrameEncoder(reader)
+    journal = Journal(tmp_path)
+    write_steps(journal, range(1, 6), every=3, offset=0.0)
+    store.read_records(tmp_path, reader, is_growing=True)
+    frames.delta()
+    frames.keyframe()
+    write_steps(journal, range(6, 9), every=3, offset=0.0)
+    # It goes on from step 3, on a rank that gives its metrics other numbers.
+    folder = store.journal_folder(tmp_path, 1)
+    folder.mkdir()
+    again = Journal(folder)
+    again.add_name("val_loss")
+    write_steps(again, range(4, 8), every=100, offset=100.0)
+    for collector in (reader, late):
+        store.read_records(
+            tmp_path, collector, restarts=[(3, 50.0)], is_growing=collector is reader
+        )
+        history = collector.history()
+        assert list(history["step"]) == [1, 2, 3, 4, 5, 6, 7]
+        assert list(history["loss"]) == [1, 2, 3, 104, 105, 106, 107]
+        assert list(history["seconds"].round(1)) == [
+            0.1,
+            0.2,
+            0.3,
+            50.4,
+            50.5,
+            50.6,
+            50.7,
+        ]
+        assert "val_loss" not in history.dropna(axis=1, how="all")
+        assert collector.steps == {0: 7}
+        assert collector.num_lost == 0
+    assert frames.delta() is None  # curves that go back need a keyframe
+    header, _ = frames.keyframe()
+    assert [0, "loss", 7] in header["series"]
+    store.write_records(tmp_path, reader)
+    assert [path.name for path in tmp_path.iterdir()] == ["records.parquet"]
+    store.read_records(tmp_path, late, restarts=[(3, 50.0)], is_growing=False)
+    pd.testing.assert_frame_equal(late.history(), reader.history(), check_like=True)
 
 
 def test_what_cannot_go_on_fails_with_the_cause(

@@ -216,6 +216,9 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     run.wait()
     [kept] = all_in(tmp_path / "kept")
     step = run.num_steps
+    # In another cell the loader of a run that was stopped has all of its batches.
+    lab.run("num_batches = sum(1 for _ in loader)")
+    assert lab.pull("num_batches", "all") == [4, 4]
     assert kept == step_folder(tmp_path / "kept", step)
     assert step < 160
     assert_goes_on(train("ddp", code, resume=True), whole, after=step)

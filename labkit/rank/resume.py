@@ -93,6 +93,8 @@ class Keeper:
             with watching_schedulers(self._note, self._may_step):
                 yield
         finally:
+            for loader in self._loaders:
+                loader.resume_at = Position(1)  # in another cell it is all there
             for held in (self._optimizers, self._loaders, self._schedulers):
                 held.clear()
 
@@ -112,6 +114,8 @@ class Keeper:
         place = len(self._optimizers)
         self._optimizers.append(optimizer)
         self._loaders.append(loader)
+        if self._plan is not None:
+            optimizer.prepared.settings()  # raises now what the first save would raise
         if not self.is_replaying:
             return
         if self._checkpoint is None:
@@ -235,7 +239,7 @@ class Keeper:
     def _open(self) -> None:
         self._checkpoint = Checkpoint(Path(self._name))
         values = self._checkpoint.values
-        if "loop" not in values:
+        if not isinstance(values.get("loop"), dict):
             raise ValueError(
                 f"{self._name} is not of a run with --checkpoint; call load_checkpoint "
                 "in the cell for it, or name another folder"
@@ -312,7 +316,8 @@ class Keeper:
     def _prune(self, pending: Pending) -> None:
         assert self._plan is not None
         if pending.exception() is None:
-            prune(Path(self._plan.directory), self._plan.keep)
+            with contextlib.suppress(OSError):  # they stay, until the next time
+                prune(Path(self._plan.directory), self._plan.keep)
 
     def _say_failed(self, step: int, error: Exception) -> None:
         assert self._plan is not None

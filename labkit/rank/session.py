@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -17,6 +16,8 @@ from torch.utils.data import Dataset
 
 from labkit.rank.boundary import StoppedAtStep
 from labkit.rank.emitter import Emitter
+from labkit.rank.evaluation import LossFunction
+from labkit.rank.evaluation import evaluate
 from labkit.rank.loader import RankLoader
 from labkit.rank.loader import Share
 from labkit.rank.loader import deal_out
@@ -51,8 +52,6 @@ RESERVED = frozenset(
         NOTICED_LOSS,
     }
 )
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class Session:
@@ -96,6 +95,8 @@ class Session:
         )
         self._optimizers: list[PreparedOptimizer] = []
         self._undo: list[Callable[[], None]] = []
+        self._has_ended = False
+        """Whether its loaders may be in another cell's hands."""
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
         self._num_tokens = 0
@@ -143,6 +144,7 @@ class Session:
             undo()
         for optimizer in self._optimizers:
             optimizer.take_step = Prepared.step
+        self._has_ended = True
         self._undo.clear()
         self._optimizers.clear()
 
@@ -252,7 +254,16 @@ class Session:
                 optimizer.zero_grad()
             if validate is not None and not self._keeper.is_replaying:
                 size = batch_size or loader.batches.batch_size
-                self.log(step=None, **self._evaluate(model, validate, functions, size))
+                found = evaluate(
+                    model,
+                    validate,
+                    functions,
+                    batch_size=size,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    device=self.device,
+                )
+                self.log(step=None, **found)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
         """Send scalars of this rank: `log(accuracy=0.9)`.
@@ -300,6 +311,8 @@ class Session:
         self._note_progress(epoch=epoch, steps_per_epoch=num_batches)
 
     def _before_batch(self, loader: RankLoader) -> None:
+        if self._has_ended:
+            return
         self._num_samples = self._num_samples or 0
         self._keeper.before_batch(loader, self._optimizer_steps)
         self._pass_boundary()
@@ -315,6 +328,8 @@ class Session:
             raise
 
     def _begin_batch(self, share: Share) -> None:
+        if self._has_ended:
+            return
         assert self._num_samples is not None
         self._num_samples += share.num_samples
         self._num_tokens += share.num_tokens
@@ -404,48 +419,6 @@ class Session:
                 self._emitter.put(
                     PROGRESS[field], value, self._optimizer_steps, self._read_memory()
                 )
-
-    @torch.no_grad()
-    def _evaluate(
-        self,
-        model: nn.Module,
-        source: Dataset[Any] | DataLoader[Any],
-        functions: Mapping[str, LossFunction],
-        batch_size: int,
-    ) -> dict[str, float]:
-        """Means over `source`, each rank on its share, as `val_<name>`."""
-        loader, batches = deal_out(
-            source,
-            batch_size=None if isinstance(source, DataLoader) else batch_size,
-            shuffle=False,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=0,
-        )
-        batches.drop_last = False
-        shares: list[Share] = []
-        was_training = model.training
-        model.eval()
-        sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=self.device)
-        for x, y in RankLoader(
-            loader,
-            batches,
-            self.device,
-            on_epoch=lambda epoch: None,
-            on_batch=shares.append,
-            on_end=lambda: None,
-        ):
-            num_samples = shares[-1].num_samples
-            output = model(x)
-            values = [float(function(output, y)) for function in functions.values()]
-            if num_samples:
-                sums += num_samples * torch.tensor([*values, 1.0], device=self.device)
-        model.train(was_training)
-        dist.all_reduce(sums)
-        *totals, count = sums.tolist()
-        return {
-            f"val_{name}": t / count for name, t in zip(functions, totals, strict=True)
-        }
 
 
 def is_sampled(step: int) -> bool:
