@@ -183,11 +183,13 @@ class _Save:
             self._write()
         except (OSError, SafetensorError) as error:
             problem = str(error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
         self._staged.clear()
         try:
             problem = self._conclude(problem)
-        except RuntimeError as error:
-            problem = str(error)  # the store is gone, or this save was abandoned
+        except Exception:  # this save was abandoned, or the store is gone
+            problem = _ABANDONED
         if self._aside:
             self._aside.discard()
         _in_flight.discard(self)
@@ -219,8 +221,10 @@ class _Save:
             problem = first_of([problem, *(self._read(key) for key in told[1:])])
             if not problem:
                 self._publish()
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             problem = str(error)
+        except RuntimeError:
+            problem = _ABANDONED
         self._post(concluded, problem)
         return problem
 

@@ -41,6 +41,7 @@ class Checkpoints:
         `scheduler=scheduler.state_dict()`; those of rank 0 are saved. The folder is
         there when it is whole, and replaced only then.
         """
+        path = path_of(folder)
         tensors, sections = self._collect(model, optimizer)
         if not tensors and not values:
             raise ValueError(
@@ -48,7 +49,7 @@ class Checkpoints:
                 "optimizer=optimizer, or values by name"
             )
         contents = {"sections": sections, "user": values}
-        checkpoint.save(path_of(folder), tensors, contents)
+        checkpoint.save(path, tensors, contents)
 
     def load_checkpoint(
         self,

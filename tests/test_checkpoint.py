@@ -1,0 +1,528 @@
+"""What is saved is what is loaded: under any strategy, on any number of ranks, or not.
+
+The reference is a plain loop in this process that is never interrupted.
+"""
+
+import functools
+import json
+import os
+import pickle
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from labkit import Lab
+from labkit import RankError
+from labkit import checkpoint
+from labkit.notebook.runs import Run
+
+pytestmark = pytest.mark.timeout(90)
+
+STRATEGIES = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+
+# Tied weights, a parameter without gradient, and sizes that no number of ranks divides.
+# 19 samples in batches of 9 are 9, 9 and 1: three steps an epoch.
+MODEL = """
+from labkit.models import GPT, next_token_loss
+random = torch.Generator().manual_seed(1)
+ids = torch.randint(0, 33, (19, 9), generator=random)
+data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
+model = GPT(33, context=8, dim=6, num_heads=2, num_layers=2)
+model.blocks[0].up.bias.requires_grad_(False)
+"""
+OPTIMIZERS = {
+    "adamw": """torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {
+                "params": [p for p in model.parameters() if p.dim() < 2],
+                "weight_decay": 0.0,
+            },
+        ],
+        lr=0.01,
+        weight_decay=0.1,
+    )""",
+    "sgd": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+    "no momentum": "torch.optim.SGD(model.parameters(), lr=0.1)",
+}
+PREPARE = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=9, shuffle=False)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+"""
+EPOCH = """
+for x, y in loader:
+    loss = next_token_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+scheduler.step()
+"""
+
+
+def setup(optimizer: str) -> str:
+    return f"{MODEL}\noptimizer = {OPTIMIZERS[optimizer]}\n{PREPARE}"
+
+
+def saved(folder: Path) -> str:
+    return f"save_checkpoint({str(folder)!r}, scheduler=scheduler.state_dict())\n"
+
+
+def loaded(folder: Path) -> str:
+    return (
+        f"loaded = load_checkpoint({str(folder)!r})\n"
+        "scheduler.load_state_dict(loaded['scheduler'])\n"
+    )
+
+
+def train(lab: Lab, strategy: str, code: str, **options: Any) -> np.ndarray:
+    """The loss of every global batch."""
+    run: Run = lab.train(strategy, code, live=False, timeout=60, **options)
+    rows = run.history.dropna(subset=["loss"])
+    weighted = (rows["loss"] * rows["samples"]).groupby(rows["step"]).sum()
+    return (weighted / rows["samples"].groupby(rows["step"]).sum()).to_numpy()
+
+
+@functools.cache
+def reference(optimizer: str) -> np.ndarray:
+    """The losses of two epochs in one process."""
+    names: dict[str, Any] = {"torch": torch}
+    torch.manual_seed(0)
+    exec(textwrap.dedent(MODEL), names)
+    model, data = names["model"], names["data"]
+    steps = eval(OPTIMIZERS[optimizer], names)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(steps, 0.7)
+    losses = []
+    for _ in range(2):
+        for x, y in (data[0:9], data[9:18], data[18:19]):
+            loss = names["next_token_loss"](model(x), y)
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+            losses.append(loss.item())
+        scheduler.step()
+    return np.array(losses)
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    found = checkpoint.Checkpoint(folder)
+    return {name: found.tensor(name) for name in found.tensors}
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    """Equal tensors to the last bit, and equal values."""
+    torch.testing.assert_close(contents(folder), contents(other), rtol=0, atol=0)
+    assert checkpoint.read(folder)[1] == checkpoint.read(other)[1]
+
+
+# ---- under every strategy ----
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(
+    lab: Lab, strategy: str, tmp_path: Path
+) -> None:
+    for optimizer in OPTIMIZERS:
+        if optimizer == "no momentum" and strategy != "zero3":
+            continue
+        folder = tmp_path / "deep" / "down" / optimizer
+        begun = train(lab, strategy, setup(optimizer) + EPOCH + saved(folder) + EPOCH)
+        np.testing.assert_allclose(begun, reference(optimizer), rtol=1e-5)
+        resumed = train(lab, strategy, setup(optimizer) + loaded(folder) + EPOCH)
+        np.testing.assert_array_equal(resumed, begun[3:])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_the_parameters_of_a_run_in_bf16_are_saved_in_fp32(
+    lab: Lab, strategy: str, tmp_path: Path
+) -> None:
+    code = setup("adamw")
+    first, again = tmp_path / "first", tmp_path / "again"
+    begun = train(lab, strategy, code + EPOCH + saved(first) + EPOCH, precision="bf16")
+    resumed = train(
+        lab, strategy, code + loaded(first) + saved(again) + EPOCH, precision="bf16"
+    )
+    np.testing.assert_array_equal(resumed, begun[3:])
+    assert_same(first, again)
+    # What no bf16 could be.
+    weight = contents(first)["model.tokens.weight"]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.timeout(240)  # 20 s, where nothing else runs
+def test_every_strategy_and_number_of_ranks_loads_what_any_other_saved(
+    lab: Lab, tmp_path: Path
+) -> None:
+    code, expected = setup("adamw"), reference("adamw")[3:]
+    first = tmp_path / "single"
+    train(lab, "single", code + EPOCH + saved(first))
+    with Lab(num_ranks=4, group_timeout_s=30) as four:
+        for strategy in ("zero3", "fsdp", "hsdp"):
+            again = tmp_path / f"{strategy} on 4"
+            losses = train(four, strategy, code + loaded(first) + saved(again) + EPOCH)
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+            assert_same(first, again)
+    for strategy in STRATEGIES:
+        source = tmp_path / ("fsdp on 4" if "zero" in strategy else "zero3 on 4")
+        again = tmp_path / strategy
+        losses = train(lab, strategy, code + loaded(source) + saved(again) + EPOCH)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert_same(first, again)
+
+
+def test_a_model_is_loaded_alone_and_with_values_of_all_kinds(
+    lab: Lab, tmp_path: Path
+) -> None:
+    values = "{'a': (1, 2.5), 3: [None, torch.arange(3)], 'b': {'nan': float('inf')}}"
+    both = f"save_checkpoint({str(tmp_path / 'x')!r}, model=model, v={values})"
+    train(lab, "zero3", setup("sgd") + EPOCH + both)
+    assert {n.split(".")[0] for n in contents(tmp_path / "x")} == {"model", "values"}
+    lab.run(
+        f"{MODEL}\nmodel.requires_grad_(False)\n"
+        f"v = load_checkpoint({str(tmp_path / 'x')!r}, model=model)['v']"
+    )
+    v = lab.pull("v")
+    assert v[3].pop().tolist() == [0, 1, 2]
+    assert v == {"a": (1, 2.5), 3: [None], "b": {"nan": float("inf")}}
+    saved_weights = contents(tmp_path / "x")
+    lab.run("weights = model.state_dict()")
+    for name, weight in lab.pull("weights").items():
+        if name != "head.weight":  # tied: saved once, and loaded into both
+            torch.testing.assert_close(
+                weight, saved_weights[f"model.{name}"], rtol=0, atol=0
+            )
+
+
+def test_a_cell_saves_what_it_wrapped_by_hand(lab: Lab, tmp_path: Path) -> None:
+    steps = """
+def step(model, optimizer):
+    out = model(torch.arange(8).view(1, 8)).square().mean()
+    out.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return out.item()
+"""
+    wraps = {
+        "plain": "pass",
+        "ddp": "model = torch.nn.parallel.DistributedDataParallel(model)",
+        "fsdp": "torch.distributed.fsdp.fully_shard(model)",
+    }
+    make = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)"
+    lab.run(steps)
+    for name, wrap in wraps.items():
+        folder = str(tmp_path / name)
+        remake = f"{MODEL}\n{wrap}\n{make}\n"
+        given = f"{folder!r}, model=model, optimizer=optimizer"
+        lab.run(
+            f"torch.manual_seed(0)\n{remake}step(model, optimizer)\n"
+            f"save_checkpoint({given}, rank=rank)\nexpected = step(model, optimizer)"
+        )
+        load = f"v = load_checkpoint({given})\nfound = step(model, optimizer)"
+        lab.train("raw", f"torch.manual_seed(1)\n{remake}{load}", live=False)
+        assert lab.pull("found") == lab.pull("expected")
+        assert lab.pull("v", "all") == [{"rank": 0}] * 2
+    assert_same(tmp_path / "plain", tmp_path / "ddp")
+
+
+def test_what_does_not_fit_is_said_in_one_line_and_changes_nothing(
+    lab: Lab, tmp_path: Path
+) -> None:
+    code, folder = setup("adamw"), tmp_path / "x"
+    train(lab, "ddp", code + EPOCH + saved(folder))
+    cases = {
+        ("GPT(33", "GPT(34"): r"other shapes: model.tokens.weight is \(33, 6\) there",
+        ("num_layers=2", "num_layers=3"): r"lacks model.blocks.2.* and \d+ more",
+        ("num_layers=2", "num_layers=1"): r"has model.blocks.1.* more that this model",
+        ("AdamW(", "Adam("): "optimizer is 'AdamW' and this one Adam; make the same",
+        (".dim() < 2", ".dim() < 1"): "has 2 groups of .* parameters and this one 2",
+    }
+    for strategy in ("ddp", "fsdp", "zero3"):
+        for (there, here), message in cases.items():
+            if strategy != "ddp" and "1" in here:
+                continue
+            with pytest.raises(RankError, match=message):
+                train(lab, strategy, code.replace(there, here) + loaded(folder))
+    checks = f"""
+import copy
+before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+try:
+    load_checkpoint({str(folder)!r})
+except ValueError:
+    after = model.state_dict(), optimizer.state_dict()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+else:
+    raise AssertionError
+"""
+    train(lab, "ddp", code.replace("AdamW(", "Adam(") + EPOCH + checks)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for call, message in {
+        "save_checkpoint('/')": "folder is '/'; give a path",
+        "save_checkpoint(3, a=1)": "folder is 3; give a path",
+        "save_checkpoint('y')": "nothing to save",
+        "save_checkpoint('y', f=print)": "values.user.f is builtin",
+        f"save_checkpoint({str(tmp_path)!r}, a=1)": "has other files .* as x; choose",
+        f"save_checkpoint({__file__!r}, a=1)": "is a file; choose another name",
+        f"load_checkpoint({str(tmp_path / 'y')!r})": "no checkpoint of labkit",
+        f"load_checkpoint({str(folder)!r})": "0 were prepared in this cell",
+        f"load_checkpoint({str(folder)!r}, optimizer=1)": "give model= as well",
+        f"load_checkpoint({str(folder)!r}, model=1)": "model is int",
+    }.items():
+        with pytest.raises(RankError, match=message):
+            lab.run(call)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+# ---- whole, or not there ----
+
+# A rank that writes a half of its file, and then has an accident.
+ACCIDENT = """
+from labkit.checkpoint import saving
+plain = plain if "plain" in globals() else saving.save_file
+def save_half(tensors, path, metadata):
+    path.write_bytes(b"half")
+    accident()
+saving.save_file = save_half if rank == {rank} else plain
+"""
+GIVEN = "model=torch.nn.Linear(300, 300)"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(
+    lab: Lab, tmp_path: Path, rank: int
+) -> None:
+    folder = tmp_path / "x"
+    lab.run(f"save_checkpoint({str(folder)!r}, {GIVEN}, step=1)")
+    before = contents(folder)
+    die = "import os\naccident = lambda: os.kill(os.getpid(), 9)\n"
+    with pytest.raises(RankError, match=f"rank {rank}: the process died"):
+        lab.run(
+            die + ACCIDENT.format(rank=rank) + f"save_checkpoint({str(folder)!r}, "
+            f"{GIVEN}, step=2)",
+            timeout=30,
+        )
+    if rank == 0:  # which would have removed what is half written, aside
+        assert len(list(tmp_path.iterdir())) == 2
+    assert checkpoint.read(folder)[1]["user"] == {"step": 1}
+    torch.testing.assert_close(contents(folder), before, rtol=0, atol=0)
+    assert lab.restart() == [rank]
+    lab.run(
+        "from labkit.checkpoint import saving\n"
+        "saving.save_file = globals().get('plain', saving.save_file)\n"
+        f"save_checkpoint({str(folder)!r}, {GIVEN}, step=2)"
+    )
+    assert checkpoint.read(folder)[1]["user"] == {"step": 2}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(lab: Lab, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    save = f"save_checkpoint({str(folder)!r}, {GIVEN}, step="
+    lab.run(save + "1)")
+    limit = """
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
+limits = getrlimit(RLIMIT_FSIZE)
+if rank == {rank}:
+    setrlimit(RLIMIT_FSIZE, (1000, limits[1]))
+try:
+    {save}
+finally:
+    setrlimit(RLIMIT_FSIZE, limits)
+"""
+    for rank in (0, 1):
+        # Where the error is a rank's own, and where it is another's.
+        message = rf"x was not saved: rank {rank}: .*File too large"
+        with pytest.raises(RankError, match=message):
+            lab.run(limit.format(rank=rank, save=save + "2)"))
+        assert checkpoint.read(folder)[1]["user"] == {"step": 1}
+        assert list(tmp_path.iterdir()) == [folder]
+    lab.run(save + "3)")
+    assert checkpoint.read(folder)[1]["user"] == {"step": 3}
+
+
+def test_a_save_in_flight_ends_when_the_group_does(lab: Lab, tmp_path: Path) -> None:
+    wait = "import threading\naccident = threading.Event().wait\n"
+    begin = (
+        "from labkit.checkpoint import begin_save\n"
+        "from pathlib import Path\n"
+        "weights = {'w': torch.ones(4, device=device) * (rank + 1), "
+        "f'own.{rank}': torch.ones(1)}\n"
+        f"folder = Path({str(tmp_path / 'x')!r})\n"
+    )
+    lab.run(begin + "pending = begin_save(folder, weights, {})\nweights['w'].zero_();")
+    lab.run("pending.result()")
+    found = contents(tmp_path / "x")
+    assert found.keys() == {"w", "own.0", "own.1"}
+    assert found["w"].sum() > 0  # it was copied before it was changed
+    # Rank 1 sits in its write for good; the session does not.
+    hang = (
+        wait + ACCIDENT.format(rank=1) + "pending = begin_save(folder, weights, {})\n"
+    )
+    lab.run(hang + "is_done = pending.done()")
+    assert lab.pull("is_done", "all") == [False, False]
+    lab.restart(everyone=False)
+    with pytest.raises(RankError, match="rank 1: ValueError: on purpose"):
+        lab.run("if rank == 1: raise ValueError('on purpose')\ndist.barrier()")
+    with pytest.raises(RankError, match="not saved: the process group was released"):
+        lab.run("pending.result(timeout=10)", ranks=0)
+    torch.testing.assert_close(contents(tmp_path / "x"), found, rtol=0, atol=0)
+    lab.run("saving.save_file = plain\nbegin_save(folder, {}, {'a': 1}).result()")
+    assert checkpoint.read(tmp_path / "x") == ({}, {"a": 1})
+
+
+# ---- files ----
+
+
+class Malicious:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+ODD = {
+    "number": torch.tensor(3.5),
+    "none": torch.empty(0, 4),
+    "bf16": torch.randn(3, 5).bfloat16(),
+    "int64": torch.tensor([2**62, -1]),
+    "uint8": torch.arange(256, dtype=torch.uint8),
+    "bool": torch.tensor([True, False]),
+    "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(3, 4).t(),
+    "part of another": torch.randn(100)[3:5],
+}
+
+
+def test_tensors_of_all_kinds_and_values_come_back(tmp_path: Path) -> None:
+    values = {"a": (1, [2.5, None]), "d": {1: "x", "~tuple": True}, "t": torch.ones(2)}
+    checkpoint.save(tmp_path / "x", ODD, values)
+    described, found = checkpoint.read(tmp_path / "x")
+    assert torch.equal(found.pop("t"), values.pop("t"))
+    assert found == values
+    into = {name: torch.zeros_like(tensor) for name, tensor in ODD.items()}
+    assert checkpoint.load(tmp_path / "x", into).keys() == {"a", "d", "t"}
+    torch.testing.assert_close(into, ODD, rtol=0, atol=0, check_stride=True)
+    assert described["none"] == ((0, 4), torch.float32)
+    del into["none"], into["bool"]
+    with pytest.raises(ValueError, match=r"not expected: bool, none$"):
+        checkpoint.load(tmp_path / "x", into)
+    checkpoint.load(tmp_path / "x", into, strict=False)
+
+
+def test_pytorch_reads_the_files_without_labkit(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    checkpoint.save(tmp_path / "x", ODD, {})
+    into = {name: torch.zeros_like(tensor) for name, tensor in ODD.items()}
+    reader = dcp.HuggingFaceStorageReader(str(tmp_path / "x"))
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    torch.testing.assert_close(into, ODD, rtol=0, atol=0)
+
+
+def test_folders_of_steps(tmp_path: Path) -> None:
+    assert checkpoint.last_in(tmp_path / "not there") is None
+    steps = [checkpoint.step_folder(tmp_path, step) for step in (9, 10, 100, 123456789)]
+    assert steps[2].name == "step-00000100"
+    for folder in steps:
+        checkpoint.save(folder, {}, {})
+    (tmp_path / "step-00000200").mkdir()  # none of ours
+    (steps[0] / "notes.txt").write_text("keep me")
+    assert checkpoint.all_in(tmp_path) == steps
+    assert checkpoint.last_in(tmp_path) == steps[-1]
+    checkpoint.prune(tmp_path, 1)
+    assert checkpoint.all_in(tmp_path) == [steps[0], steps[-1]]
+    with pytest.raises(ValueError, match=r"other files .* as notes.txt"):
+        checkpoint.save(steps[0], {}, {})
+
+
+def test_damaged_and_hostile_files_are_one_clear_error(tmp_path: Path) -> None:
+    folder, trace = tmp_path / "x", tmp_path / "trace"
+    evil = pickle.dumps(Malicious(trace))
+    into = {"w": torch.zeros(2, 2)}
+
+    def rewrite(**changes: Any) -> bytes:
+        return json.dumps({**json.loads(plain), **changes}).encode()
+
+    def tensors(**changes: Any) -> bytes:
+        return rewrite(tensors={"w": {**json.loads(plain)["tensors"]["w"], **changes}})
+
+    def part(**changes: Any) -> bytes:
+        [plain_part] = json.loads(plain)["tensors"]["w"]["parts"]
+        return tensors(parts=[{**plain_part, **changes}])
+
+    checkpoint.save(folder, {"w": torch.ones(2, 2)}, {"t": torch.ones(2)})
+    plain = (folder / "checkpoint.json").read_bytes()
+    data = (folder / "rank-00000.safetensors").read_bytes()
+    deep = b'{"format": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    wide = json.loads("[" * 700 + "]" * 700)
+    for manifest in (
+        *(b"", b"null", b"[1]", b"\xff\xfe", plain[:-20], deep, evil),
+        *(rewrite(format="other"), rewrite(version=2), rewrite(version="1" * 10_000)),
+        *(rewrite(tensors=[]), rewrite(tensors={"w": 3}), rewrite(values=[])),
+        *(rewrite(values={"a": {"~tensor": "none"}}), rewrite(values={"a": wide})),
+        *(rewrite(values={"a": {"~dict": [[[], 1]]}}),),
+        *(tensors(shape=[2, 3]), tensors(shape=[2**80, 2]), tensors(shape=[-2, -2])),
+        *(tensors(dtype="F64"), tensors(dtype="object"), tensors(parts=[])),
+        *(part(file="../../etc/passwd"), part(file="rank-00001.safetensors")),
+        *(part(file=3), part(offset=[1, 0]), part(offset=[0]), part(shape=[4, 1])),
+    ):
+        (folder / "checkpoint.json").write_bytes(manifest)
+        with pytest.raises(ValueError, match=str(folder)) as error:
+            checkpoint.load(folder, into)
+        assert "\n" not in str(error.value)
+    (folder / "checkpoint.json").write_bytes(plain)
+    for file in (b"", evil, data[:-1], data + b"x", b"\xff" * 100, data[:20]):
+        (folder / "rank-00000.safetensors").write_bytes(file)
+        with pytest.raises(ValueError, match=r"rank-00000.safetensors is damaged"):
+            checkpoint.load(folder, into)
+    save_file({"w": torch.ones(4)}, folder / "rank-00000.safetensors")
+    with pytest.raises(ValueError, match="w is not what it should be"):
+        checkpoint.load(folder, into)
+    (folder / "rank-00000.safetensors").unlink()
+    os.mkfifo(folder / "rank-00000.safetensors")
+    with pytest.raises(ValueError, match=r"rank-00000.safetensors is missing"):
+        checkpoint.load(folder, into)
+    # Where PyTorch's own format has its pickle.
+    (folder / ".metadata").write_bytes(evil)
+    (folder / "rank-00000.safetensors").unlink()
+    (folder / "rank-00000.safetensors").write_bytes(data)
+    assert checkpoint.load(folder, into)["t"].tolist() == [1, 1]
+    assert into["w"].sum() == 4
+    assert not trace.exists()
+    pickle.loads(evil)
+    assert trace.exists()  # it would have shown
+
+
+def test_a_process_that_is_alive_keeps_what_it_has_begun(tmp_path: Path) -> None:
+    """Two that save in one directory do not remove each other's folders."""
+    from labkit.checkpoint.folders import Aside
+
+    mine = Aside(tmp_path / "a")
+    other = Aside(tmp_path / "b")
+    assert mine.path.is_dir()
+    os.close(mine._lock)  # as at its process's end
+    other.discard()
+    Aside(tmp_path / "c").discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_waits_for_nobody_to_end(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    pending = [
+        checkpoint.begin_save(tmp_path / str(number), ODD, {}) for number in range(5)
+    ]
+    for each in pending:
+        each.result(timeout=30)
+        assert each.done()
+    for thread in threading.enumerate():
+        if thread.name == "labkit-save":
+            thread.join(timeout=30)
+    assert threading.active_count() == threads
