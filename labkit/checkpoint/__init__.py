@@ -12,6 +12,7 @@ from labkit.checkpoint.loading import Section
 from labkit.checkpoint.loading import load
 from labkit.checkpoint.loading import read
 from labkit.checkpoint.saving import Pending
+from labkit.checkpoint.saving import SaveError
 from labkit.checkpoint.saving import abandon_saves
 from labkit.checkpoint.saving import begin_save
 from labkit.checkpoint.saving import save
@@ -22,6 +23,7 @@ from labkit.step_folders import step_folder
 __all__ = [
     "Checkpoint",
     "Pending",
+    "SaveError",
     "Section",
     "abandon_saves",
     "all_in",

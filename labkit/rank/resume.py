@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checkpoint import Checkpoint
 from labkit.checkpoint import Pending
+from labkit.checkpoint import SaveError
 from labkit.checkpoint import Section
 from labkit.checkpoint import begin_save
 from labkit.checkpoint import prune
@@ -195,9 +196,7 @@ class Keeper:
         folder = step_folder(Path(self._plan.directory), step)
         try:
             self._pending = begin_save(folder, tensors, values)
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "was not saved" not in str(error):
-                raise  # the ranks are parted
+        except (OSError, SaveError) as error:
             self._say_failed(step, error)
         if self._rank == 0 and self._pending is not None:
             self._pending.add_done_callback(self._prune)
@@ -231,7 +230,7 @@ class Keeper:
         if pending is not None:
             try:
                 pending.result()
-            except (OSError, RuntimeError) as error:
+            except SaveError as error:
                 self._say_failed(self._last_step, error)
 
     # ---- the way back to where it was ----
