@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import os
 import re
 import sys
 import time
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -20,7 +23,9 @@ from labkit.notebook import painter
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
+from labkit.notebook.options import first_step_of
 from labkit.notebook.options import is_number
+from labkit.notebook.options import plan_checkpoints
 from labkit.notebook.output import format_ranks
 from labkit.notebook.output import is_notebook
 from labkit.notebook.placement import place_ranks
@@ -185,6 +190,11 @@ class Lab:
         sync_batchnorm: bool = False,
         compile: bool = False,
         config: Mapping[str, Any] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | None = None,
+        keep: int | None = None,
+        resume: bool = False,
+        elastic: bool = False,
         timeout: float | None = None,
         hang_after: float = HANG_AFTER_S,
         live: bool | str = True,
@@ -211,11 +221,18 @@ class Lab:
         words: DeepSpeed's configuration, the arguments of `fully_shard` or of
         DistributedDataParallel.
 
+        With a folder in `checkpoint` the run's state is saved there `every` 100 steps
+        and at its end; the newest 3 (`keep`) are kept. With `resume` it goes on from
+        the last one; see `labkit.rank.resume` for how. With `elastic`, when a rank
+        dies, it is started anew and the cell goes on from the last one; the cell then
+        has to make or import all that it uses.
+
         Raises as `run` does; the run is in `runs` all the same.
         """
         from labkit.notebook.background import Job
         from labkit.notebook.collector import Collector
         from labkit.notebook.dispatch import Dispatch
+        from labkit.notebook.elastic import Elastic
         from labkit.notebook.runs import Run
         from labkit.notebook.saved_runs import begin
         from labkit.notebook.saved_runs import save
@@ -232,6 +249,14 @@ class Lab:
             compile=compile,
         )
         check_options(technique, options, device=self.device, config=config)
+        plan = plan_checkpoints(
+            technique,
+            checkpoint,
+            every=every,
+            keep=keep,
+            resume=resume,
+            elastic=elastic,
+        )
         check_timeout(timeout)
         check_hang_after(hang_after)
         view_class = find_view(live)
@@ -253,14 +278,27 @@ class Lab:
         assert isinstance(source, str)
         with contextlib.ExitStack() as work:
             cluster = work.enter_context(self._working())
-            if function is not None:
-                cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
-            cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
-            collector = Collector(targets)
+
+            def send_work() -> None:
+                if function is not None:
+                    cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
+                cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
+
+            send_work()
+            first_step = first_step_of(plan)
+            collector = Collector(targets, first_step or 0)
             run = Run(name, strategy, source, collector, options)
             run.log_scale = log_scale
             devices = [self.placements[rank].device for rank in targets]
-            begin(run, seed=seed, devices=devices, backend=self.backend, config=config)
+            begin(
+                run,
+                seed=seed,
+                devices=devices,
+                backend=self.backend,
+                config=config,
+                checkpoints=plan,
+                resumed_from=first_step,
+            )
             self.runs.append(run)
 
             def take_report(rank: int, report: Any) -> None:
@@ -270,16 +308,18 @@ class Lab:
             if background and not is_notebook():
                 view_class = None  # a terminal's line is the next prompt's
             view = view_class(run) if view_class else None
+            spec = CellSpec(
+                execution_count(),
+                strategy=strategy,
+                seed=seed,
+                options=options.for_message(),
+                folder=None if run.folder is None else str(run.folder),
+                checkpoints=asdict(plan) if plan else None,
+            )
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",
-                CellSpec(
-                    execution_count(),
-                    strategy=strategy,
-                    seed=seed,
-                    options=options.for_message(),
-                    folder=None if run.folder is None else str(run.folder),
-                ),
+                spec,
                 targets,
                 on_batch=collector.add,
                 on_report=take_report,
@@ -288,12 +328,24 @@ class Lab:
                 hang_after_s=hang_after,
             )
             run.dispatch = dispatch
+            wait = dispatch.wait
+            if elastic:
+                assert plan is not None
+                ranks = self._running()
+                again = Elastic(run, ranks, spec, plan, send_work)
+                wait = partial(again.wait, dispatch)
+            if resume:
+                print(
+                    f"{name}: no checkpoint in {checkpoint} yet, so it begins at step 0"
+                    if first_step is None
+                    else f"{name}: resumed from step {first_step}"
+                )
             held = work.pop_all()
 
         def see_to_its_end() -> None:
             with held:
                 try:
-                    self._finish(dispatch, timeout, run)
+                    self._finish(dispatch, timeout, run, wait)
                 finally:
                     if view:
                         view.close()
@@ -560,7 +612,11 @@ class Lab:
         )
 
     def _finish(
-        self, dispatch: "Dispatch", timeout: float | None, run: "Run | None" = None
+        self,
+        dispatch: "Dispatch",
+        timeout: float | None,
+        run: "Run | None" = None,
+        wait: "Callable[[float | None], list[Outcome]] | None" = None,
     ) -> None:
         """See a cell to its end on every rank, then say how it ended."""
         from labkit.notebook.failure import CellTimeoutError
@@ -571,7 +627,7 @@ class Lab:
 
         state = "interrupted"
         try:
-            outcomes = dispatch.wait(timeout)
+            outcomes = (wait or dispatch.wait)(timeout)
             first = first_failure(dispatch.outcomes)
             if dispatch.was_interrupted or dispatch.timed_out:
                 first = first if first and first.status == "died" else None

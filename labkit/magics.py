@@ -217,6 +217,33 @@ class LabMagics(Magics):
         help="a dict of the notebook, for the strategy in its own words: DeepSpeed's "
         "configuration, arguments of fully_shard or of DistributedDataParallel",
     )
+    @argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="keep the run's state in this folder, to resume from",
+    )
+    @argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help="optimizer steps from one checkpoint to the next (default: 100)",
+    )
+    @argument(
+        "--keep",
+        type=int,
+        metavar="K",
+        help="how many checkpoints are kept, the newest (default: 3)",
+    )
+    @argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint; begin where there is none",
+    )
+    @argument(
+        "--elastic",
+        action="store_true",
+        help="when a rank dies, start it anew and go on from the last checkpoint",
+    )
     @timeout_option
     @hang_option
     @argument(
@@ -252,6 +279,11 @@ class LabMagics(Magics):
                 sync_batchnorm=args.sync_batchnorm,
                 compile=args.compile,
                 config=config,
+                checkpoint=args.checkpoint,
+                every=args.every,
+                keep=args.keep,
+                resume=args.resume,
+                elastic=args.elastic,
                 timeout=args.timeout,
                 hang_after=args.hang_after,
                 live=not args.no_live and args.live,

@@ -23,6 +23,10 @@ the cell logs one itself."""
 STEP_TAKEN = "(step taken)"
 """The metric that notes an optimizer step for which no loss was noticed."""
 
+CHECKPOINT = "(checkpoint)"
+"""The metric that notes, by its step, that a checkpoint was taken here: what was logged
+before is in it, what comes after is not."""
+
 UNWRITTEN = "(unwritten)"
 """The metric 0 of every rank, of which there are no records: where a file of records
 has zeros, nothing was written."""
@@ -30,6 +34,9 @@ has zeros, nothing was written."""
 UNREAD = struct.unpack("<d", struct.pack("<Q", 0x7FF8_6C61_626B_6974))[0]
 """The value, a NaN like no other, of a record whose tensor the rank has yet to read."""
 
+RESTART_FOLDER = "restart-{}"
+"""In a run's folder: the journals of all ranks after the run's first, second, ...
+restart."""
 RECORDS_FILE = "rank-{}.records"
 """In a run's folder: a rank's records, one `RECORD` after the other, then zeros."""
 NAMES_FILE = "rank-{}.names"
@@ -91,6 +98,20 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
+class CheckpointPlan:
+    """Where a run keeps its state, and where it takes it from."""
+
+    directory: str
+    """An absolute path; the ranks and the notebook find the same in it."""
+    every: int = 100
+    """Optimizer steps from one checkpoint to the next."""
+    keep: int = 3
+    """How many are kept, the newest."""
+    resume_from: str | None = None
+    """The checkpoint that the run goes on from; None for one that begins anew."""
+
+
+@dataclass(frozen=True)
 class CellSpec:
     """How ranks are to run one cell; travels in the request's metadata."""
 
@@ -103,6 +124,8 @@ class CellSpec:
     """The `TrainOptions` of a training cell, but for its config, which is pickled."""
     folder: str | None = None
     """The run's, in which ranks keep their records; None for a run without one."""
+    checkpoints: dict[str, Any] | None = None
+    """The `CheckpointPlan` of a training cell that has one."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +139,7 @@ class Progress:
 
 PROGRESS = {f.name: f"({f.name.replace('_', ' ')})" for f in fields(Progress)}
 """Field of `Progress` -> the metric that notes it."""
-NOTES = frozenset({STEP_TAKEN, *PROGRESS.values()})
+NOTES = frozenset({STEP_TAKEN, CHECKPOINT, *PROGRESS.values()})
 """Metrics that tell how far a run has come; they are no part of its history."""
 
 

@@ -6,22 +6,24 @@ in it is ever unpickled. What to write where, and what to read from where, are t
 of `torch.distributed.checkpoint`.
 """
 
-from labkit.checkpoint.folders import all_in
-from labkit.checkpoint.folders import last_in
 from labkit.checkpoint.folders import prune
-from labkit.checkpoint.folders import step_folder
 from labkit.checkpoint.loading import Checkpoint
 from labkit.checkpoint.loading import Section
 from labkit.checkpoint.loading import load
 from labkit.checkpoint.loading import read
 from labkit.checkpoint.saving import Pending
+from labkit.checkpoint.saving import SaveError
 from labkit.checkpoint.saving import abandon_saves
 from labkit.checkpoint.saving import begin_save
 from labkit.checkpoint.saving import save
+from labkit.step_folders import all_in
+from labkit.step_folders import last_in
+from labkit.step_folders import step_folder
 
 __all__ = [
     "Checkpoint",
     "Pending",
+    "SaveError",
     "Section",
     "abandon_saves",
     "all_in",

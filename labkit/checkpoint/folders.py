@@ -10,37 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-MANIFEST = "checkpoint.json"
+from labkit.step_folders import MANIFEST
+from labkit.step_folders import all_in
 
 FILE_OF_RANK = re.compile(r"rank-\d{5}\.safetensors")
-
-_STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\..+\.labkit-[0-9a-f]{32}")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-def step_folder(directory: Path, step: int) -> Path:
-    """Where the checkpoint of optimizer step `step` is kept in `directory`."""
-    return Path(directory) / f"step-{step:08d}"
-
-
-def all_in(directory: Path) -> list[Path]:
-    """The checkpoints of steps in `directory`, newest last."""
-    if not Path(directory).is_dir():
-        return []
-    found = {
-        int(match[1]): folder
-        for folder in Path(directory).iterdir()
-        if (match := _STEP.fullmatch(folder.name)) and (folder / MANIFEST).is_file()
-    }
-    return [found[step] for step in sorted(found)]
-
-
-def last_in(directory: Path) -> Path | None:
-    """The newest checkpoint in `directory`, if there is any."""
-    found = all_in(directory)
-    return found[-1] if found else None
 
 
 def prune(directory: Path, keep: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from labkit.checkpoint.folders import FILE_OF_RANK
-from labkit.checkpoint.folders import MANIFEST
+from labkit.step_folders import MANIFEST
 
 FORMAT = "labkit checkpoint"
 VERSION = 1

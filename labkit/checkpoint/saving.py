@@ -37,6 +37,10 @@ Pending = Future[None]
 tells whether it has come."""
 
 
+class SaveError(RuntimeError):
+    """A checkpoint was not saved. What was there before still is."""
+
+
 def save(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -71,8 +75,8 @@ def begin_save(
     whole.
 
     Raises ValueError for what cannot be saved and OSError where there is no room for a
-    folder; what goes wrong later, on any rank, `result()` raises on all, as
-    RuntimeError.
+    folder, and SaveError where that happened on another rank; what goes wrong later, on
+    any rank, `result()` raises on all, as SaveError.
     """
     return _Save(Path(folder), tensors, values, group).pending
 
@@ -161,7 +165,7 @@ class _Save:
         if error:
             raise error
         if told := first_of([problem for _, _, problem in offers]):
-            raise RuntimeError(f"{self._folder} was not saved: {told}")
+            raise SaveError(f"{self._folder} was not saved: {told}")
         plans, _ = planner.create_global_plan([plan for plan, _, _ in offers])
         self._entries = entries_of(plans)
         self._path = Path(offers[0][1])
@@ -195,7 +199,7 @@ class _Save:
         _in_flight.discard(self)
         if problem:
             text = f"{self._folder} was not saved: {problem}"
-            self.pending.set_exception(RuntimeError(text))
+            self.pending.set_exception(SaveError(text))
         else:
             self.pending.set_result(None)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.notebook.curves import Curves
+from labkit.records import CHECKPOINT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
@@ -24,12 +25,15 @@ _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
 
 
 class Collector:
-    """The records of a run, by rank, in the order in which they were logged."""
+    """The records of a run, by rank, in the order in which they were logged.
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    The run goes on from `first_step`, if that is not 0.
+    """
+
+    def __init__(self, ranks: Sequence[int], first_step: int = 0) -> None:
         self.ranks = list(ranks)
         self.progress = dict.fromkeys(ranks, Progress())
-        self.steps = dict.fromkeys(ranks, 0)
+        self.steps = dict.fromkeys(ranks, first_step)
         self.num_records = dict.fromkeys(ranks, 0)
         self.num_received = dict.fromkeys(ranks, 0)
         """Records up to the last one that came, by their sequence numbers."""
@@ -42,6 +46,15 @@ class Collector:
         """Ranks whose optimizer steps are noticed; of the others `log` tells them."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
         self._records = {rank: GrowingArray(RECORD) for rank in ranks}
+        self.num_restarts = 0
+        self._raw_names: dict[int, list[str]] = {rank: [] for rank in ranks}
+        """As `_names`, but of a noticed loss by the name that ranks give it."""
+        self._checkpoints: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
+        """How many records came before a rank's checkpoint, by its step."""
+        self._first_step = first_step
+        self._num_kept = dict.fromkeys(ranks, 0)
+        """Records from before the last restart."""
+        self._restarted_at = 0.0
         self.curves = Curves(self)
         """The history as curves of few points; `update` brings them up to it."""
 
@@ -56,6 +69,9 @@ class Collector:
         self.num_received[rank] = batch.sequence + len(batch.records)
         records = self._take_notes(rank, batch)
         names = list(batch.names)
+        if self.num_restarts:
+            records, names = self._joined(rank, records, names)
+        self._raw_names[rank] = list(names)
         if NOTICED_LOSS in names and "loss" not in names:
             names[names.index(NOTICED_LOSS)] = "loss"
         self._names[rank] = names
@@ -75,6 +91,11 @@ class Collector:
             if len(values := records["value"][are([name])]):
                 change = {field: int(values[-1])}
                 self.progress[rank] = replace(self.progress[rank], **change)
+        checkpoints = are([CHECKPOINT])
+        if checkpoints.any():
+            before = self.num_records[rank] + np.cumsum(~are(NOTES))[checkpoints]
+            steps = records["step"][checkpoints]
+            self._checkpoints[rank] |= dict(zip(steps.tolist(), before, strict=True))
         is_note, is_step = are(NOTES), are([NOTICED_LOSS, STEP_TAKEN])
         if is_step.any():
             self._notices_steps.add(rank)
@@ -85,12 +106,53 @@ class Collector:
         self.steps[rank] = last if is_step.any() else max(self.steps[rank], last)
         return records[~is_note]
 
+    def _joined(
+        self, rank: int, records: np.ndarray, names: list[str]
+    ) -> tuple[np.ndarray, list[str]]:
+        """Records since the last restart by the ids and the clock of those before."""
+        kept = self._raw_names[rank]
+        joined = [*kept, *(name for name in names if name not in kept)]
+        ids = np.array([joined.index(name) for name in names], "u2")
+        records = records.copy()
+        records["metric"] = ids[records["metric"]]
+        records["seconds"] += self._restarted_at
+        return records, joined
+
     def start_over(self, rank: int) -> None:
-        """Forget a rank's records."""
-        self._records[rank] = GrowingArray(RECORD)
+        """Forget a rank's records; not those from before the last restart."""
+        self._keep(rank, self._num_kept[rank])
         self.curves = Curves(self)
-        for counts in (self.num_received, self.num_records, self.lost, self.steps):
-            counts[rank] = 0
+
+    def restart(self, step: int, seconds: float) -> None:
+        """The run goes on from its checkpoint of `step`, `seconds` after it began:
+        forget what came after that. Each rank's records count from 0 again."""
+        self.num_restarts += 1
+        self._first_step, self._restarted_at = step, seconds
+        for rank in self.ranks:
+            self._num_kept[rank] = self._checkpoints[rank].get(step, 0)
+            self._keep(rank, self._num_kept[rank])
+        self.curves = Curves(self)
+
+    def begin_anew(self) -> None:
+        """Forget all records, and that there were restarts."""
+        self.num_restarts = 0
+        self._num_kept = dict.fromkeys(self.ranks, 0)
+        for rank in self.ranks:
+            self._raw_names[rank] = []
+            self.start_over(rank)
+
+    def _keep(self, rank: int, num_records: int) -> None:
+        kept = self.records(rank)[:num_records]
+        self._records[rank] = GrowingArray(RECORD)
+        self._records[rank].extend(kept)
+        self.num_records[rank] = num_records
+        self.num_received[rank] = self.lost[rank] = 0
+        self.steps[rank] = self._first_step
+        self._checkpoints[rank] = {
+            step: before
+            for step, before in self._checkpoints[rank].items()
+            if before <= num_records
+        }
 
     def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
         """Take what a rank measured in one step, or its notes at the end."""
@@ -103,6 +165,10 @@ class Collector:
         """Take a rank's last word: how many records it sent."""
         self.lost[rank] += num_records - self.num_received[rank]
         self.num_received[rank] = num_records
+
+    def num_new(self, rank: int) -> int:
+        """Records of a rank since the last restart."""
+        return self.num_records[rank] - self._num_kept[rank]
 
     def metrics(self, rank: int) -> list[str]:
         """The names of a rank's metrics, by id: the place that its records have."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
@@ -88,20 +87,46 @@ class Dispatch:
         self._code = code
         self._spec = dataclasses.asdict(spec)
         self._ranks = ranks
+        self._before_output = before_output
+        self._deadline: float | None = None
+
+    @property
+    def is_to_end(self) -> bool:
+        """Whether somebody wants it to."""
+        self._look_at_the_clock()
+        return self.was_interrupted or self.timed_out or self.is_stopping
+
+    def begin_anew(self, spec: CellSpec) -> None:
+        """Make ready to run the cell once more, when it has ended on every rank.
+
+        Whoever wants it to end still does, and the time that is left is less.
+        """
+        self.outcomes = []
+        self._pending = set(self._ranks)
+        self._tracebacks = {}
+        self._output = OutputMerger(self._ranks, self._before_output)
+        self._events = queue.SimpleQueue()  # what comes late is for the old one
+        self._order = []
+        self._stop_since = None
+        self._requests = {}
+        self._killed = set()
+        self._spec = dataclasses.asdict(spec)
+
+    def _look_at_the_clock(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.timed_out = True
 
     def _send(self, rank: int) -> None:
         if not self._cluster.is_alive(rank):
             return  # `wait` finds that out
-        post = partial(self._post, rank)
+        events = self._events
+
+        def post(kind: str, content: Any) -> None:
+            events.put((rank, kind, content))
+
         with contextlib.suppress(RankDiedError):  # a moment ago
             future = self._cluster.execute(rank, self._code, self._spec, post)
-            future.add_done_callback(partial(self._post_reply, rank))
-
-    def _post(self, rank: int, kind: str, content: Any) -> None:
-        self._events.put((rank, kind, content))
-
-    def _post_reply(self, rank: int, future: Any) -> None:
-        self._events.put((rank, "reply", future.result()))
+            future.add_done_callback(lambda done: post("reply", done.result()))
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Run to the end on every rank; how it ended there, in order of rank.
@@ -112,7 +137,8 @@ class Dispatch:
         no rank can be reached any more.
         """
         lost = ""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if timeout_s is not None and self._deadline is None:
+            self._deadline = time.monotonic() + timeout_s
         with self.noting_interrupts():
             for rank in self._ranks:
                 self._send(rank)
@@ -120,8 +146,7 @@ class Dispatch:
                 self._take_events()
                 self._output.write_ready()
                 self._on_tick()
-                if deadline is not None and time.monotonic() > deadline:
-                    self.timed_out = True
+                self._look_at_the_clock()
                 if self.was_interrupted or self.timed_out:
                     self._stop_ranks_from(time.monotonic())
                 if self._stop_since is None:
@@ -145,6 +170,8 @@ class Dispatch:
         """
         self.is_stopping = True
         ranks = list(self._pending)
+        if not ranks:
+            return  # dead ones are being brought back: it ends where that does
         replies = [self._cluster.ask(rank, "hold") for rank in ranks]
         try:
             steps = [reply.result(timeout=ANSWER_S) for reply in replies]

@@ -34,22 +34,25 @@ class FrameEncoder:
         self._sequence = 0
         self._num_sent = dict.fromkeys(collector.ranks, 0)
         self._names: dict[int, list[str]] = {rank: [] for rank in collector.ranks}
+        self._num_restarts = collector.num_restarts
 
     def delta(self) -> Frame | None:
         """What came since the last delta; None where that cannot be told by more
-        records, and a keyframe is due: what a metric is called may change."""
+        records, and a keyframe is due: what a metric is called may change, and a run
+        that is restarted goes back some steps."""
         self._sequence += 1
         series = []
-        was_renamed = False
+        was_changed = self._num_restarts != self._collector.num_restarts
+        self._num_restarts = self._collector.num_restarts
         for rank in self._collector.ranks:
             # Before the names, to which another thread may add: each is known then.
             records = self._collector.records(rank)
             names = self._collector.metrics(rank)
-            was_renamed |= names[: len(self._names[rank])] != self._names[rank]
+            was_changed |= names[: len(self._names[rank])] != self._names[rank]
             self._names[rank] = names
             series += _split(rank, names, records[self._num_sent[rank] :])
             self._num_sent[rank] = len(records)
-        return None if was_renamed else self._pack(series)
+        return None if was_changed else self._pack(series)
 
     def keyframe(self) -> Frame:
         """What the deltas so far have told, each series thinned where it is long."""

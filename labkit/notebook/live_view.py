@@ -15,6 +15,7 @@ from labkit.notebook.painter import GONE
 from labkit.notebook.painter import Picture
 from labkit.notebook.painter import Request
 from labkit.notebook.painter import painter
+from labkit.notebook.progress import marks
 from labkit.notebook.progress import planned_steps
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
@@ -134,6 +135,8 @@ class LiveView:
     def _request(self) -> Request:
         """The next picture, with what its painter has not been told yet."""
         collector = self.run.collector
+        if collector.num_restarts != self._num_restarts:
+            self._forget_painter()  # the curves go back some steps
         records, names = {}, {}
         for rank in collector.ranks:
             all_records = collector.records(rank)
@@ -149,6 +152,7 @@ class LiveView:
             progress_line(self.run),
             remarks(self.run),
             planned_steps(self.run),
+            marks(self.run),
         )
 
     def _take_picture(self) -> None:
@@ -170,6 +174,7 @@ class LiveView:
         """Whoever draws next begins anew, with all records."""
         self._painting = next(_paintings)
         self._num_sent = dict.fromkeys(self.run.collector.ranks, 0)
+        self._num_restarts = self.run.collector.num_restarts
 
     def _show(self, data: dict[str, Any]) -> None:
         """Put `data`, by mime type, in the view's one place in the output."""

@@ -1,11 +1,17 @@
 """Checks what a magic line says about the training step, before anything runs."""
 
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from labkit.records import PRECISIONS
+from labkit.records import CheckpointPlan
 from labkit.records import TrainOptions
+from labkit.step_folders import last_in
+from labkit.step_folders import step_of
 from labkit.strategies import Strategy
 
 
@@ -65,6 +71,66 @@ def check_options(
                 )
         if config:
             raise ValueError(f"{strategy.name} has nothing that --config could set")
+
+
+def plan_checkpoints(
+    strategy: Strategy,
+    directory: str | os.PathLike[str] | None,
+    *,
+    every: int | None,
+    keep: int | None,
+    resume: bool,
+    elastic: bool,
+) -> CheckpointPlan | None:
+    """What is asked for about checkpoints, but for the one to resume from.
+
+    Raises ValueError for what cannot be.
+    """
+    if directory is None:
+        given = {"every": every, "keep": keep, "resume": resume, "elastic": elastic}
+        for name, value in given.items():
+            if value:
+                raise ValueError(
+                    f"--{name} goes with --checkpoint DIR, the folder in which the "
+                    "run's state is kept"
+                )
+        return None
+    if not isinstance(directory, str | os.PathLike) or not str(directory):
+        raise ValueError(f"checkpoint is {directory!r}; it must be a folder's name")
+    if strategy.technique is None:
+        raise ValueError(
+            f"{strategy.name} leaves everything to the cell, so --checkpoint is for "
+            "the cell to do: call save_checkpoint and load_checkpoint in it"
+        )
+    for name, value in (("every", every), ("keep", keep)):
+        if value is not None and not is_count(value):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
+    path = Path(directory).expanduser().absolute()
+    plan = CheckpointPlan(str(path))
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"--checkpoint {path}: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--checkpoint {path}: {there} cannot be written to")
+    last = last_in(path)
+    if last is not None and not resume:
+        raise ValueError(
+            f"{path} holds checkpoints, the last of step {step_of(last)}; add --resume "
+            "to go on from there, or name another folder"
+        )
+    return replace(
+        plan,
+        every=every or plan.every,
+        keep=keep or plan.keep,
+        resume_from=None if last is None else str(last),
+    )
+
+
+def first_step_of(plan: CheckpointPlan | None) -> int | None:
+    """The step of the checkpoint that a run is to go on from, if it is."""
+    if plan is None or plan.resume_from is None:
+        return None
+    return step_of(Path(plan.resume_from))
 
 
 def is_count(value: Any) -> bool:

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -51,6 +52,8 @@ class Request:
     title: str
     remarks: list[str]
     num_steps: int | None
+    marks: dict[int, str] = field(default_factory=dict)
+    """By step: see `progress.marks`."""
     is_final: bool = False
     bars: "pd.DataFrame | None" = None
     """Of the final picture: see `plots.stack_memory`. The last row is theory."""
@@ -176,6 +179,7 @@ def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
         request.title,
         remarks=request.remarks,
         num_steps=request.num_steps,
+        marks=request.marks,
         is_final=request.is_final,
     )
     if request.is_final:

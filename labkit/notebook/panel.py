@@ -1,5 +1,7 @@
 """One panel of a run's picture: a metric of all ranks against the step."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -16,6 +18,7 @@ from labkit.notebook.curves import Points
 from labkit.notebook.curves import is_noisy
 from labkit.notebook.curves import smooth
 from labkit.notebook.look import INK
+from labkit.notebook.look import WARNING_INK
 from labkit.notebook.look import dress
 from labkit.notebook.look import style_of
 
@@ -51,6 +54,7 @@ class Panel:
         log_scale: bool = False,
     ) -> None:
         self.axes = axes
+        self._marked: set[int] = set()
         self.metric = metric
         self.log_scale = log_scale
         self._unit = unit
@@ -112,6 +116,27 @@ class Panel:
         else:
             self._draw_lines(curves, spread)
         self._mark_trouble(curves)
+
+    def mark_steps(self, marks: Mapping[int, str], *, with_words: bool) -> bool:
+        """Draw a thin line at each of these steps; whether there is a new one."""
+        new = [step for step in marks if step not in self._marked]
+        self._marked |= set(new)
+        for step in new:
+            self.axes.axvline(step, color=WARNING_INK, lw=0.8, ls=(0, (6, 3)))
+            if with_words:
+                self.axes.annotate(
+                    marks[step],
+                    (step, 0.03),
+                    (-2, 0),
+                    xycoords=self.axes.get_xaxis_transform(),
+                    textcoords="offset points",
+                    rotation=90,
+                    ha="right",
+                    va="bottom",
+                    fontsize=7,
+                    color=WARNING_INK,
+                )
+        return bool(new)
 
     def _draw_lines(self, curves: Curves, spread: np.ndarray) -> None:
         points = {rank: self._points(curves, rank) for rank in self.lines}

@@ -1,6 +1,7 @@
 """Draws a run as matplotlib figures: its curves, and its memory by component."""
 
 import io
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,11 +90,13 @@ class RunPlot:
         *,
         remarks: Sequence[str] = (),
         num_steps: int | None = None,
+        marks: Mapping[int, str] | None = None,
         is_final: bool = False,
     ) -> None:
         """Bring the figure up to what the collector holds.
 
-        `remarks` stand out below the title. The axes reach to `num_steps` where the
+        `remarks` stand out below the title; `marks` are lines across all panels at
+        these steps, with words in the first. The axes reach to `num_steps` where the
         length of the run is known, and fit the data closely when it is over.
         """
         self._is_final = is_final
@@ -110,6 +113,7 @@ class RunPlot:
             # A long line is set smaller, so that it ends within the figure.
             room = 1090 / size
             text.set(text=line, fontsize=size * min(1.0, room / max(1, len(line))))
+        self._add_marks(marks or {})
         self._update_legend()
         wanted = self._wanted_limits(0 if is_final else num_steps or 0)
         if is_final or len(self._limits) != len(wanted):
@@ -152,6 +156,11 @@ class RunPlot:
         self.panels[metric] = Panel(
             axes, metric, label, self.collector.ranks, **options
         )
+
+    def _add_marks(self, marks: Mapping[int, str]) -> None:
+        for panel in self.panels.values():
+            if panel.mark_steps(marks, with_words=panel.metric == "loss"):
+                self._background = None
 
     def _place(self) -> None:
         """Put everything in its place, in inches: tight_layout would take longer than

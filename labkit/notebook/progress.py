@@ -31,6 +31,10 @@ def progress_line(run: "Run") -> str:
     is_running = run.state == "running"
     if not is_running:
         parts.append(run.state)
+    if run.resumed_from is not None:
+        parts.append(f"resumed from step {run.resumed_from}")
+    if restarts := len(run.restarts):
+        parts.append(f"{restarts} restart{'s' * (restarts > 1)}")
     progress = run.collector.progress[run.collector.ranks[0]]
     step, total = run.num_steps, planned_steps(run)
     if progress.epoch:
@@ -65,6 +69,16 @@ def remarks(run: "Run") -> list[str]:
     found += troubles(run.collector)[:MAX_TROUBLES]
     if run.collector.num_lost:
         found.append(f"{run.collector.num_lost} records lost")
+    return found
+
+
+def marks(run: "Run") -> dict[int, str]:
+    """Where ranks died, by the step that the run went on from, and which."""
+    found: dict[int, str] = {}
+    for restart in run.restarts:
+        before = found.get(restart.step, "")
+        if str(restart) not in before:
+            found[restart.step] = ", ".join(filter(None, [before, str(restart)]))
     return found
 
 

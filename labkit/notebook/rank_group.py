@@ -130,16 +130,24 @@ class RankGroup:
                 return list(self.everyone)
             if reason := self.cluster.lost():
                 raise RuntimeError(reason)
-            ranks = [
-                rank
-                for rank in self.everyone
-                if not self.cluster.is_alive(rank) or self.cluster.is_deaf(rank)
-            ]
-            if ranks:
-                self._start_again(ranks)
-            if not self._is_whole:
-                self._form()
-        return ranks
+            return self.bring_back(
+                [
+                    rank
+                    for rank in self.everyone
+                    if not self.cluster.is_alive(rank) or self.cluster.is_deaf(rank)
+                ]
+            )
+
+    def bring_back(self, ranks: Sequence[int]) -> list[int]:
+        """Start these ranks anew, and form the group where it is not whole; `ranks`.
+
+        For whoever is `working`: other cells have to wait.
+        """
+        if ranks:
+            self._start_again(ranks)
+        if not self._is_whole:
+            self._form()
+        return list(ranks)
 
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.

@@ -12,6 +12,8 @@ import pandas as pd
 
 from labkit import theory
 from labkit.notebook.collector import Collector
+from labkit.notebook.output import format_ranks
+from labkit.notebook.progress import marks
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
 from labkit.notebook.progress import status_line
@@ -27,6 +29,27 @@ if TYPE_CHECKING:
     from labkit.notebook.background import Job
     from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.plots import RunFigure
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """How a run with `--elastic` went on after ranks had died."""
+
+    step: int
+    """Of the checkpoint that it went on from; 0 where there was none."""
+    died_at: int
+    """The steps that had been taken by then."""
+    ranks: list[int]
+    """Those that were brought back."""
+    cause: str
+    """Of the first death."""
+    seconds: float
+    """When it went on, since it began."""
+    time: float
+    """The same, since the epoch."""
+
+    def __str__(self) -> str:
+        return f"{format_ranks(self.ranks)} died; resumed from step {self.step}"
 
 
 class Run:
@@ -82,8 +105,20 @@ class Run:
         return len(self.collector.ranks)
 
     @property
+    def resumed_from(self) -> int | None:
+        """The step of the checkpoint that it went on from, if it did."""
+        found: int | None = self.info.get("resumed_from")
+        return found
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """Where it went on after ranks had died, oldest first."""
+        return [Restart(**each) for each in self.info.get("restarts", [])]
+
+    @property
     def num_steps(self) -> int:
-        """Optimizer steps taken, by the rank that took most."""
+        """Optimizer steps taken, by the rank that took most; those before a checkpoint
+        that it went on from count too."""
         return max(self.collector.steps.values())
 
     @property
@@ -265,7 +300,9 @@ class Run:
                     "first_loss": losses["value"][0] if len(losses) else float("nan"),
                     "last_loss": losses["value"][-1] if len(losses) else float("nan"),
                     "seconds": seconds,
-                    "steps_per_s": steps / seconds if seconds else float("nan"),
+                    "steps_per_s": (steps - (self.resumed_from or 0)) / seconds
+                    if seconds
+                    else float("nan"),
                     "peak_memory_mib": records["memory_bytes"].max() / 2**20
                     if len(records)
                     else float("nan"),
@@ -283,7 +320,12 @@ class Run:
         if log_scale is None:
             log_scale = self.log_scale
         plot = RunPlot(self.collector, log_scale=log_scale)
-        plot.update(progress_line(self), remarks=remarks(self), is_final=True)
+        plot.update(
+            progress_line(self),
+            remarks=remarks(self),
+            marks=marks(self),
+            is_final=True,
+        )
         bars = self.memory_beside_theory()
         if bars is not None:
             stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])

@@ -21,7 +21,9 @@ import psutil
 
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
+from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
+from labkit.records import CheckpointPlan
 from labkit.records import Collective
 from labkit.records import Measurement
 from labkit.records import ModelFacts
@@ -64,6 +66,8 @@ def begin(
     devices: Sequence[str],
     backend: str,
     config: Mapping[str, Any] | None,
+    checkpoints: CheckpointPlan | None = None,
+    resumed_from: int | None = None,
 ) -> None:
     """Give a run its folder, with what is to be run.
 
@@ -80,6 +84,10 @@ def begin(
         "pid": os.getpid(),
         "pid_created": psutil.Process().create_time(),
     }
+    if checkpoints is not None:
+        run.info["checkpoints"] = asdict(checkpoints)
+        run.info["resumed_from"] = resumed_from
+        run.info["restarts"] = []
     when = time.strftime("%Y%m%d-%H%M%S", time.localtime(run.info["began"]))
     try:
         run.folder = _make_folder(runs_folder(), f"{when}-{run.name}")
@@ -111,6 +119,28 @@ def save(run: Run) -> None:
         store.write_info(run.folder, describe(run))
     except OSError as error:
         _warn(run.folder, f"{run.name} is not on disk as it is now: {error}")
+
+
+def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
+    """A run goes on after ranks died, which left these outcomes: keep its records up
+    to there, and give the next a folder of their own."""
+    for outcome in outcomes:
+        _take_outcome(run, outcome)
+    run.collector.restart(restarted.step, restarted.seconds)
+    run.info["restarts"].append(asdict(restarted))
+    if run.folder is None:
+        return
+    try:
+        journals_of(run).mkdir()
+    except OSError as error:
+        _warn(run.folder, f"{run.name} is not on disk as it is now: {error}")
+    save(run)
+
+
+def journals_of(run: Run) -> Path:
+    """Where its ranks keep their records now."""
+    assert run.folder is not None
+    return store.journal_folder(run.folder, run.collector.num_restarts)
 
 
 def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
@@ -212,7 +242,7 @@ def open_run(folder: Path) -> Run:
     """The run in `folder`. OSError or ValueError where there is none to read."""
     info = store.read_info(folder)
     options = known(TrainOptions, info["options"])
-    collector = Collector(info["ranks"])
+    collector = Collector(info["ranks"], info.get("resumed_from") or 0)
     run = Run(info["name"], info["strategy"], info["code"], collector, options)
     run.folder = folder
 
@@ -230,7 +260,13 @@ def take(run: Run, info: dict[str, Any]) -> None:
     collector = run.collector
     state = state_of(info)
     has_ended = state not in ("running", "lost")
-    store.read_records(run.folder, collector, is_growing=state == "running")
+    restarts = [known(Restart, each) for each in info.get("restarts", [])]
+    store.read_records(
+        run.folder,
+        collector,
+        restarts=[(each.step, each.seconds) for each in restarts],
+        is_growing=state == "running",
+    )
     other = info.keys() - describe(Run("", "", "", Collector([]))).keys()
     run.info = {key: info[key] for key in info if key in other}
     run._mismatches = info["mismatches"]

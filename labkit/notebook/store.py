@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from labkit.notebook.collector import Collector
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE
+from labkit.records import RESTART_FOLDER
 from labkit.records import UNREAD
 from labkit.records import UNWRITTEN
 from labkit.records import Batch
@@ -99,13 +102,31 @@ def write_records(folder: Path, collector: Collector) -> None:
     for rank in collector.ranks:
         for name in (RECORDS_FILE, NAMES_FILE):
             (folder / name.format(rank)).unlink(missing_ok=True)
+    for number in range(collector.num_restarts):
+        shutil.rmtree(journal_folder(folder, number + 1), ignore_errors=True)
 
 
-def read_records(folder: Path, collector: Collector, *, is_growing: bool) -> None:
+def journal_folder(folder: Path, num_restarts: int) -> Path:
+    """Where the ranks of a run that was restarted so often keep their records."""
+    return folder / RESTART_FOLDER.format(num_restarts) if num_restarts else folder
+
+
+def read_records(
+    folder: Path,
+    collector: Collector,
+    *,
+    restarts: Sequence[tuple[int, float]] = (),
+    is_growing: bool,
+) -> None:
     """Add to `collector` what the folder has and it has not.
 
-    `is_growing` leaves out, for now, what a rank has yet to fill in.
+    `restarts` are step and seconds of those that there were. `is_growing` leaves out,
+    for now, what a rank has yet to fill in.
     """
+    for step, seconds in restarts[collector.num_restarts :]:
+        for rank in collector.ranks:
+            read_journal(folder, rank, collector)
+        collector.restart(step, seconds)
     for rank in collector.ranks:
         read_journal(folder, rank, collector, is_growing=is_growing)
     # Looked for last: a table that appears in between has taken the journals' place.
@@ -124,6 +145,7 @@ def _read_table(path: Path, collector: Collector) -> None:
     records = np.empty(len(table), RECORD)
     for name in ("step", "seconds", "memory_bytes", "value"):
         records[name] = table[name].to_numpy()
+    collector.begin_anew()
     for rank in collector.ranks:
         mine = ranks == rank
         own = records[mine]
@@ -135,7 +157,6 @@ def _read_table(path: Path, collector: Collector) -> None:
         rank_of = np.empty(len(order), "u2")
         rank_of[order] = np.arange(len(order), dtype="u2")
         own["metric"] = rank_of[places]
-        collector.start_over(rank)
         collector.add(rank, Batch(0, [names[found[i]] for i in order], own))
 
 
@@ -144,8 +165,10 @@ def read_journal(
 ) -> None:
     """Add what a rank's journal has and `collector` has not; nothing where it has none.
 
-    If records were lost in between, all are read anew.
+    It is the one since the last restart that `collector` knows of. If records were lost
+    in between, all of it is read anew.
     """
+    folder = journal_folder(folder, collector.num_restarts)
     begin = 0 if collector.lost[rank] else collector.num_received[rank]
     try:
         with (folder / RECORDS_FILE.format(rank)).open("rb") as file:
@@ -158,7 +181,7 @@ def read_journal(
     whole = len(content) // RECORD.itemsize
     records = np.frombuffer(content, RECORD, whole)
     records = records[: _num_written(records, len(names), is_growing=is_growing)]
-    if begin == 0 and len(records) < collector.num_records[rank]:
+    if begin == 0 and len(records) < collector.num_new(rank):
         return  # it knows more than its journal
     if begin == 0:
         collector.start_over(rank)

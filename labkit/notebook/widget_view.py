@@ -74,7 +74,9 @@ class WidgetView(LiveView):
             self._next_status = now + STATUS_S
             self._status = {
                 "title": progress_line(self.run),
-                "remarks": "; ".join(remarks(self.run)),
+                "remarks": "; ".join(
+                    [*remarks(self.run), *map(str, self.run.restarts)]
+                ),
                 "num_steps": planned_steps(self.run),
             }
         delta = self._frames.delta()

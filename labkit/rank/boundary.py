@@ -14,6 +14,10 @@ class Stopped(KeyboardInterrupt):
         return []
 
 
+class StoppedAtStep(Stopped):
+    """Raised between the same two optimizer steps on every rank."""
+
+
 class Boundary:
     """Stops a run after the same step on every rank, wherever each is when it is asked.
 
@@ -33,7 +37,8 @@ class Boundary:
         return self._num_steps
 
     def passed(self, num_steps: int) -> None:
-        """The main thread has taken `num_steps`; raises Stopped if that is enough."""
+        """The main thread has taken `num_steps`; raises StoppedAtStep if that
+        is enough."""
         # In this order: `hold` writes and reads them in the other.
         self._num_steps = num_steps
         if not self._is_holding:
@@ -43,7 +48,7 @@ class Boundary:
             if self._stop_after is None:
                 self._is_holding = False  # whoever asked is gone
             elif num_steps >= self._stop_after:
-                raise Stopped
+                raise StoppedAtStep
 
     def hold(self) -> int:
         """Wait at the next boundary; the steps taken so far. From another thread."""

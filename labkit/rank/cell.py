@@ -50,6 +50,7 @@ from labkit.rank.stack import position
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import CellSpec
+from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
 from labkit.records import TrainOptions
@@ -164,15 +165,20 @@ class CellRunner:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
+        error = self._begin_error or result.error_before_exec or result.error_in_exec
+        session, self._session = self._session, None
+        if session is not None and error is None:
+            try:
+                session.finish(is_interrupted=self._signal_seen.is_set)
+            except (Exception, KeyboardInterrupt) as problem:
+                error = problem
         with self._lock:
             self._is_running = False
             self._is_closing = True
         self._spec = None
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop_when_idle)
-        error = self._begin_error or result.error_before_exec or result.error_in_exec
         emitter, self._emitter = self._emitter, None
-        session, self._session = self._session, None
         steps = list(session.steps) if session is not None else []
         memory = ""
         if error is not None:
@@ -275,6 +281,7 @@ class CellRunner:
             journal=Journal(spec.folder, rank),
         )
         self._boundary = Boundary()
+        plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
         session = Session(
             strategy,
             self._emitter,
@@ -283,6 +290,7 @@ class CellRunner:
             device=self.membership.device,
             seed=spec.seed,
             options=TrainOptions(**spec.options, config=self.config),
+            checkpoints=plan,
             report=lambda report: self._publish("report", report),
             after_step=self._boundary.passed,
         )

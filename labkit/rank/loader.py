@@ -1,6 +1,7 @@
 """Deals global batches out to the ranks."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch.utils.data import Sampler
 from torch.utils.data import SequentialSampler
 from torch.utils.data import TensorDataset
 from torch.utils.data import default_collate
+
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class GlobalBatches(Sampler[Any]):
         self.seed = seed
         self.accumulate = accumulate
         self.epoch = 0
+        self.first = 0
+        """The microbatch that the next pass begins with."""
         self.as_tensors = False
         """Whether indices come as a tensor, for a dataset that takes one."""
         self.drawn: list[int] = []
@@ -93,7 +98,7 @@ class GlobalBatches(Sampler[Any]):
         else:
             order = torch.arange(self.num_samples)
         self.drawn = []
-        for number in range(len(self)):
+        for number in range(self.first, len(self)):
             first = number // self.accumulate * self.batch_size
             start, stop = self._bounds(number)
             part = order[first + start : first + stop]
@@ -127,12 +132,27 @@ class GlobalBatches(Sampler[Any]):
         )
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a loop over a loader stands, on any number of ranks."""
+
+    epoch: int
+    """The number of its pass, counted from 1."""
+    batch: int = 0
+    """Global batches of that pass that it has had."""
+
+
 class RankLoader:
     """Yields this rank's part of every global batch, on its device.
 
-    `on_batch(share)` is called before each batch is handed out, `on_epoch(epoch)`
-    before each pass, counted from 1, and `on_end()` after it; `on_drawn(indices,
-    num_samples, epoch)` after a whole one, with the samples that this rank had.
+    `on_epoch(epoch)` is called before each pass, counted from 1, and `on_end()` after
+    it; `before_batch()` when the loop asks for its next batch, or for one too many, and
+    so has ended its work on the last; `on_batch(share)` before it is handed out;
+    `on_drawn(indices, num_samples, epoch)` after a whole pass, with the samples that
+    this rank had.
+
+    With a position in `resume_at` the passes before it yield nothing, and its own
+    begins after the batches that it had.
     """
 
     def __init__(
@@ -144,16 +164,22 @@ class RankLoader:
         on_epoch: Callable[[int], None],
         on_batch: Callable[[Share], None],
         on_end: Callable[[], None],
+        before_batch: Callable[[], None] = lambda: None,
         on_drawn: Callable[[list[int], int, int], None] = lambda *drawn: None,
     ) -> None:
         self.loader = loader
         self.batches = batches
         self.device = device
+        self.resume_at = Position(1)
         self._on_epoch = on_epoch
+        self._before_batch = before_batch
         self._on_batch = on_batch
         self._on_end = on_end
         self._on_drawn = on_drawn
-        self._num_epochs = 0
+        self.num_epochs = 0
+        """Passes that have begun."""
+        self._next: int | None = None
+        """The microbatch that the loop has next; None between two passes."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -162,22 +188,61 @@ class RankLoader:
     def dataset(self) -> Dataset[Any]:
         return self.loader.dataset
 
+    @property
+    def position(self) -> Position:
+        """Where its loop stands, between two optimizer steps."""
+        if self._next is None:
+            return Position(self.num_epochs + 1)
+        return Position(self.num_epochs, self._next // self.batches.accumulate)
+
     def __iter__(self) -> Iterator[Any]:
-        self.batches.epoch = self._num_epochs
-        self._num_epochs += 1
-        self._on_epoch(self._num_epochs)
+        self.batches.epoch = self.num_epochs
+        self.num_epochs += 1
+        first = self._num_had()
+        self._on_epoch(self.num_epochs)
+        if first is None:
+            return
+        self.batches.first = self._next = first
+        passing: Iterator[Any] | None = None
         try:
-            for number, batch in enumerate(self.loader):
+            for number in itertools.count(first):
+                self._before_batch()
+                if passing is None:
+                    passing = self._begin_pass()
+                batch = next(passing, _END)
+                if batch is _END:
+                    break
                 share = self.batches.share(number)
                 if length := tokens_of_sample(batch):
                     num_tokens = share.num_samples * length
                     share = dataclasses.replace(share, num_tokens=num_tokens)
+                self._next = number + 1
                 self._on_batch(share)
                 yield to_device(batch, self.device)
-            drawn = self.batches.drawn
-            self._on_drawn(drawn, self.batches.num_dealt, self._num_epochs)
+            if not first:
+                drawn = self.batches.drawn
+                self._on_drawn(drawn, self.batches.num_dealt, self.num_epochs)
         finally:
+            self._next = None
             self._on_end()
+
+    def _num_had(self) -> int | None:
+        """Microbatches of this pass that were had before; None if it was over."""
+        if self.num_epochs < self.resume_at.epoch:
+            return None
+        if self.num_epochs > self.resume_at.epoch:
+            return 0
+        return self.resume_at.batch * self.batches.accumulate
+
+    def _begin_pass(self) -> Iterator[Any]:
+        """A DataLoader draws a random number when a pass begins: where that is one
+        which had begun, it has been drawn."""
+        if not self.batches.first:
+            return iter(self.loader)
+        state = torch.get_rng_state()
+        passing = iter(self.loader)
+        torch.set_rng_state(state)
+        return passing
 
 
 def tokens_of_sample(batch: Any) -> int:

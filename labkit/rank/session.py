@@ -1,7 +1,6 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
 import contextlib
-import random
 import time
 import warnings
 from collections.abc import Callable
@@ -9,15 +8,16 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
+from labkit.rank.boundary import StoppedAtStep
 from labkit.rank.emitter import Emitter
+from labkit.rank.evaluation import LossFunction
+from labkit.rank.evaluation import evaluate
 from labkit.rank.loader import RankLoader
 from labkit.rank.loader import Share
 from labkit.rank.loader import deal_out
@@ -29,12 +29,15 @@ from labkit.rank.out_of_memory import PreparedStep
 from labkit.rank.out_of_memory import plain_copy
 from labkit.rank.probe import StepProbe
 from labkit.rank.replicas import ReplicaWatch
+from labkit.rank.resume import Keeper
+from labkit.rank.resume import seed_everything
 from labkit.rank.stepping import PreparedOptimizer
-from labkit.rank.stepping import schedulers_in_step
+from labkit.records import CHECKPOINT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
 from labkit.records import STEP_TAKEN
+from labkit.records import CheckpointPlan
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.model_options import BatchNorm
@@ -52,8 +55,6 @@ RESERVED = frozenset(
     }
 )
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
-
 
 class Session:
     """One rank's side of one run."""
@@ -68,6 +69,7 @@ class Session:
         device: torch.device,
         seed: int,
         options: TrainOptions,
+        checkpoints: CheckpointPlan | None = None,
         report: Callable[[Any], None] = lambda measured: None,
         after_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
@@ -84,10 +86,21 @@ class Session:
         self._after_step = after_step
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
+        self._keeper = Keeper(
+            checkpoints,
+            rank=rank,
+            device=device,
+            seed=seed,
+            on_checkpoint=lambda step: self._emitter.put(
+                CHECKPOINT, step, step, self._read_memory()
+            ),
+        )
         self._optimizers: list[PreparedOptimizer] = []
         self.steps: list[PreparedStep] = []
         """One for each prepared model."""
         self._undo: list[Callable[[], None]] = []
+        self._has_ended = False
+        """Whether its loaders may be in another cell's hands."""
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
         self._num_tokens = 0
@@ -104,7 +117,7 @@ class Session:
         seed_everything(self.seed)
         with (
             self._noticer.watching(),
-            schedulers_in_step(self._optimizers),
+            self._keeper.watching(),
             warnings.catch_warnings(),
             self._watch.watching_loaders()
             if self.strategy.technique is None
@@ -121,6 +134,13 @@ class Session:
             finally:
                 self._end()
 
+    def finish(self, is_interrupted: Callable[[], bool]) -> None:
+        """The cell ended well: keep its state, if it keeps any. Collective.
+
+        Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
+        """
+        self._keeper.finish(self._optimizer_steps, is_interrupted)
+
     def _end(self) -> None:
         """Let go of the models; the cell's own variables may be used on."""
         self._end_probe(is_complete=False)
@@ -128,6 +148,7 @@ class Session:
             undo()
         for optimizer in self._optimizers:
             optimizer.take_step = Prepared.step
+        self._has_ended = True
         self._undo.clear()
         self._optimizers.clear()
         self.steps.clear()
@@ -191,21 +212,20 @@ class Session:
         self._optimizers.append(stepping)
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
-        return (
-            prepared.model,
-            stepping,
-            RankLoader(
-                loader,
-                batches,
-                self.device,
-                on_epoch=lambda epoch: self._note_progress(
-                    epoch=epoch, steps_per_epoch=batches.num_batches
-                ),
-                on_batch=self._begin_batch,
-                on_end=self._end_batches,
-                on_drawn=self._watch.note_draw,
-            ),
+        rank_loader = RankLoader(
+            loader,
+            batches,
+            self.device,
+            on_epoch=lambda epoch: self._begin_epoch(epoch, batches.num_batches),
+            before_batch=lambda: self._before_batch(rank_loader),
+            on_batch=self._begin_batch,
+            on_end=self._end_batches,
+            on_drawn=self._watch.note_draw,
         )
+        self._keeper.add(stepping, rank_loader)
+        if not self._optimizer_steps:
+            self._optimizer_steps = self._keeper.first_step
+        return prepared.model, stepping, rank_loader
 
     def fit(
         self,
@@ -243,9 +263,18 @@ class Session:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            if validate is not None:
+            if validate is not None and not self._keeper.is_replaying:
                 size = batch_size or loader.batches.batch_size
-                self.log(step=None, **self._evaluate(model, validate, functions, size))
+                found = evaluate(
+                    model,
+                    validate,
+                    functions,
+                    batch_size=size,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    device=self.device,
+                )
+                self.log(step=None, **found)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
         """Send scalars of this rank: `log(accuracy=0.9)`.
@@ -262,6 +291,8 @@ class Session:
                 f"log({min(taken)}=...): that column of a run's history is labkit's "
                 "own; choose another name"
             )
+        if self._keeper.is_replaying:
+            return  # it was logged when it happened
         memory_bytes = self._read_memory()
         for name, value in metrics.items():
             if step is not None:
@@ -286,14 +317,40 @@ class Session:
 
     # ---- what the loop tells the session ----
 
+    def _begin_epoch(self, epoch: int, num_batches: int) -> None:
+        self._keeper.begin_epoch()
+        self._note_progress(epoch=epoch, steps_per_epoch=num_batches)
+
+    def _before_batch(self, loader: RankLoader) -> None:
+        if self._has_ended:
+            return
+        self._num_samples = self._num_samples or 0
+        self._keeper.before_batch(loader, self._optimizer_steps)
+        self._pass_boundary()
+        if self._step_ended is not None:
+            self._step_ended = time.perf_counter()
+
+    def _pass_boundary(self) -> None:
+        """Between two steps, where every rank can stop."""
+        try:
+            self._after_step(self._optimizer_steps)
+        except StoppedAtStep:
+            self._keeper.finish(self._optimizer_steps)
+            raise
+
     def _begin_batch(self, share: Share) -> None:
-        self._num_samples = (self._num_samples or 0) + share.num_samples
+        if self._has_ended:
+            return
+        assert self._num_samples is not None
+        self._num_samples += share.num_samples
         self._num_tokens += share.num_tokens
         self._noticer.weight = share.weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
-        if self._probe is None and is_sampled(self._optimizer_steps + 1):
+        if self._probe is None and is_sampled(
+            self._optimizer_steps + 1 - self._keeper.first_step
+        ):
             self._begin_probe()
 
     def _end_batches(self) -> None:
@@ -360,8 +417,10 @@ class Session:
         if self._num_tokens:
             self._emitter.put("tokens", self._num_tokens, step, memory_bytes)
             self._num_tokens = 0
-        self._after_step(step)
         self._step_ended = time.perf_counter()
+        if self._num_samples is None:  # in a loop over data of its own
+            self._keeper.between_steps(step)
+            self._pass_boundary()
 
     def _note_progress(self, **changes: int) -> None:
         """Note what changed of `records.Progress`."""
@@ -372,63 +431,14 @@ class Session:
                     PROGRESS[field], value, self._optimizer_steps, self._read_memory()
                 )
 
-    @torch.no_grad()
-    def _evaluate(
-        self,
-        model: nn.Module,
-        source: Dataset[Any] | DataLoader[Any],
-        functions: Mapping[str, LossFunction],
-        batch_size: int,
-    ) -> dict[str, float]:
-        """Means over `source`, each rank on its share, as `val_<name>`."""
-        loader, batches = deal_out(
-            source,
-            batch_size=None if isinstance(source, DataLoader) else batch_size,
-            shuffle=False,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=0,
-        )
-        batches.drop_last = False
-        shares: list[Share] = []
-        was_training = model.training
-        model.eval()
-        sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=self.device)
-        for x, y in RankLoader(
-            loader,
-            batches,
-            self.device,
-            on_epoch=lambda epoch: None,
-            on_batch=shares.append,
-            on_end=lambda: None,
-        ):
-            num_samples = shares[-1].num_samples
-            output = model(x)
-            values = [float(function(output, y)) for function in functions.values()]
-            if num_samples:
-                sums += num_samples * torch.tensor([*values, 1.0], device=self.device)
-        model.train(was_training)
-        dist.all_reduce(sums)
-        *totals, count = sums.tolist()
-        return {
-            f"val_{name}": t / count for name, t in zip(functions, totals, strict=True)
-        }
-
 
 def is_sampled(step: int) -> bool:
-    """Whether optimizer step `step`, counted from 1, is measured.
+    """Whether a run's optimizer step `step`, counted from 1, is measured.
 
     The first, in which state is made; the third, for DDP arranges its buckets anew in
     the second; then the 10th, 100th, ..., so that it costs nothing.
     """
     return step == 3 or str(step).rstrip("0") == "1"
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch (every device), numpy and random."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def check_prepared(model: Any, optimizer: Any) -> None:

@@ -1,6 +1,7 @@
 """The optimizer that a training loop sees: it steps when its step is complete."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._is_last = True
         self._num_held = 0
         self.begin_microbatch()
+
+    def is_of(self, scheduler: LRScheduler) -> bool:
+        """Whether a scheduler sets the rates of this optimizer, or of the user's own,
+        for which it was made before `prepare`."""
+        return any(scheduler.optimizer is o for o in (self, self.prepared.optimizer))
 
     def begin_microbatch(self, is_last: bool | None = None) -> None:
         """Whether the step is complete after the next backward pass; a loop over data
@@ -86,31 +92,54 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 @contextlib.contextmanager
-def schedulers_in_step(optimizers: list[PreparedOptimizer]) -> Iterator[None]:
-    """A learning-rate scheduler waits with its optimizer for the last microbatch.
+def watching_schedulers(
+    note: Callable[[LRScheduler, bool], None], may_step: Callable[[LRScheduler], bool]
+) -> Iterator[None]:
+    """Tell `note` of every learning-rate scheduler that is made (True) or takes a step
+    (False). A step that `may_step` does not allow does nothing, but for the one with
+    which it is made."""
+    patched: list[tuple[type, str, Callable[..., Any]]] = []
+    making: list[Any] = []
 
-    Schedulers of the user's own optimizer, made before `prepare`, do too.
-    """
-    patched: dict[type, Callable[..., Any]] = {}
+    def patch(kind: type, name: str, watched: Callable[..., Any]) -> None:
+        if name in kind.__dict__:
+            patched.append((kind, name, kind.__dict__[name]))
+            setattr(kind, name, watched(kind.__dict__[name]))
 
-    def patch(kind: Any) -> None:
-        if "step" in kind.__dict__:
-            patched[kind] = step = kind.__dict__["step"]
+    def watched_init(init: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(init)
+        def make(self: Any, *args: Any, **kwargs: Any) -> None:
+            is_base = any(self is each for each in making)  # of one that is patched too
+            making.append(self)
+            try:
+                init(self, *args, **kwargs)
+            finally:
+                making.pop()
+            if not is_base:
+                note(self, True)
 
-            def step_if_complete(self: Any, *args: Any, **kwargs: Any) -> Any:
-                for known in optimizers:
-                    ours = (known, known.prepared.optimizer)
-                    if known.held_back and any(self.optimizer is o for o in ours):
-                        return None
-                return step(self, *args, **kwargs)
+        return make
 
-            kind.step = step_if_complete
+    def watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def step_if_allowed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_initial:
+                note(self, False)
+                if not may_step(self):
+                    return None
+            return step(self, *args, **kwargs)
+
+        return step_if_allowed
+
+    def patch_all(kind: Any) -> None:
+        patch(kind, "__init__", watched_init)
+        patch(kind, "step", watched_step)
         for child in kind.__subclasses__():
-            patch(child)
+            patch_all(child)
 
-    patch(LRScheduler)
+    patch_all(LRScheduler)
     try:
         yield
     finally:
-        for kind, step in patched.items():
-            kind.step = step  # type: ignore[attr-defined]
+        for kind, name, original in reversed(patched):
+            setattr(kind, name, original)

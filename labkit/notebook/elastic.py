@@ -1,0 +1,155 @@
+"""Sees a run with `--elastic` to its end: brings dead ranks back, and goes on."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from dataclasses import replace
+from pathlib import Path
+
+from labkit.notebook import saved_runs
+from labkit.notebook.dispatch import Dispatch
+from labkit.notebook.failure import first_failure
+from labkit.notebook.output import format_ranks
+from labkit.notebook.rank_group import RankGroup
+from labkit.notebook.runs import Restart
+from labkit.notebook.runs import Run
+from labkit.records import CellSpec
+from labkit.records import CheckpointPlan
+from labkit.records import Outcome
+from labkit.step_folders import last_in
+from labkit.step_folders import step_of
+
+MAX_RESTARTS = 3
+"""How often a run goes on from the same checkpoint: what ends it there may again."""
+
+
+class Elastic:
+    """Runs a cell again, from the last checkpoint on, when a rank died in it."""
+
+    def __init__(
+        self,
+        run: Run,
+        ranks: RankGroup,
+        spec: CellSpec,
+        plan: CheckpointPlan,
+        send_work: Callable[[], None],
+    ) -> None:
+        """`send_work` gives the ranks what the cell takes besides its code."""
+        self._run = run
+        self._ranks = ranks
+        self._spec = spec
+        self._plan = plan
+        self._send_work = send_work
+        self._restarted: set[int] = set()
+        self._last_step: int | None = None
+        self._num_in_vain = 0
+
+    def wait(self, dispatch: Dispatch, timeout_s: float | None) -> list[Outcome]:
+        """As `Dispatch.wait`, for as many times as it takes."""
+        with dispatch.noting_interrupts():
+            outcomes = dispatch.wait(timeout_s)
+            while (died := self._death(dispatch)) is not None:
+                checkpoint = last_in(Path(self._plan.directory))
+                step = step_of(checkpoint) if checkpoint else 0
+                if self._is_in_vain(step):
+                    return self._give_up(dispatch, died)
+                try:
+                    dead = self._bring_back()
+                except RuntimeError as error:
+                    return self._add(dispatch, {died.rank}, f"; {error}")
+                restart = self._note(died, dead, step, outcomes)
+                if dispatch.is_to_end:
+                    return self._stop(dispatch)
+                print(f"labkit: {restart} ({restart.cause})", file=sys.stderr)
+                self._send_work()
+                dispatch.begin_anew(self._next_spec(checkpoint))
+                outcomes = dispatch.wait(timeout_s)
+        return self._explained(dispatch, outcomes)
+
+    def _death(self, dispatch: Dispatch) -> Outcome | None:
+        """The first one, if the run is to go on after it."""
+        first = first_failure(dispatch.outcomes)
+        if first is None or first.status != "died" or dispatch.is_to_end:
+            return None
+        return first
+
+    def _is_in_vain(self, step: int) -> bool:
+        self._num_in_vain = self._num_in_vain + 1 if step == self._last_step else 1
+        self._last_step = step
+        return self._num_in_vain > MAX_RESTARTS
+
+    def _bring_back(self) -> list[int]:
+        """Start the dead ranks anew; also those that die meanwhile."""
+        brought: set[int] = set()
+        for _ in range(MAX_RESTARTS):
+            brought.update(dead := self._ranks.dead())
+            try:
+                self._ranks.bring_back(dead)
+            except RuntimeError:
+                if not self._ranks.dead():
+                    raise
+            else:
+                break
+        else:
+            raise RuntimeError(f"{format_ranks(dead)} died again while it started")
+        self._restarted |= brought
+        return sorted(brought)
+
+    def _note(
+        self, died: Outcome, dead: list[int], step: int, outcomes: list[Outcome]
+    ) -> Restart:
+        run = self._run
+        cause = died.evalue.split("; ")[0]
+        restart = Restart(step, run.num_steps, dead, cause, run.elapsed(), time.time())
+        saved_runs.restart(run, outcomes, restart)
+        return restart
+
+    def _next_spec(self, checkpoint: Path | None) -> CellSpec:
+        run = self._run
+        plan = replace(self._plan, resume_from=str(checkpoint) if checkpoint else None)
+        return replace(
+            self._spec,
+            folder=None if run.folder is None else str(saved_runs.journals_of(run)),
+            checkpoints=asdict(plan),
+        )
+
+    # ---- ends ----
+
+    def _stop(self, dispatch: Dispatch) -> list[Outcome]:
+        """Somebody wanted an end while ranks were brought back: they have all come to
+        one."""
+        dispatch.outcomes = [
+            Outcome(rank, "interrupted", group_in_place=True)
+            for rank in self._run.collector.ranks
+        ]
+        return dispatch.outcomes
+
+    def _give_up(self, dispatch: Dispatch, died: Outcome) -> list[Outcome]:
+        times = f"{MAX_RESTARTS} time{'s' * (MAX_RESTARTS > 1)}"
+        why = (
+            f"; --elastic resumed {times} from step {self._last_step} and a rank died "
+            "before the next checkpoint, so what ends it lies in between"
+        )
+        return self._add(dispatch, {died.rank}, why)
+
+    def _explained(self, dispatch: Dispatch, outcomes: list[Outcome]) -> list[Outcome]:
+        """Say of a rank that was restarted why it may lack a name."""
+        lacking = {
+            outcome.rank
+            for outcome in outcomes
+            if outcome.ename == "NameError" and outcome.rank in self._restarted
+        }
+        why = (
+            f"; {format_ranks(lacking)} died and was started anew, with nothing but "
+            "this cell: --elastic needs one that makes or imports all that it uses"
+        )
+        return self._add(dispatch, lacking, why) if lacking else outcomes
+
+    def _add(self, dispatch: Dispatch, ranks: set[int], why: str) -> list[Outcome]:
+        """The outcomes, with `why` at the end of what is said of `ranks`."""
+        dispatch.outcomes = [
+            replace(each, evalue=each.evalue + why) if each.rank in ranks else each
+            for each in dispatch.outcomes
+        ]
+        return sorted(dispatch.outcomes, key=lambda outcome: outcome.rank)

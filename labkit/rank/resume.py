@@ -1,0 +1,399 @@
+"""Takes a run's checkpoints between its steps, and goes on from one."""
+
+import contextlib
+import random
+import struct
+import sys
+from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from labkit.checkpoint import Checkpoint
+from labkit.checkpoint import Pending
+from labkit.checkpoint import SaveError
+from labkit.checkpoint import Section
+from labkit.checkpoint import begin_save
+from labkit.checkpoint import prune
+from labkit.rank.checkpoints import Checkpoints
+from labkit.rank.checkpoints import prefix
+from labkit.rank.loader import Position
+from labkit.rank.loader import RankLoader
+from labkit.rank.stepping import PreparedOptimizer
+from labkit.rank.stepping import watching_schedulers
+from labkit.records import CheckpointPlan
+from labkit.step_folders import last_in
+from labkit.step_folders import step_folder
+
+SEED_STRIDE = 1_000_003
+
+_POLL_S = 0.05
+
+_GAUSS = struct.Struct("<?d")
+"""The normal number that a generator has in hand: whether it has one, and which."""
+
+
+class Keeper:
+    """One rank's side of the checkpoints of one run.
+
+    A run that goes on from a checkpoint runs its cell from the first line. Model and
+    optimizer are restored when they are prepared. Until the loop is where it was when
+    the checkpoint was taken, it *replays*: loaders yield nothing, schedulers take no
+    step, nothing is logged. There the schedulers and random numbers are restored too.
+    """
+
+    def __init__(
+        self,
+        plan: CheckpointPlan | None,
+        *,
+        rank: int,
+        device: torch.device,
+        seed: int,
+        on_checkpoint: Callable[[int], None],
+    ) -> None:
+        """`on_checkpoint(step)` is called when one is taken."""
+        self.is_replaying = plan is not None and plan.resume_from is not None
+        self.first_step = 0
+        """Optimizer steps that were taken before this run."""
+        self._plan = plan
+        self._name = (plan and plan.resume_from) or ""
+        self._rank = rank
+        self._device = device
+        self._seed = seed
+        self._checkpoint: Checkpoint | None = None
+        """What the run goes on from."""
+        self._saved: dict[str, Any] = {}
+        """What it says of the loop."""
+        self._sections: list[dict[str, Any]] = []
+        """What it says of each model and optimizer."""
+        self._optimizers: list[PreparedOptimizer] = []
+        self._loaders: list[RankLoader] = []
+        self._states = Checkpoints(lambda: [each.prepared for each in self._optimizers])
+        self._active: int | None = None
+        """The loader that was asked for a batch last."""
+        self._schedulers: list[LRScheduler] = []
+        """All of the cell's, in the order in which they were seen first."""
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
+        """Class and state of those that are yet to be restored, in the same order."""
+        self._rates: list[list[dict[str, Any]]] = []
+        """What the optimizers' groups had, besides parameters."""
+        self._on_checkpoint = on_checkpoint
+        self._pending: Pending | None = None
+        self._last_step = 0
+        """Of the last checkpoint that was begun."""
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the schedulers of the cell, and hold some of their steps back."""
+        try:
+            with watching_schedulers(self._note, self._may_step):
+                yield
+        finally:
+            for loader in self._loaders:
+                loader.resume_at = Position(1)  # in another cell it is all there
+            for held in (self._optimizers, self._loaders, self._schedulers):
+                held.clear()
+
+    def _may_step(self, scheduler: LRScheduler) -> bool:
+        return not self.is_replaying and not any(
+            optimizer.held_back and optimizer.is_of(scheduler)
+            for optimizer in self._optimizers
+        )
+
+    # ---- what the session tells ----
+
+    def add(self, optimizer: PreparedOptimizer, loader: RankLoader) -> None:
+        """Take in what was prepared; restore it if the checkpoint has it.
+
+        Raises ValueError if that is of another model or other data.
+        """
+        place = len(self._optimizers)
+        self._optimizers.append(optimizer)
+        self._loaders.append(loader)
+        if self._plan is not None:
+            optimizer.prepared.settings()  # raises now what the first save would raise
+        if not self.is_replaying:
+            return
+        if self._checkpoint is None:
+            self._open()
+        assert self._checkpoint is not None
+        saved = self._saved["loaders"]
+        if place >= len(saved):
+            return  # it was not yet when the checkpoint was taken
+        self._check_data(saved[place]["data"], facts_of(loader))
+        optimizer.prepared.restore(
+            Section(self._checkpoint, prefix(place)), self._sections[place]
+        )
+        self._rates.append(
+            [
+                {k: v for k, v in group.items() if k != "params"}
+                for group in optimizer.param_groups
+            ]
+        )
+        loader.resume_at = Position(**saved[place]["position"])
+        if self._saved["active"] is None and place == len(saved) - 1:
+            self._go_on()
+
+    def begin_epoch(self) -> None:
+        """A loader begins a pass: maybe the one in which the checkpoint was taken."""
+        active = self._saved.get("active")
+        if not self.is_replaying or active is None or active >= len(self._loaders):
+            return
+        loader = self._loaders[active]
+        if loader.num_epochs >= loader.resume_at.epoch:
+            self._go_on()
+
+    def before_batch(self, loader: RankLoader, step: int) -> None:
+        """A loop has ended its work on a batch: `step` steps are taken."""
+        self._active = self._loaders.index(loader)
+        self.between_steps(step)
+
+    def between_steps(self, step: int) -> None:
+        """Take a checkpoint if it is time to."""
+        if self._plan is None:
+            return
+        if self.is_replaying:
+            raise RuntimeError(
+                "--resume cannot tell which steps of this cell were taken before the "
+                "checkpoint, for its loop takes some without the loader that prepare "
+                "gave; leave out --resume and call load_checkpoint in the cell"
+            )
+        if step // self._plan.every > self._last_step // self._plan.every:
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint of what there is after `step` steps. Collective.
+
+        Waits for the one before.
+        """
+        if self._plan is None or step == self._last_step or not self._optimizers:
+            return
+        self._wait()
+        self._last_step = step
+        self._on_checkpoint(step)
+        # As save_checkpoint does it, so that load_checkpoint takes it too.
+        tensors, sections = self._states.collect()
+        numbers = random_state(self._device)
+        tensors |= {f"rng.{self._rank}.{name}": each for name, each in numbers.items()}
+        loop = {
+            "step": step,
+            "seed": self._seed,
+            "loaders": [
+                {"position": vars(loader.position), "data": facts_of(loader)}
+                for loader in self._loaders
+            ],
+            "active": self._active,
+            "schedulers": [
+                (type(each).__name__, plain(each.state_dict())) for each in self._ours()
+            ],
+        }
+        values = {"sections": sections, "user": {}, "loop": loop}
+        folder = step_folder(Path(self._plan.directory), step)
+        try:
+            self._pending = begin_save(folder, tensors, values)
+        except (OSError, SaveError) as error:
+            self._say_failed(step, error)
+        if self._rank == 0 and self._pending is not None:
+            self._pending.add_done_callback(self._prune)
+
+    def finish(
+        self, step: int, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
+        """The cell has ended, or stops, after `step` steps: keep what there is."""
+        if self._plan is None:
+            return
+        if self.is_replaying:
+            self._say(
+                f"there was nothing to do: the cell ends where the checkpoint of step "
+                f"{self.first_step} was taken, or before"
+                if self._checkpoint
+                else "nothing was resumed, for the cell did not call prepare"
+            )
+        elif not self._optimizers:
+            self._say("no checkpoint was taken, for the cell did not call prepare")
+        else:
+            self.save(step)
+            while self._pending and not self._pending.done():
+                if is_interrupted():
+                    raise KeyboardInterrupt
+                futures.wait([self._pending], _POLL_S)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until no save is in flight. One that failed is told, and does not matter."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except SaveError as error:
+                self._say_failed(self._last_step, error)
+
+    # ---- the way back to where it was ----
+
+    def _open(self) -> None:
+        self._checkpoint = Checkpoint(Path(self._name))
+        values = self._checkpoint.values
+        if not isinstance(values.get("loop"), dict):
+            raise ValueError(
+                f"{self._name} is not of a run with --checkpoint; call load_checkpoint "
+                "in the cell for it, or name another folder"
+            )
+        self._saved, self._sections = values["loop"], values["sections"]
+        if self._saved["seed"] != self._seed:
+            raise ValueError(
+                f"{self._name} is of a run with --seed "
+                f"{self._saved['seed']}, which orders the samples otherwise than "
+                f"--seed {self._seed}; go on with --seed {self._saved['seed']}"
+            )
+        self.first_step = self._last_step = self._saved["step"]
+        self._waiting = list(self._saved["schedulers"])
+
+    def _check_data(self, saved: dict[str, Any], here: dict[str, Any]) -> None:
+        for name, value in here.items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"{self._name} was taken with {name}={saved[name]} and "
+                    f"this cell has {name}={value}, so its loop is another one; make "
+                    "them equal, or leave out --resume and call load_checkpoint"
+                )
+
+    def _go_on(self) -> None:
+        """The loop is where it was: restore what the way there may have changed."""
+        self.is_replaying = False
+        for scheduler in self._ours():
+            self._restore(scheduler)
+        self._restore_rates()
+        assert self._checkpoint is not None
+        own = f"rng.{self._rank}."
+        found = {
+            name.removeprefix(own): self._checkpoint.tensor(name)
+            for name in self._checkpoint.tensors
+            if name.startswith(own)
+        }
+        if found:
+            set_random_state(found, self._device)
+        else:  # of a rank that there was not: not those that it began with
+            seed_everything(self._seed + self._rank + SEED_STRIDE * self.first_step)
+
+    def _note(self, scheduler: LRScheduler, is_new: bool) -> None:
+        if any(scheduler is known for known in self._schedulers):
+            return
+        self._schedulers.append(scheduler)
+        if not self.is_replaying and self._is_ours(scheduler):
+            self._restore(scheduler)
+            if is_new:
+                self._restore_rates()
+
+    def _restore(self, scheduler: LRScheduler) -> None:
+        if not self._waiting:
+            return
+        kind, state = self._waiting.pop(0)
+        if kind != (here := type(scheduler).__name__):
+            raise ValueError(
+                f"{self._name} has the state of a {kind} where this cell has a {here}; "
+                "make the same schedulers in the same order"
+            )
+        scheduler.load_state_dict(state)
+
+    def _restore_rates(self) -> None:
+        """A scheduler sets the rates of its optimizer when it is made."""
+        for optimizer, rates in zip(self._optimizers, self._rates, strict=False):
+            for group, saved in zip(optimizer.param_groups, rates, strict=True):
+                group.update(saved)
+
+    def _ours(self) -> list[LRScheduler]:
+        return [each for each in self._schedulers if self._is_ours(each)]
+
+    def _is_ours(self, scheduler: LRScheduler) -> bool:
+        return any(optimizer.is_of(scheduler) for optimizer in self._optimizers)
+
+    def _prune(self, pending: Pending) -> None:
+        assert self._plan is not None
+        if pending.exception() is None:
+            with contextlib.suppress(OSError):  # they stay, until the next time
+                prune(Path(self._plan.directory), self._plan.keep)
+
+    def _say_failed(self, step: int, error: Exception) -> None:
+        assert self._plan is not None
+        last = last_in(Path(self._plan.directory))
+        self._say(
+            f"no checkpoint of step {step}: {error}; "
+            + (f"the last one is {last}" if last else "there is no other yet")
+        )
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            print(f"labkit: {text}", file=sys.stderr)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (every device), numpy and random."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def facts_of(loader: RankLoader) -> dict[str, Any]:
+    """What a loader's order of batches depends on, besides the seed."""
+    names = ("num_samples", "batch_size", "shuffle", "drop_last")
+    return {name: getattr(loader.batches, name) for name in names}
+
+
+def plain(value: Any) -> Any:
+    """What of a scheduler's state changes as it steps: numbers, and structures of them.
+    Functions and objects are as the cell makes them."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if is_plain(v)}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(each) for each in value)
+    return value
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(map(is_plain, value))
+    kinds = int | float | str | torch.Tensor | None
+    return type(value) is dict or isinstance(value, kinds)
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of this process's random numbers: uint8, (num_bytes,) each."""
+    found = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    _, keys, place, has_gauss, gauss = np.random.get_state()
+    numbers = np.append(keys, place).astype("<u4").tobytes()
+    found["numpy"] = as_bytes(numbers + _GAUSS.pack(has_gauss, gauss))
+    _, words, in_hand = random.getstate()
+    numbers = np.array(words, "<u4").tobytes()
+    found["python"] = as_bytes(
+        numbers + _GAUSS.pack(in_hand is not None, in_hand or 0.0)
+    )
+    return found
+
+
+def set_random_state(found: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Go on with the random numbers of what `random_state` returned."""
+    torch.set_rng_state(found["torch"])
+    if device.type == "cuda" and "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"], device)
+    words, has_gauss, gauss = numbers_of(found["numpy"])
+    np.random.set_state(("MT19937", words[:-1], int(words[-1]), has_gauss, gauss))
+    words, has_gauss, gauss = numbers_of(found["python"])
+    random.setstate((3, tuple(words.tolist()), gauss if has_gauss else None))
+
+
+def as_bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def numbers_of(packed: torch.Tensor) -> tuple[np.ndarray, bool, float]:
+    """The words of a generator's state, and the normal number that it has in hand."""
+    content = packed.numpy().tobytes()
+    words = np.frombuffer(content[: -_GAUSS.size], "<u4").astype(np.uint32)
+    return words, *_GAUSS.unpack(content[-_GAUSS.size :])

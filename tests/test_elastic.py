@@ -1,0 +1,219 @@
+"""Ranks killed in a run with --elastic: it goes on, as if nothing had been."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit import Lab
+from labkit import RankError
+from labkit import Run
+from labkit import load_run
+from labkit.notebook import elastic
+from labkit.notebook import store
+from labkit.notebook.collector import Collector
+from labkit.notebook.frames import FrameEncoder
+from labkit.rank.journal import Journal
+from labkit.records import CHECKPOINT
+from labkit.step_folders import all_in
+
+Captured = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.timeout(180)
+
+# 4 steps an epoch.
+LOOP = """
+import os, signal
+from pathlib import Path
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+def die_once(here, name):
+    flag = Path({folder!r}, name)
+    if here and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+x = torch.randn(46, 8)
+data = TensorDataset(x, x.sum(1).long() % 3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.2))
+adam = torch.optim.AdamW(model.parameters(), lr=0.02)
+model, optimizer, loader = prepare(model, adam, data, batch_size=12)
+rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+for epoch in range(4):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {death}
+    rate.step()
+    log(epochs_done=epoch + 1)
+"""
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Callable[[str], str]:
+    return lambda death: LOOP.format(folder=str(tmp_path), death=death)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"checkpoint": tmp_path / "kept", "elastic": True, "live": False}
+
+
+def rows(run: Run) -> pd.DataFrame:
+    table = run.history.drop(columns=["memory_bytes", "seconds"])
+    return table.set_index(["rank", "step"]).sort_index()
+
+
+def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
+    lab: Lab,
+    cell: Callable[[str], str],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    whole = lab.train("fsdp", cell("pass"), live=False)
+    weights = lab.pull("model", full=True)
+    pids = dict(lab.status()["pid"])
+    # The first before there is a checkpoint, the second between two of them.
+    deaths = """
+        die_once(rank == 1 and epoch == 0, "first")
+        die_once(rank == 0 and epoch == 2 and len(y) < 6, "second")"""
+    run = lab.train("fsdp", cell(deaths), every=3, **options)
+
+    assert run.state == "finished"
+    assert [(each.step, each.ranks) for each in run.restarts] == [(0, [1]), (9, [0])]
+    assert "SIGKILL" in run.restarts[0].cause
+    said = capsys.readouterr().err
+    assert "labkit: rank 1 died; resumed from step 0" in said
+    assert "labkit: rank 0 died; resumed from step 9" in said
+    assert "2 restarts" in run.status_line()
+    assert all(lab.status()["pid"] != pd.Series(pids))
+    found = lab.pull("model", full=True)
+    for name, value in weights.items():
+        assert (found[name] == value).all(), name
+    for known in (run, load_run(run.name)):
+        pd.testing.assert_frame_equal(
+            rows(known), rows(whole), check_exact=True, check_like=True
+        )
+        assert known.restarts == run.restarts
+        by_rank = [
+            group["seconds"].diff() for _, group in known.history.groupby("rank")
+        ]
+        assert all((seconds[1:] > 0).all() for seconds in by_rank)
+    assert sorted(path.name for path in run.folder.iterdir()) == [  # type: ignore[union-attr]
+        "records.parquet",
+        "run.json",
+    ]
+    lines = [line for line in run.plot().axes[0].lines if line.get_linewidth() == 0.8]
+    assert [line.get_xdata()[0] for line in lines] == [0, 9]  # type: ignore[index]
+    [first, second] = run.plot().axes[0].texts[-2:]
+    assert first.get_text() == "rank 1 died; resumed from step 0"
+    assert second.get_text() == "rank 0 died; resumed from step 9"
+
+
+def write_steps(journal: Journal, steps: range, *, every: int, offset: float) -> None:
+    """What a rank writes of these steps, with a checkpoint after some of them."""
+    for step in steps:
+        for name, value in (("loss", offset + step), ("samples", 4.0)):
+            metric = journal.add_name(name)
+            journal.append(metric, step, 0.1 * step, 7, value)
+        if step % every == 0:
+            journal.append(journal.add_name(CHECKPOINT), step, 0.1 * step, 7, step)
+            # At the end of an epoch, after the checkpoint of its last step.
+            journal.append(journal.add_name("val_loss"), step, 0.1 * step, 7, offset)
+
+
+def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
+    tmp_path: Path,
+) -> None:
+    reader, late = Collector([0]), Collector([0])
+    frames = FrameEncoder(reader)
+    journal = Journal(tmp_path)
+    write_steps(journal, range(1, 6), every=3, offset=0.0)
+    store.read_records(tmp_path, reader, is_growing=True)
+    frames.delta()
+    frames.keyframe()
+    write_steps(journal, range(6, 9), every=3, offset=0.0)
+    # It goes on from step 3, on a rank that gives its metrics other numbers.
+    folder = store.journal_folder(tmp_path, 1)
+    folder.mkdir()
+    again = Journal(folder)
+    again.add_name("val_loss")
+    write_steps(again, range(4, 8), every=100, offset=100.0)
+    for collector in (reader, late):
+        store.read_records(
+            tmp_path, collector, restarts=[(3, 50.0)], is_growing=collector is reader
+        )
+        history = collector.history()
+        assert list(history["step"]) == [1, 2, 3, 4, 5, 6, 7]
+        assert list(history["loss"]) == [1, 2, 3, 104, 105, 106, 107]
+        assert list(history["seconds"].round(1)) == [
+            0.1,
+            0.2,
+            0.3,
+            50.4,
+            50.5,
+            50.6,
+            50.7,
+        ]
+        assert "val_loss" not in history.dropna(axis=1, how="all")
+        assert collector.steps == {0: 7}
+        assert collector.num_lost == 0
+    assert frames.delta() is None  # curves that go back need a keyframe
+    header, _ = frames.keyframe()
+    assert [0, "loss", 7] in header["series"]
+    store.write_records(tmp_path, reader)
+    assert [path.name for path in tmp_path.iterdir()] == ["records.parquet"]
+    store.read_records(tmp_path, late, restarts=[(3, 50.0)], is_growing=False)
+    pd.testing.assert_frame_equal(late.history(), reader.history(), check_like=True)
+
+
+def test_what_cannot_go_on_fails_with_the_cause(
+    lab: Lab,
+    cell: Callable[[str], str],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A rank that dies at the same place each time.
+    monkeypatch.setattr(elastic, "MAX_RESTARTS", 1)
+    death = "if rank == 1 and epoch == 1: os.kill(os.getpid(), signal.SIGSEGV)"
+    with pytest.raises(RankError, match=r"SIGSEGV.* resumed 1 time from step 3 "):
+        lab.train("ddp", cell(death), every=3, **options)
+    assert lab.runs[-1].state == "failed"
+    assert [each.step for each in lab.runs[-1].restarts] == [3]
+    assert list(lab.restart()) == [1]
+    # A cell that needs what another one made, on a rank that is new.
+    lab.run("learned_before = 1")
+    again = "learned_before\n        die_once(rank == 0 and epoch == 2, 'gone')"
+    with pytest.raises(RankError, match=r"NameError: .*rank 0 died and was started"):
+        lab.train("ddp", cell(again), every=3, **{**options, "resume": True})
+    assert lab.pull("learned_before", 1) == 1
+
+
+def test_a_run_that_is_stopped_while_ranks_come_back_ends_there(
+    lab: Lab, cell: Callable[[str], str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    death = "die_once(rank == 1 and epoch == 2, 'gone')"
+    run = lab.train("ddp", cell(death), every=3, background=True, **options)
+    is_dead = False
+    while not is_dead and run.state == "running":
+        is_dead = "dead" in list(lab.status()["state"])
+    run.stop()
+    run.wait()
+    assert run.state == "interrupted"
+    assert [each.ranks for each in run.restarts] == [[1]]
+    [*_, last] = all_in(tmp_path / "kept")
+    resumed = lab.train(
+        "ddp", cell("pass"), **{**options, "elastic": False, "resume": True}
+    )
+    assert resumed.resumed_from == int(last.name.removeprefix("step-"))
+    assert np.isfinite(resumed.last_loss)
+    assert resumed.num_steps == 16

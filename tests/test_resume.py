@@ -1,0 +1,357 @@
+"""A run goes on from a checkpoint: what follows is what an uninterrupted run gives."""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from labkit import Lab
+from labkit import RankError
+from labkit import Run
+from labkit.notebook.options import plan_checkpoints
+from labkit.rank.resume import random_state
+from labkit.rank.resume import set_random_state
+from labkit.step_folders import all_in
+from labkit.step_folders import step_folder
+from labkit.strategies import find_strategy
+
+pytestmark = pytest.mark.timeout(120)
+
+# 4 steps an epoch, the last batch smaller; schedulers made before and after prepare,
+# one a step and one an epoch, the second of them without a step when it is made.
+LOOP = """
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+class Drawn(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + {noise} * torch.randn(8), y
+
+x = torch.randn(46, 8)
+data = Drawn(x, x.sum(1).long() % 3)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout({dropout}),
+                      nn.Linear(16, 3))
+adam = torch.optim.AdamW(model.parameters(), lr=0.02)
+by_step = LambdaLR(adam, lambda step: 0.9 ** step)
+loader = DataLoader(data, 12, shuffle=True, num_workers={workers})
+model, optimizer, loader = prepare(model, adam, loader)
+by_epoch = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+for epoch in range({epochs}):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        by_step.step()
+        log(rate=optimizer.param_groups[0]["lr"])
+    by_epoch.step(1.0)
+    log(epochs_done=epoch + 1)
+"""
+
+
+def loop(
+    *, epochs: int = 3, dropout: float = 0.3, noise: float = 0.1, workers: int = 0
+) -> str:
+    return LOOP.format(epochs=epochs, dropout=dropout, noise=noise, workers=workers)
+
+
+@pytest.fixture
+def train(lab: Lab, tmp_path: Path) -> Callable[..., Run]:
+    """Trains without pictures, with checkpoints in `tmp_path / "kept"`."""
+
+    def run(strategy: str, code: str, **options: Any) -> Run:
+        options = {"checkpoint": tmp_path / "kept", "keep": 20} | options
+        return lab.train(strategy, code, live=False, **options)
+
+    return run
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Leave no checkpoints but those until `step`."""
+    for each in all_in(folder):
+        if each > step_folder(folder, step):
+            shutil.rmtree(each)
+
+
+def rows(run: Run) -> pd.DataFrame:
+    """What a run has logged, by rank, without what a clock or the system says."""
+    table = run.history.drop(columns=["seconds", "memory_bytes"])
+    return table.set_index(["rank", "step"]).sort_index()
+
+
+def assert_goes_on(resumed: Run, whole: Run, *, after: int) -> pd.DataFrame:
+    """Bit by bit what the uninterrupted run has after that step; returns what was
+    logged before the next step, but after the checkpoint."""
+    there, here = rows(whole), rows(resumed)
+    ended = there.index.get_level_values("step").max()
+    again = here[here.index.get_level_values("step") == after]
+    pd.testing.assert_frame_equal(
+        here.drop(again.index),
+        there[there.index.get_level_values("step") > after],
+        check_exact=True,
+        check_like=True,
+    )
+    assert resumed.resumed_from == after
+    assert set(resumed.collector.steps.values()) == {ended}
+    return again
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+)
+def test_resumed_equals_uninterrupted_under_every_strategy(
+    train: Callable[..., Run],
+    tmp_path: Path,
+    strategy: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = train(strategy, loop(), every=1, accumulate=2)
+    assert len(all_in(tmp_path / "kept")) == 12
+    forget_after(tmp_path / "kept", 6)
+    resumed = train(strategy, loop(), resume=True, accumulate=2)
+    assert f"{resumed.name}: resumed from step 6" in capsys.readouterr().out
+    assert "resumed from step 6, epoch 3" in resumed.status_line()
+    assert_goes_on(resumed, whole, after=6)
+    assert resumed.mismatches == []
+
+
+def test_where_an_epoch_ends_and_with_workers_and_after_a_finished_run(
+    train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    alone = train("ddp", loop(), checkpoint=None, keep=None)
+    whole = train("ddp", loop(), every=1)
+    pd.testing.assert_frame_equal(
+        rows(whole), rows(alone), check_exact=True, check_like=True
+    )
+    # The end of the epoch comes after the checkpoint, and so comes again.
+    forget_after(kept, 8)
+    again = train("ddp", loop(), resume=True)
+    assert list(assert_goes_on(again, whole, after=8)["epochs_done"]) == [2, 2]
+    # Of a run that finished nothing is left to do, and a longer one goes on.
+    capsys.readouterr()
+    assert train("ddp", loop(), resume=True).num_steps == 12
+    assert "there was nothing to do" in capsys.readouterr().err
+    longer = train("ddp", loop(epochs=4), checkpoint=None, keep=None)
+    again = train("ddp", loop(epochs=4), resume=True)
+    assert_goes_on(again, longer, after=12)
+    # Workers draw random numbers of their own: those of an epoch that has begun cannot
+    # be had again, but the order of samples and this process's numbers can.
+    shutil.rmtree(kept)
+    whole = train("ddp", loop(noise=0.0, workers=1), every=1)
+    forget_after(kept, 6)
+    again = train("ddp", loop(noise=0.0, workers=1), resume=True)
+    assert_goes_on(again, whole, after=6)
+
+
+def test_on_another_number_of_ranks_the_batches_are_the_same(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    code = loop(dropout=0.0, noise=0.0)
+    whole = train("zero3", code, every=6).mean_loss().set_index("step")["loss"]
+    forget_after(tmp_path / "kept", 6)
+    resumed = train("single", code, resume=True, every=6)
+    losses = resumed.mean_loss().set_index("step")["loss"]
+    assert list(losses.index) == [7, 8, 9, 10, 11, 12]
+    pd.testing.assert_series_equal(losses, whole[6:], rtol=1e-4)
+    forget_after(tmp_path / "kept", 6)
+    losses = train("fsdp", code, resume=True).mean_loss().set_index("step")["loss"]
+    pd.testing.assert_series_equal(losses, whole[6:], rtol=1e-4)
+
+
+FIT = """
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+x = torch.randn(40, 8)
+data = TensorDataset(x, x.sum(1).long() % 3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.2))
+adam = torch.optim.Adam(model.parameters(), lr=0.05)
+fit(model, data, F.cross_entropy, optimizer=adam, batch_size=10, epochs=3,
+    validate=data)
+weights = {name: value.tolist() for name, value in model.state_dict().items()}
+"""
+
+
+def test_fit_goes_on_and_validates_what_was_not(
+    lab: Lab, train: Callable[..., Run], tmp_path: Path
+) -> None:
+    whole = train("ddp", FIT, every=2)
+    weights = lab.pull("weights")
+    for step, num_validations in ((4, 3), (6, 2)):
+        forget_after(tmp_path / "kept", step)
+        resumed = train("ddp", FIT, resume=True, every=2)
+        assert lab.pull("weights") == weights
+        there = rows(whole).loc[0, "val_loss"].dropna()
+        here = rows(resumed).loc[0, "val_loss"].dropna()
+        pd.testing.assert_series_equal(here, there[-num_validations:])
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(
+    lab: Lab, train: Callable[..., Run], tmp_path: Path
+) -> None:
+    code = loop(epochs=40)
+    whole = train("ddp", code, checkpoint=None, keep=None)
+    slow = code.replace(
+        "    by_epoch", f"    wait_for({str(tmp_path / 'go')!r})\n    by_epoch"
+    )
+    lab.run(
+        "import pathlib, time\n"
+        "def wait_for(path):\n"
+        "    while epoch == 9 and not pathlib.Path(path).exists(): time.sleep(0.01)"
+    )
+    run = train("ddp", slow, background=True)
+    while run.num_steps < 40:
+        run.has_ended.wait(0.05)
+        assert run.state == "running"
+    run.dispatch.stop_at_a_step()  # type: ignore[union-attr]
+    (tmp_path / "go").touch()
+    run.wait()
+    [kept] = all_in(tmp_path / "kept")
+    step = run.num_steps
+    # In another cell the loader of a run that was stopped has all of its batches.
+    lab.run("num_batches = sum(1 for _ in loader)")
+    assert lab.pull("num_batches", "all") == [4, 4]
+    assert kept == step_folder(tmp_path / "kept", step)
+    assert step < 160
+    assert_goes_on(train("ddp", code, resume=True), whole, after=step)
+
+
+def test_the_newest_are_kept_and_a_save_that_fails_does_not_end_the_run(
+    lab: Lab,
+    train: Callable[..., Run],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = tmp_path / "kept"
+    # No file may grow from step 8 on: as if the disk were full.
+    lab.run("""
+import pathlib, resource, time
+sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
+def fill_disk(epoch, path):
+    while epoch == 1 and not pathlib.Path(path).exists():
+        time.sleep(0.01)
+    soft = 100 if epoch == 1 else sizes[0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, sizes[1]))
+""")
+    fill = f"    if epoch == 1: fill_disk(1, {str(step_folder(kept, 8))!r})\n"
+    full = loop().replace("    by_epoch", fill + "    by_epoch")
+    run = train("ddp", full, every=2, keep=2)
+    lab.run("fill_disk(0, None)")
+    assert run.state == "finished"
+    said = capsys.readouterr().err
+    for step in (10, 12):
+        assert f"no checkpoint of step {step}: " in said
+    assert "File too large" in said
+    assert said.count(f"the last one is {step_folder(kept, 8)}") == 2
+    assert all_in(kept) == [step_folder(kept, 6), step_folder(kept, 8)]
+
+
+def test_a_loop_over_data_of_its_own_keeps_its_states_and_its_count(
+    lab: Lab, train: Callable[..., Run], tmp_path: Path
+) -> None:
+    code = """
+from torch.optim.lr_scheduler import StepLR
+model = torch.nn.Linear(4, 1)
+adam = torch.optim.Adam(model.parameters(), lr=0.1)
+model, optimizer, _ = prepare(model, adam, torch.zeros(8, 4), batch_size=4)
+rate = StepLR(optimizer, 3)
+for step in range({num_steps}):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    rate.step()
+weight = model.module.weight.tolist()
+learning_rate = optimizer.param_groups[0]["lr"]
+"""
+    train("ddp", code.format(num_steps=7), checkpoint=None, keep=None)
+    expected = lab.pull("weight")
+    train("ddp", code.format(num_steps=5), every=2)
+    # The body of the loop had not ended when the fourth step was taken.
+    forget_after(tmp_path / "kept", 5)
+    resumed = train("ddp", code.format(num_steps=2), resume=True)
+    assert lab.pull("weight") == expected
+    assert lab.pull("learning_rate") == pytest.approx(0.001)
+    assert sorted(set(resumed.history["step"])) == [6, 7]
+
+
+def test_what_does_not_fit_is_refused_before_the_loop(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    train("ddp", loop(), every=6)
+    other = [
+        (loop().replace("16", "32"), {}, r"0\.weight .*\(16, 8\).*\(32, 8\)"),
+        (loop().replace("data, 12", "data, 23"), {}, "batch_size=12 .*batch_size=23"),
+        (loop().replace("AdamW", "SGD"), {}, "AdamW.*SGD"),
+        (loop(), {"seed": 7}, "--seed 0, .* go on with --seed 0"),
+        (loop().replace("LambdaLR", "MultiplicativeLR"), {}, "LambdaLR .*Multiplica"),
+    ]
+    for code, options, found in other:
+        with pytest.raises(RankError, match=found):
+            train("ddp", code, resume=True, **options)
+    assert len(all_in(tmp_path / "kept")) == 2
+
+
+def refused(tmp_path: Path, **options: Any) -> str:
+    asked: dict[str, Any] = {
+        "directory": tmp_path / "kept",
+        "every": None,
+        "keep": None,
+        "resume": False,
+        "elastic": False,
+        **options,
+    }
+    strategy = find_strategy(asked.pop("strategy", "ddp"))
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        plan_checkpoints(strategy, asked.pop("directory"), **asked)
+    assert not (tmp_path / "kept").exists()
+    return str(raised.value)
+
+
+def test_wrong_options_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    for name in ("every", "keep", "resume", "elastic"):
+        said = refused(tmp_path, directory=None, **{name: 2})
+        assert said.startswith(f"--{name} goes with --checkpoint DIR")
+    assert "save_checkpoint" in refused(tmp_path, strategy="raw")
+    for name, value in itertools.product(("every", "keep"), (0, -1, 1.5, True, "2")):
+        assert refused(tmp_path, **{name: value}).startswith(f"{name} is {value!r}; ")
+    assert "folder's name" in refused(tmp_path, directory=3)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "under"):
+        assert "is not a folder" in refused(tmp_path, directory=path)
+
+
+def test_checkpoints_that_are_there_are_not_trained_over(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    empty = train("ddp", loop(), resume=True)
+    assert empty.resumed_from is None
+    with pytest.raises(ValueError, match=r"of step 12; add --resume .* another folder"):
+        train("ddp", loop())
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [
+            *(random.gauss(0, 1), random.random()),
+            *(np.random.normal(), np.random.rand()),
+            float(torch.randn(1)),
+        ]
+
+    draw()  # so that a second normal number is in hand
+    before = random_state(torch.device("cpu"))
+    drawn = draw()
+    draw()
+    set_random_state(before, torch.device("cpu"))
+    assert draw() == drawn
