@@ -29,6 +29,8 @@ KILL_AFTER_S = 30.0
 that neither Python nor closed connections can stop."""
 
 ANSWER_S = 5.0
+SILENCE_S = 10.0
+"""How long the word on how a cell ended may take, after the rank is done with it."""
 
 _TICK_S = 0.05
 
@@ -65,6 +67,8 @@ class Dispatch:
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
         self._killed: set[int] = set()
+        self._heard_at: dict[int, float] = {}
+        """When a rank that is done with the cell was last heard, by rank."""
         self._code = code
         self._spec = dataclasses.asdict(spec)
         self._ranks = ranks
@@ -104,6 +108,8 @@ class Dispatch:
                 for rank in list(self._pending):
                     if not self._cluster.is_alive(rank):
                         self._end(rank, self._died(rank))
+                    elif self._is_silent(rank):
+                        self._end(rank, says_nothing(rank))
             self._output.finish()
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)
 
@@ -150,12 +156,14 @@ class Dispatch:
             except queue.Empty:
                 return
             timeout = 0.0
+            if rank in self._heard_at:
+                self._heard_at[rank] = time.monotonic()
             if kind == "batch":
                 self._on_batch(rank, content)
             elif kind == "report":
                 self._on_report(rank, content)
             elif kind == "error":
-                self._tracebacks[rank] = content["traceback"]
+                self._tracebacks[rank] = content.get("traceback", [])
             elif kind == "outcome":
                 self._end(rank, content)
             elif kind == "reply":
@@ -177,7 +185,12 @@ class Dispatch:
     def _take_reply(self, rank: int, reply: Any) -> None:
         if self._cluster.was_dropped(reply):
             self._send(rank)
-        # Otherwise the outcome, which travels on another channel, has come or will.
+        else:  # the outcome, which travels on another channel, has come or will
+            self._heard_at[rank] = time.monotonic()
+
+    def _is_silent(self, rank: int) -> bool:
+        now = time.monotonic()
+        return now - self._heard_at.get(rank, now) > SILENCE_S
 
     def _died(self, rank: int) -> Outcome:
         pid = self._cluster.pids[rank]
@@ -208,3 +221,15 @@ class Dispatch:
                 self._cluster.kill(rank)
             else:
                 self._cluster.interrupt(rank, release_after_s=GRACE_S)
+
+
+def says_nothing(rank: int) -> Outcome:
+    """How a cell ended on a rank that never said so: it lost what labkit put there."""
+    return Outcome(
+        rank=rank,
+        status="error",
+        ename="the rank does not say how the cell ended",
+        evalue="something in it has put labkit's hooks out of use; "
+        "%dist_restart --all begins anew",
+        group_in_place=False,
+    )

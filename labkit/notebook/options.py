@@ -1,9 +1,13 @@
 """Checks what a magic line says about the training step, before anything runs."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import check_flag
+from labkit.checks import is_number
+from labkit.checks import shown
 from labkit.records import PRECISIONS
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
@@ -20,22 +24,18 @@ def check_options(
 
     `device` is "cpu" or "cuda".
     """
-    if not is_count(options.accumulate):
-        raise ValueError(
-            f"accumulate is {options.accumulate!r}; it must be a whole number from 1: "
-            "the microbatches of one optimizer step"
-        )
+    check_count(
+        "accumulate", options.accumulate, "the microbatches of one optimizer step"
+    )
     clip = options.clip
-    if clip is not None and not (is_number(clip) and 0 < clip < math.inf):
+    if clip is not None and not (is_number(clip) and clip > 0):
         raise ValueError(
-            f"clip is {clip!r}; it must be a positive number: the norm that the "
+            f"clip is {shown(clip)}; it must be a positive number: the norm that the "
             "gradients are clipped to"
         )
-    if options.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision is {options.precision!r}; choose one of: "
-            + ", ".join(PRECISIONS)
-        )
+    check_choice("precision", options.precision, PRECISIONS)
+    for flag in ("activation_checkpointing", "sync_batchnorm", "compile"):
+        check_flag(flag, getattr(options, flag))
     if options.precision == "fp16" and device == "cpu":
         raise ValueError(
             "fp16 needs a GPU, for the CPU has no fast arithmetic in it; choose bf16, "
@@ -65,12 +65,3 @@ def check_options(
                 )
         if config:
             raise ValueError(f"{strategy.name} has nothing that --config could set")
-
-
-def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

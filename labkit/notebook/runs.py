@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from labkit.notebook.plots import RunFigure
 
 
+STATES = ("running", "finished", "failed", "interrupted", "lost")
+
+
 class Run:
     """One training run on all its ranks.
 

@@ -1,6 +1,7 @@
 """Runs one cell on this rank: names, hooks, interrupts, and how it ended."""
 
 import asyncio
+import builtins
 import contextlib
 import functools
 import gc
@@ -43,6 +44,10 @@ _TRAINING_NAMES = ("prepare", "fit", "log")
 
 _SECOND_SIGNAL_AFTER_S = 3.0
 """When a cell that saw an interrupt and goes on is interrupted again."""
+
+_MANY_FRAMES = 100
+_END_FRAMES = 10
+"""What is shown of a traceback with more: so many frames of each end."""
 
 _PATIENCE_S = 5.0
 """How long an interrupt waits for an import to end."""
@@ -87,8 +92,15 @@ class CellRunner:
         """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
         shell.loop_runner = self._run_coroutine
+        self._format_traceback = shell.InteractiveTB.structured_traceback
+        shell.InteractiveTB.structured_traceback = self._format_short_traceback
+        shell.ask_exit = sys.exit  # exit() ends the cell, and not the rank
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        for stream in self._streams.values():
+            # A closed one could never be opened again.
+            setattr(stream, "close", lambda: None)  # noqa: B010
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -110,6 +122,7 @@ class CellRunner:
         self._spec = spec = CellSpec(**metadata[KEY])
         namespace: dict[str, Any] = self.shell.user_ns
         namespace.update(
+            __builtins__=builtins,
             rank=self.placement.rank,
             local_rank=self.placement.local_rank,
             world_size=self.placement.world_size,
@@ -129,6 +142,14 @@ class CellRunner:
             number = self._spec.execution_count
         return self._compile_cell(code, number, **more)
 
+    def _format_short_traceback(
+        self, kind: Any, error: Any, tb: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """IPython takes 30 ms for a frame, and an endless recursion has thousands."""
+        if isinstance(error, BaseException):
+            leave_out_frames(error)
+        return self._format_traceback(kind, error, tb, *args, **kwargs)
+
     def _after_cell(self, result: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
@@ -144,8 +165,7 @@ class CellRunner:
             self._contexts.close()
             if emitter is not None:
                 emitter.close()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self._flush()
         except (
             Exception
         ) as problem:  # the notebook waits for the outcome, come what may
@@ -158,6 +178,15 @@ class CellRunner:
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
             gc.collect()
+
+    def _flush(self) -> None:
+        """Flush what the cell printed to; the engine, and labkit, cannot go on with
+        streams that the cell has put out of use."""
+        for name, own in self._streams.items():
+            try:
+                getattr(sys, name).flush()
+            except Exception:  # whatever the cell has put there
+                setattr(sys, name, own)
 
     def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
@@ -262,8 +291,11 @@ class CellRunner:
 
     def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
         content = parent["content"]
-        answer = self._requests[content["request"]](**content["arguments"])
-        reply = {"status": "ok", "answer": answer}
+        try:
+            answer = self._requests[content["request"]](**content["arguments"])
+            reply = {"status": "ok", "answer": answer}
+        except Exception as error:  # the notebook waits for an answer
+            reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
         self.shell.kernel.session.send(
             stream, f"{KEY}_reply", reply, parent=parent, ident=ident
         )
@@ -334,6 +366,23 @@ class CellRunner:
             signal.pthread_kill(main_thread, signal.SIGINT)
         if not self._signal_seen.wait(release_after_s) and self._is_running:
             self.membership.release()
+
+
+def leave_out_frames(error: BaseException | None) -> None:
+    """Cut very long tracebacks, of what led to `error` too, to their two ends."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        entries = []
+        entry = error.__traceback__
+        while entry is not None:
+            entries.append(entry)
+            entry = entry.tb_next
+        if len(entries) > _MANY_FRAMES:
+            entries[_END_FRAMES - 1].tb_next = entries[-_END_FRAMES]
+            num_left_out = len(entries) - 2 * _END_FRAMES
+            error.add_note(f"({num_left_out} frames in the middle are left out)")
+        error = error.__cause__ or error.__context__
 
 
 def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
+from labkit.checks import check_count
+from labkit.checks import shown
 from labkit.rank.emitter import Emitter
 from labkit.rank.loader import RankLoader
 from labkit.rank.loader import Share
@@ -216,8 +218,7 @@ class Session:
         mean), are logged as `val_loss` and `val_<name>`; every rank evaluates its
         share, the result is that of the whole set.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"epochs is {epochs!r}; it must be a whole number from 1")
+        check_count("epochs", epochs)
         if metrics and validate is None:
             raise ValueError("metrics need data: pass validate=dataset as well")
         model, optimizer, loader = self.prepare(
@@ -452,5 +453,4 @@ def describe(value: Any) -> str:
     """A value in few words, for an error message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    return f"{type(value).__name__} {shown(value)}"
