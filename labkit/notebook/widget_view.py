@@ -123,7 +123,8 @@ def find_view(live: bool | str) -> type[LiveView] | None:
         return LiveView
     if live != "widget":
         raise ValueError(
-            f"live is {shown(live)}; choose one of: {', '.join(VIEWS)}; or False for none"
+            f"live is {shown(live)}; choose one of: {', '.join(VIEWS)}; or False for "
+            "none"
         )
     try:
         import anywidget  # noqa: F401
