@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from labkit.notebook.plots import RunFigure
     from labkit.notebook.rank_group import RankGroup
     from labkit.notebook.runs import Run
+    from labkit.notebook.stacks import Stacks
 
 _CELL = "labkit.rank.cell"
 _TRANSFER = "labkit.rank.transfer"
 
 ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
+HANG_AFTER_S = 30.0
+"""How long nothing may happen in a cell before a note says where its ranks stand."""
 STOP_S = 4.0
 """How long `Lab.stop` waits for a run in the background to end well."""
 
@@ -135,16 +138,26 @@ class Lab:
     # ---- cells ----
 
     def run(
-        self, code: str, ranks: Ranks = None, *, timeout: float | None = None
+        self,
+        code: str,
+        ranks: Ranks = None,
+        *,
+        timeout: float | None = None,
+        hang_after: float = HANG_AFTER_S,
     ) -> None:
         """Run `code` on `ranks` ("0", "0,2", "1-3"; all by default).
 
         Output appears by rank, equal output once. Raises RankError when a rank
         failed, Interrupted on KeyboardInterrupt and CellTimeoutError after `timeout`
-        seconds; every rank has stopped then and keeps its variables.
+        seconds; every rank has stopped then and keeps its variables, but for one that
+        would not stop: it was restarted.
+
+        When nothing has happened for `hang_after` seconds, a note says where every rank
+        stands; 0 for no note.
         """
         check_code(code)
         check_timeout(timeout)
+        check_hang_after(hang_after)
         targets = parse_ranks(ranks, self.world_size)
         with self._working() as cluster:
             from labkit.notebook.dispatch import Dispatch
@@ -154,6 +167,7 @@ class Lab:
                 code if code.strip() else "pass",
                 CellSpec(execution_count=execution_count()),
                 targets,
+                hang_after_s=hang_after,
             )
             self._finish(dispatch, timeout)
 
@@ -172,6 +186,7 @@ class Lab:
         compile: bool = False,
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        hang_after: float = HANG_AFTER_S,
         live: bool | str = True,
         log_scale: bool = False,
         background: bool = False,
@@ -180,7 +195,8 @@ class Lab:
 
         A function is called as `f()` or `f(rank, world_size)`, as its signature says.
         `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
-        number), `seed` what every rank is seeded with, `timeout` a limit in seconds;
+        number), `seed` what every rank is seeded with, `timeout` a limit in seconds,
+        `hang_after` as for `run`;
         `live` shows loss and memory while it runs: as a picture (True or "image"), as a
         widget to zoom in ("widget"), or not at all (False); the picture has the loss on
         a log scale with `log_scale`. With `background` it returns at once: see
@@ -217,6 +233,7 @@ class Lab:
         )
         check_options(technique, options, device=self.device, config=config)
         check_timeout(timeout)
+        check_hang_after(hang_after)
         view_class = find_view(live)
         check_flag("log_scale", log_scale)
         check_flag("background", background)
@@ -270,6 +287,7 @@ class Lab:
                 on_report=take_report,
                 on_tick=view.tick if view else lambda: None,
                 before_output=view.make_way if view else lambda: None,
+                hang_after_s=hang_after,
             )
             run.dispatch = dispatch
             held = work.pop_all()
@@ -477,6 +495,15 @@ class Lab:
         ]
         return table.astype(dict.fromkeys(whole, "Int64"))
 
+    def stack(self, *, full: bool = False) -> "Stacks":
+        """Where every rank is now, also while a cell runs: its Python stack, and the
+        collective that it sits in; with `full` also the libraries' frames.
+        """
+        from labkit.notebook.stacks import Survey
+
+        cluster = self._running().cluster
+        return Survey(cluster, range(self.world_size), is_full=full).wait()
+
     def restart(self, *, everyone: bool = False) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started.
 
@@ -562,9 +589,16 @@ class Lab:
         finally:
             if run is not None:
                 end(run, state, dispatch.outcomes)
+        lost = [each.rank for each in outcomes if each.status == "restarted"]
         try:
             if self._ranks is not None:  # it may have been stopped meanwhile
-                self._ranks.settle(outcomes)
+                if lost:
+                    print(
+                        f"labkit: {format_ranks(lost)} did not stop: restarting",
+                        file=sys.stderr,
+                    )
+                with dispatch.noting_interrupts() if lost else contextlib.nullcontext():
+                    self._ranks.settle(outcomes)
         except RuntimeError as error:
             # The next cell forms the group, or says why that cannot be.
             if first is not None:
@@ -576,7 +610,10 @@ class Lab:
             assert timeout is not None
             raise CellTimeoutError(outcomes, timeout)
         if dispatch.was_interrupted and not dispatch.is_stopping:
-            raise Interrupted(outcomes, "Interrupted; every rank keeps its variables.")
+            but = f" but {format_ranks(lost)}" if lost else ""
+            raise Interrupted(
+                outcomes, f"Interrupted; every rank{but} keeps its variables."
+            )
 
     def _run_name(self, name: str | None) -> str:
         taken = {run.name for run in self.runs}
@@ -595,7 +632,7 @@ class Lab:
 
 
 def any_stopped(outcomes: Sequence[Outcome]) -> bool:
-    return any(outcome.status == "interrupted" for outcome in outcomes)
+    return any(o.status in ("interrupted", "restarted") for o in outcomes)
 
 
 def current_lab() -> Lab:
@@ -680,6 +717,15 @@ def check_timeout(timeout: float | None) -> None:
     if not (is_number(timeout) and timeout > 0):
         raise ValueError(
             f"timeout is {shown(timeout)}; it must be a number of seconds > 0"
+        )
+
+
+def check_hang_after(hang_after: float) -> None:
+    """ValueError unless `hang_after` is a number of seconds, or 0."""
+    if not (is_number(hang_after) and hang_after >= 0):
+        raise ValueError(
+            f"hang_after is {shown(hang_after)}; it must be a number of seconds, or "
+            "0 for no note about ranks that hang"
         )
 
 

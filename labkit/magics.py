@@ -20,6 +20,7 @@ from IPython.display import display
 from IPython.utils.process import arg_split
 
 from labkit.checks import shown
+from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
@@ -44,6 +45,14 @@ timeout_option = argument(
     type=float,
     metavar="SECONDS",
     help="stop after so long; no limit by default",
+)
+hang_option = argument(
+    "--hang-after",
+    type=float,
+    default=HANG_AFTER_S,
+    metavar="SECONDS",
+    help="say where every rank stands when nothing has happened for so long (default: "
+    f"{HANG_AFTER_S:g}); 0 for never",
 )
 precision_option = argument(
     "--precision",
@@ -187,13 +196,16 @@ class LabMagics(Magics):
         help="0, or 0,2, or 1-3; all ranks by default",
     )
     @timeout_option
+    @hang_option
     @cell_magic
     def dist(self, line: str, cell: str) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
         args = parse(self.dist, line)
         with usage_errors():
             code = numbered_like_notebook("dist", line, cell)
-            current_lab().run(code, args.ranks, timeout=args.timeout)
+            current_lab().run(
+                code, args.ranks, timeout=args.timeout, hang_after=args.hang_after
+            )
 
     @magic_arguments()
     @argument("strategy", metavar="STRATEGY", help="one of: " + ", ".join(STRATEGIES))
@@ -234,6 +246,7 @@ class LabMagics(Magics):
         "configuration, arguments of fully_shard or of DistributedDataParallel",
     )
     @timeout_option
+    @hang_option
     @argument(
         "--live",
         choices=VIEWS,
@@ -269,6 +282,7 @@ class LabMagics(Magics):
                 compile=args.compile,
                 config=config,
                 timeout=args.timeout,
+                hang_after=args.hang_after,
                 live=not args.no_live and (args.live or True),
                 log_scale=args.log_scale,
                 background=args.background,
@@ -397,6 +411,15 @@ class LabMagics(Magics):
                 "" if value is pd.NA else format_bytes(value) for value in table[column]
             ]
         return table
+
+    @magic_arguments()
+    @argument("--full", action="store_true", help="the libraries' frames as well")
+    @line_magic
+    def dist_stack(self, line: str) -> Any:
+        """Where every rank is: its Python stack, and the collective it sits in."""
+        args = parse(self.dist_stack, line)
+        with usage_errors():
+            return current_lab().stack(full=args.full)
 
     @magic_arguments()
     @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")

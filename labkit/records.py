@@ -38,6 +38,9 @@ RECORDS_FILE = "rank-{}.records"
 NAMES_FILE = "rank-{}.names"
 """In a run's folder: the names of a rank's metrics, [id, name] in each line."""
 
+DUMP_SIGNAL = "SIGURG"
+"""Makes a rank write its Python stack to a file; without that it does nothing."""
+
 RECORD = np.dtype(
     [
         ("metric", "<u2"),  # index into the batch's names
@@ -222,12 +225,87 @@ class ReplicaNotes:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """One call on a stack."""
+
+    place: str
+    """"Cell In[7], line 3" or "train.py:31"."""
+    function: str
+    source: str = ""
+    """The line that runs."""
+    is_users: bool = False
+    """Whether it is of the notebook or a file of the user's, no library."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of torch.distributed that has not come back."""
+
+    kind: str
+    """"all_reduce", "recv from rank 1", "new_group", ..."""
+    number: int | None = None
+    """Which collective of its group it is, counted from 1."""
+    num_bytes: int = 0
+    group: str = ""
+    """The group's name, the same on all of its ranks."""
+    ranks: list[int] | None = None
+    """The group's; None for the default group."""
+
+    @property
+    def name(self) -> str:
+        """As "all_reduce #412 of ranks 0,2"."""
+        number = "" if self.number is None else f" #{self.number}"
+        of = f" of ranks {','.join(map(str, self.ranks))}" if self.ranks else ""
+        return self.kind + number + of
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank's main thread is."""
+
+    rank: int
+    is_running: bool = True
+    """Whether it runs a cell."""
+    frames: list[Frame] = field(default_factory=list)
+    """From the cell inwards, the innermost last."""
+    call: Call | None = None
+    """What it waits in."""
+    is_busy: bool = False
+    """Whether it uses a core; it waits otherwise."""
+    started: dict[str, int] = field(default_factory=dict)
+    """How many collectives it has started, by the group's name."""
+    others: dict[str, list[Frame]] = field(default_factory=dict)
+    """Other threads that run code of the user's, by name."""
+
+    @classmethod
+    def from_message(cls, content: dict[str, Any]) -> "Position":
+        """From what `dataclasses.asdict` made of one, and JSON of that."""
+        call = content["call"]
+        return cls(
+            **{
+                **content,
+                "frames": [Frame(**each) for each in content["frames"]],
+                "call": None if call is None else Call(**call),
+                "others": {
+                    name: [Frame(**each) for each in frames]
+                    for name, frames in content["others"].items()
+                },
+            }
+        )
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """The innermost one of the user's."""
+        return next((each for each in reversed(self.frames) if each.is_users), None)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a cell ended on one rank: the last message about it."""
 
     rank: int
     status: str
-    """"ok", "error", "interrupted" or "died"."""
+    """"ok", "error", "interrupted", "died", or "restarted": it did not stop."""
     ename: str = ""
     evalue: str = ""
     where: str = ""
@@ -256,6 +334,8 @@ class Outcome:
         place = f"{between}at {self.where}" if self.where else ""
         if self.status == "ok":
             return f"rank {self.rank}: finished"
+        if self.status == "restarted":
+            return f"rank {self.rank}: {self.evalue}"
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{place}"
         return f"rank {self.rank}: {self.ename}{message and ': '}{message}{place}"

@@ -20,6 +20,7 @@ import ipyparallel
 import psutil
 
 from labkit.notebook import watchdog
+from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 from labkit.records import is_message
 
@@ -251,14 +252,36 @@ class Cluster:
         ).add_done_callback(take)
         return answer
 
-    def interrupt(self, rank: int, release_after_s: float) -> None:
-        """Ask the rank to stop its cell; does not wait for it."""
-        self.ask(rank, "interrupt", release_after_s=release_after_s)
+    def interrupt(self, rank: int, release_after_s: float) -> "Future[Any]":
+        """Ask the rank to stop its cell; the future is done when it has heard that."""
+        return self.ask(rank, "interrupt", release_after_s=release_after_s)
 
     def kill(self, rank: int) -> None:
         """End the rank's process at once."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._launchers[rank].process.kill()
+
+    def stack_file(self, rank: int) -> str:
+        """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
+        return str(Path(self._folder) / f"stack-{rank}.txt")
+
+    def ask_for_dump(self, rank: int) -> None:
+        """Have the rank write its stack; native code that holds the GIL or not."""
+        Path(self.stack_file(rank)).write_text("")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = self._launchers[rank].process
+            process.send_signal(signal.Signals[DUMP_SIGNAL])
+
+    def what_keeps(self, rank: int) -> str:
+        """Why a rank whose process is there does not answer, in words."""
+        try:
+            process = psutil.Process(self.pids[rank])
+            if process.status() == psutil.STATUS_STOPPED:
+                return f"its process {process.pid} is stopped, as SIGSTOP does"
+            load = process.cpu_percent(0.05)
+        except psutil.NoSuchProcess:
+            return "its process has just ended"
+        return f"native code holds the GIL; its process uses {load:.0f}% of a core"
 
     def end_engines(self, ranks: Sequence[int]) -> None:
         """Kill the engines of `ranks`, and wait until the controller knows."""

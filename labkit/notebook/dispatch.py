@@ -10,10 +10,12 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
+from labkit.notebook.hang_watch import HangWatch
 from labkit.notebook.output import OutputMerger
 from labkit.records import Batch
 from labkit.records import CellSpec
@@ -25,11 +27,16 @@ same line needs no interrupt, and the group then stays as it is."""
 
 REPEAT_S = 0.5
 KILL_AFTER_S = 30.0
-"""A rank that goes on for so long after an interrupt is ended: it sits in native code
-that neither Python nor closed connections can stop."""
+"""A rank that goes on for so long after an interrupt is ended."""
+SILENT_AFTER_S = 10.0
+"""And so is one that does not even answer it: native code there holds the GIL."""
+SECOND_AFTER_S = 2.5
+AGAIN_S = 0.5
+"""A second interrupt ends what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
+from the first one: a key may be pressed twice, and a rank about to end by itself."""
 
 ANSWER_S = 5.0
-SILENCE_S = 10.0
+OUTCOME_AFTER_S = 10.0
 """How long the word on how a cell ended may take, after the rank is done with it."""
 
 _TICK_S = 0.05
@@ -49,6 +56,7 @@ class Dispatch:
         on_report: Callable[[int, Any], None] = lambda rank, report: None,
         on_tick: Callable[[], None] = lambda: None,
         before_output: Callable[[], None] = lambda: None,
+        hang_after_s: float = 0.0,
     ) -> None:
         self.outcomes: list[Outcome] = []
         """In the order in which the ranks ended."""
@@ -66,9 +74,19 @@ class Dispatch:
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
+        self._interrupted_at: float | None = None
+        self._kill_at: float | None = None
+        self._requests: dict[int, tuple[float, Future[Any]]] = {}
+        """The last interrupt of each rank, and when it was sent."""
         self._killed: set[int] = set()
         self._heard_at: dict[int, float] = {}
         """When a rank that is done with the cell was last heard, by rank."""
+        self._watch = HangWatch(
+            cluster,
+            after_s=hang_after_s,
+            in_cell=spec.execution_count,
+            before_output=before_output,
+        )
         self._code = code
         self._spec = dataclasses.asdict(spec)
         self._ranks = ranks
@@ -90,10 +108,11 @@ class Dispatch:
         """Run to the end on every rank; how it ended there, in order of rank.
 
         An interrupt of this process stops the ranks, and so does the first failure
-        of one of them, and `timeout_s`.
+        of one of them, and `timeout_s`. A rank that does not stop is ended; its
+        outcome is "restarted", which is left to the caller.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._noting_interrupts():
+        with self.noting_interrupts():
             for rank in self._ranks:
                 self._send(rank)
             while self._pending:
@@ -104,6 +123,8 @@ class Dispatch:
                     self.timed_out = True
                 if self.was_interrupted or self.timed_out:
                     self._stop_ranks_from(time.monotonic())
+                if self._stop_since is None:
+                    self._watch.tick(self._pending)
                 self._interrupt_where_due()
                 for rank in list(self._pending):
                     if not self._cluster.is_alive(rank):
@@ -128,8 +149,18 @@ class Dispatch:
         for rank in ranks:
             self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 
+    def interrupt(self) -> None:
+        """Stop every rank; the second time end those that do not. From any thread."""
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif self._kill_at is None:
+            first = self._interrupted_at
+            self._kill_at = max(now + AGAIN_S, first + SECOND_AFTER_S)
+        self.was_interrupted = True
+
     @contextlib.contextmanager
-    def _noting_interrupts(self) -> Iterator[None]:
+    def noting_interrupts(self) -> Iterator[None]:
         """Note a SIGINT, where Python would raise KeyboardInterrupt at any line.
 
         The ranks are to end first, and nothing here is to be left half done.
@@ -139,7 +170,7 @@ class Dispatch:
             return
 
         def note(signum: int, frame: Any) -> None:
-            self.was_interrupted = True
+            self.interrupt()
 
         previous = signal.signal(signal.SIGINT, note)
         try:
@@ -158,6 +189,8 @@ class Dispatch:
             timeout = 0.0
             if rank in self._heard_at:
                 self._heard_at[rank] = time.monotonic()
+            if self._stop_since is None:
+                self._watch.saw_life()
             if kind == "batch":
                 self._on_batch(rank, content)
             elif kind == "report":
@@ -190,13 +223,18 @@ class Dispatch:
 
     def _is_silent(self, rank: int) -> bool:
         now = time.monotonic()
-        return now - self._heard_at.get(rank, now) > SILENCE_S
+        return now - self._heard_at.get(rank, now) > OUTCOME_AFTER_S
 
     def _died(self, rank: int) -> Outcome:
+        if rank in self._killed:
+            return Outcome(
+                rank=rank,
+                status="restarted",
+                evalue="did not stop and was restarted: its variables are gone",
+                group_in_place=False,
+            )
         pid = self._cluster.pids[rank]
         cause = self._cluster.cause_of_death(rank)
-        if rank in self._killed:
-            cause = f"ended by labkit: it went on for {KILL_AFTER_S:g} s when stopped"
         return Outcome(
             rank=rank,
             status="died",
@@ -212,15 +250,31 @@ class Dispatch:
 
     def _interrupt_where_due(self) -> None:
         now = time.monotonic()
-        if self._stop_since is None or now < self._next_interrupt:
+        if self._stop_since is None or now < self._stop_since:
+            return
+        for rank in self._pending:
+            if rank not in self._killed and self._is_past_stopping(rank, now):
+                self._killed.add(rank)
+                self._cluster.kill(rank)
+        if now < self._next_interrupt:
             return
         self._next_interrupt = now + REPEAT_S
         for rank in self._pending:
-            if now - self._stop_since > KILL_AFTER_S:
-                self._killed.add(rank)
-                self._cluster.kill(rank)
-            else:
-                self._cluster.interrupt(rank, release_after_s=GRACE_S)
+            _, last = self._requests.get(rank, (0.0, None))
+            if last is None or last.done():
+                heard = self._cluster.interrupt(rank, release_after_s=GRACE_S)
+                self._requests[rank] = now, heard
+
+    def _is_past_stopping(self, rank: int, now: float) -> bool:
+        """Whether nothing will stop the rank but the end of its process."""
+        assert self._stop_since is not None
+        sent_at, heard = self._requests.get(rank, (now, None))
+        is_silent = heard is not None and not heard.done()
+        return (
+            (is_silent and now - sent_at > SILENT_AFTER_S)
+            or now - self._stop_since > KILL_AFTER_S
+            or (self._kill_at is not None and now > self._kill_at)
+        )
 
 
 def says_nothing(rank: int) -> Outcome:

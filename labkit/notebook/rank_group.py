@@ -97,10 +97,7 @@ class RankGroup:
         with self._alone():
             ranks = list(self.everyone) if everyone else self.dead()
             if ranks:
-                self._is_whole = False
-                self.cluster.end_engines(ranks)
-                self.cluster.start_engines(ranks, on_progress=lambda text: None)
-                self._install(ranks)
+                self._start_again(ranks)
             if not self._is_whole:
                 self._form()
         return ranks
@@ -115,11 +112,14 @@ class RankGroup:
                 self._form()
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Form the group anew where a cell left it of no use.
+        """Form the group anew where a cell left it of no use, and bring back the
+        ranks that had to be ended to end it.
 
         After a failure on which the ranks agree it is as good as before, and what
         was wrapped in it stays usable.
         """
+        if ended := [each.rank for each in outcomes if each.status == "restarted"]:
+            self._start_again(ended)
         failed = any(outcome.status != "ok" for outcome in outcomes)
         in_place = all(outcome.group_in_place for outcome in outcomes)
         if in_place and not failed:
@@ -145,9 +145,16 @@ class RankGroup:
         finally:
             self._busy.release()
 
+    def _start_again(self, ranks: Sequence[int]) -> None:
+        self._is_whole = False
+        self.cluster.end_engines(ranks)
+        self.cluster.start_engines(ranks, on_progress=lambda text: None)
+        self._install(ranks)
+
     def _install(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self.cluster.call(f"{_CELL}:install", self.placements[rank], ranks=[rank])
+            arguments = self.placements[rank], self.cluster.stack_file(rank)
+            self.cluster.call(f"{_CELL}:install", *arguments, ranks=[rank])
 
     def _form(self) -> None:
         """Form the process group anew on all ranks, and see that it works."""

@@ -223,10 +223,13 @@ class Run:
             self.interrupt()
 
     def interrupt(self, timeout: float | None = None) -> None:
-        """Stop a run in the background wherever its ranks are, and wait for its end."""
+        """Stop a run in the background wherever its ranks are, and wait for its end.
+
+        The second time, ranks that still run are ended, and restarted.
+        """
         if self.dispatch is None or self.job is None or self.state != "running":
             return
-        self.dispatch.was_interrupted = True
+        self.dispatch.interrupt()
         self.job.join(timeout)
 
     def end(self, state: str) -> None:

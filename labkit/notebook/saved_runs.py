@@ -147,7 +147,7 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
 
 def _take_outcome(run: Run, outcome: Outcome) -> None:
     collector, rank = run.collector, outcome.rank
-    has_died = outcome.status == "died"
+    has_died = outcome.status in ("died", "restarted")
     if run.folder is not None and (
         has_died
         or collector.lost[rank]

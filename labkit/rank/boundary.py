@@ -27,6 +27,11 @@ class Boundary:
         self._stop_after: int | None = None
         self._told = threading.Condition()
 
+    @property
+    def num_steps(self) -> int:
+        """Taken so far."""
+        return self._num_steps
+
     def passed(self, num_steps: int) -> None:
         """The main thread has taken `num_steps`; raises Stopped if that is enough."""
         # In this order: `hold` writes and reads them in the other.

@@ -3,6 +3,7 @@
 import asyncio
 import builtins
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -31,6 +32,9 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
 from labkit.rank.process_group import Membership
 from labkit.rank.session import Session
+from labkit.rank.stack import dump_on_signal
+from labkit.rank.stack import finished_collectives
+from labkit.rank.stack import position
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import CellSpec
@@ -81,6 +85,9 @@ class CellRunner:
         self._is_closing = False
         self._begin_error: Exception | None = None
         self._signal_seen = threading.Event()
+        """Set once this cell was interrupted."""
+        self._signal_handled = threading.Event()
+        """Set once Python code has run since the last signal."""
         self._signalled_at = 0.0
         self._stopping_since = 0.0
         self._requests: dict[str, Callable[..., Any]] = {
@@ -88,6 +95,8 @@ class CellRunner:
             "hold": lambda: self._boundary.hold(),
             "stop_after": lambda num_steps: self._boundary.stop_after(num_steps),
             "describe": self.describe,
+            "progress": lambda: [self._boundary.num_steps, finished_collectives()],
+            "stack": self.stack,
         }
         """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
@@ -312,6 +321,17 @@ class CellRunner:
             "memory_total": memory_total(device),
         }
 
+    def stack(self) -> dict[str, Any]:
+        """Where the main thread is: a `records.Position`, as a dict."""
+        found = position(
+            self.placement.rank,
+            self.shell.compile._filename_map,
+            is_running=self._is_running,
+            since_ns=self.membership.formed_at_ns,
+            waits_on_device=self.placement.backend == "nccl",
+        )
+        return dataclasses.asdict(found)
+
     def request_interrupt(self, release_after_s: float) -> None:
         """Interrupt the cell; does not keep the control thread waiting."""
         threading.Thread(
@@ -321,6 +341,7 @@ class CellRunner:
     # ---- interrupts ----
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
+        self._signal_handled.set()
         self._signal_seen.set()
         if not self._is_running:
             return
@@ -361,10 +382,11 @@ class CellRunner:
             if not self._signal_seen.is_set():
                 self._stopping_since = now
             self._signalled_at = now
+            self._signal_handled.clear()
             main_thread = threading.main_thread().ident
             assert main_thread is not None
             signal.pthread_kill(main_thread, signal.SIGINT)
-        if not self._signal_seen.wait(release_after_s) and self._is_running:
+        if not self._signal_handled.wait(release_after_s) and self._is_running:
             self.membership.release()
 
 
@@ -425,12 +447,14 @@ def warm_up() -> None:
         runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
 
 
-def install(placement: Placement) -> None:
-    """Make this engine a rank."""
+def install(placement: Placement, stack_file: str) -> None:
+    """Make this engine a rank; `stack_file` is where it writes its stack, if it
+    cannot answer when it is asked for it."""
     global _runner
     from IPython import get_ipython
 
     _runner = CellRunner(get_ipython(), placement)
+    dump_on_signal(stack_file)
 
 
 def runner() -> CellRunner:

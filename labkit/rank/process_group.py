@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -63,6 +64,8 @@ class Membership:
         self.device = torch.device(placement.device)
         self.peers: list[int] = []
         """Process ids of the ranks."""
+        self.formed_at_ns = 0
+        """When the group was, by `time.time_ns`."""
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
@@ -87,6 +90,9 @@ class Membership:
             "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         ):
             os.environ.setdefault(variable, "0")
+        # Torch's record of collectives is read while a cell hangs; all 2000 that it
+        # keeps by itself would take 0.2 s.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
         if self.device.type == "cuda":
             # Before the first CUDA call, so that no context lands on cuda:0.
             torch.cuda.set_device(self.device)
@@ -143,6 +149,7 @@ class Membership:
             )
         assert self._store is not None, "rank 0 hosts the store before it joins"
         self.peers = peers
+        self.formed_at_ns = time.time_ns()
         self._num_own_groups = 0
         self._notes.clear()
         self._is_broken = False

@@ -1,0 +1,130 @@
+"""Notes under a cell in which nothing happens where every rank stands."""
+
+import html
+import sys
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any
+
+from labkit.notebook.cluster import Cluster
+from labkit.notebook.output import is_notebook
+from labkit.notebook.stacks import Stacks
+from labkit.notebook.stacks import Survey
+
+_MAX_INTERVAL_S = 5.0
+
+
+class HangWatch:
+    """Watches one cell; says where its ranks are once nothing happens any more.
+
+    What ranks send is a sign of life, and costs nothing. When nothing has come for a
+    while they are asked every few seconds how many steps and collectives they have
+    done. It never ends anything.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        after_s: float,
+        in_cell: int,
+        before_output: Callable[[], None],
+    ) -> None:
+        """`after_s` is how long nothing may happen, 0 for ever; `in_cell` is the
+        number of the cell, and `before_output` called before anything is written."""
+        self._cluster = cluster
+        self._after_s = after_s
+        self._in_cell = in_cell
+        self._before_output = before_output
+        self._interval_s = min(_MAX_INTERVAL_S, after_s / 4)
+        self._last_sign = time.monotonic()
+        self._next_question = self._last_sign + self._interval_s
+        self._answers: dict[int, Future[Any]] = {}
+        self._progress: dict[int, Any] = {}
+        self._survey: Survey | None = None
+        self._is_noted = False
+        self._handle: Any = None
+
+    def saw_life(self) -> None:
+        """A rank has sent something."""
+        self._last_sign_at(time.monotonic())
+
+    def tick(self, running: Collection[int]) -> None:
+        """Ask the ranks that run the cell still, or note what they said, if it is
+        time to; does not wait."""
+        if not self._after_s:
+            return
+        now = time.monotonic()
+        self._take_progress(now)
+        if self._survey is not None:
+            if self._survey.is_complete():
+                survey, self._survey = self._survey, None
+                self._note(survey.result(), now - self._last_sign)
+        elif now >= max(self._next_question, self._last_sign + self._interval_s):
+            self._next_question = now + self._interval_s
+            for rank in running:
+                if rank not in self._answers:
+                    self._answers[rank] = self._cluster.ask(rank, "progress")
+            if now - self._last_sign >= self._after_s:
+                # Also those at the end: it tells what the others wait for.
+                self._survey = Survey(self._cluster, self._cluster.pids)
+
+    def _take_progress(self, now: float) -> None:
+        for rank, answer in list(self._answers.items()):
+            if not answer.done():
+                continue
+            del self._answers[rank]
+            if answer.cancelled():
+                continue
+            found, before = answer.result(), self._progress.get(rank)
+            self._progress[rank] = found
+            if before is not None and found != before:
+                self._last_sign_at(now)
+
+    def _last_sign_at(self, now: float) -> None:
+        if self._is_noted:
+            self._is_noted = False
+            quiet_s = now - self._last_sign
+            self._show(f"The ranks went on, after {quiet_s:.0f} s.")
+        self._last_sign = now
+        self._survey = None
+
+    def _note(self, stacks: Stacks, quiet_s: float) -> None:
+        lines = stacks.lines(self._in_cell)
+        if self._is_noted and self._handle is None:
+            return  # what a terminal shows stays there
+        self._is_noted = True
+        is_background = threading.current_thread() is not threading.main_thread()
+        stop = "stop() of the Run" if is_background else "The stop button"
+        look = " %dist_stack shows whole stacks." if is_background else ""
+        self._show(
+            "\n".join(
+                [
+                    f"No step and no collective has finished for {quiet_s:.0f} s, and "
+                    "no rank has printed anything.",
+                    *lines,
+                    f"{stop} ends this on every rank, with variables kept; --timeout "
+                    f"SECONDS would by itself.{look}",
+                ]
+            )
+        )
+
+    def _show(self, text: str) -> None:
+        if not is_notebook():
+            self._before_output()
+            print(f"labkit: {text}", file=sys.stderr, flush=True)
+            return
+        from IPython.display import display
+
+        bundle = {
+            "text/plain": text,
+            "text/html": f"<pre style='margin:0'>{html.escape(text)}</pre>",
+        }
+        if self._handle is None:
+            self._before_output()
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)

@@ -1,0 +1,287 @@
+"""Asks ranks where they are, and says it in words."""
+
+import html
+import re
+import time
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from labkit.notebook.cluster import Cluster
+from labkit.notebook.output import format_ranks
+from labkit.records import Call
+from labkit.records import Frame
+from labkit.records import Position
+from labkit.records import format_bytes
+from labkit.records import shorten
+
+ANSWER_S = 2.0
+"""A rank that has not answered by then runs native code that holds the GIL."""
+
+_DUMP_S = 0.3
+"""What such a rank is given to write its stack."""
+
+# A collective of these has the same size on all ranks of its group.
+_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
+
+
+class Stacks:
+    """Where every rank is, in rank order; reads well as text and as HTML."""
+
+    def __init__(
+        self,
+        positions: Sequence[Position],
+        absent: Mapping[int, str],
+        *,
+        is_full: bool = False,
+    ) -> None:
+        self.positions = sorted(positions, key=lambda each: each.rank)
+        """Of the ranks that said something."""
+        self.absent = dict(absent)
+        """Why the others did not, or why they are not to be taken at their word."""
+        self.mismatches = find_mismatches(self.positions)
+        """Where ranks wait for what others will not do, in words."""
+        self.is_full = is_full
+
+    def lines(self, in_cell: int | None = None) -> list[str]:
+        """Ranks that stand alike in a line, then where ranks do not agree.
+
+        `in_cell` is the number of the cell that runs: its lines are named without it.
+        """
+        heads = [head for head, _ in self._blocks(is_brief=True)]
+        if in_cell is not None:
+            heads = [head.replace(f"Cell In[{in_cell}], ", "") for head in heads]
+        return heads + self.mismatches
+
+    def _blocks(self, *, is_brief: bool = False) -> Iterable[tuple[str, list[str]]]:
+        """Where ranks stand in a line, and unless `is_brief` their stack."""
+        by_rank = {each.rank: each for each in self.positions}
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted({*by_rank, *self.absent}):
+            found = by_rank.get(rank)
+            stack = [] if is_brief or found is None else self._told_stacks(found)
+            alike.setdefault((self._where(rank, found), *stack), []).append(rank)
+        for (where, *stack), ranks in alike.items():
+            yield f"{format_ranks(ranks)}: {where}", stack
+
+    def _where(self, rank: int, position: Position | None) -> str:
+        is_any_running = any(each.is_running for each in self.positions)
+        if position is None:
+            return self.absent[rank]
+        if not position.is_running:
+            return "not in the cell" if is_any_running else "idle"
+        told = [self.absent.get(rank, ""), _stands(position)]
+        return ", ".join(filter(None, told))
+
+    def _told_stacks(self, position: Position) -> list[str]:
+        if not position.is_running:
+            return []
+        lines = _told_stack(position.frames, is_full=self.is_full)
+        for name, frames in position.others.items() if self.is_full else ():
+            lines += [f"thread {name}:", *_told_stack(frames, is_full=True)]
+        return lines
+
+    def __repr__(self) -> str:
+        told = [
+            "\n".join([head, *("    " + line for line in stack)])
+            for head, stack in self._blocks()
+        ]
+        return "\n".join([*told, *self.mismatches])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'><b>{html.escape(head)}</b>"
+            f"<pre style='margin:0'>{html.escape(chr(10).join(lines))}</pre></td></tr>"
+            for head, lines in self._blocks()
+        )
+        rest = "".join(f"<div>{html.escape(line)}</div>" for line in self.mismatches)
+        return f"<table>{rows}</table>{rest}"
+
+
+class Survey:
+    """The question to ranks where they are, under way."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ranks: Iterable[int],
+        *,
+        is_full: bool = False,
+        is_second: bool = False,
+    ) -> None:
+        self._cluster = cluster
+        self._is_full = is_full
+        self._is_second = is_second
+        self._asked_at = time.monotonic()
+        self._answers: dict[int, Future[Any]] = {
+            rank: cluster.ask(rank, "stack") for rank in ranks
+        }
+        self._silent: list[int] = []
+        self._dumped_at: float | None = None
+
+    def is_complete(self) -> bool:
+        """Whether all has been said that will be; does not wait."""
+        now = time.monotonic()
+        if self._dumped_at is not None:
+            return now - self._dumped_at > _DUMP_S
+        silent = [rank for rank, answer in self._answers.items() if not answer.done()]
+        if not silent:
+            return True
+        if now - self._asked_at < ANSWER_S:
+            return False
+        self._silent, self._dumped_at = silent, now
+        for rank in silent:
+            self._cluster.ask_for_dump(rank)
+        return False
+
+    def wait(self) -> Stacks:
+        """What the ranks have said, once that is all."""
+        while not self.is_complete():
+            time.sleep(0.01)
+        found = self.result()
+        if found.mismatches and not self._is_second:
+            # Ranks are not asked at the same instant: what is so still is so.
+            again = Survey(
+                self._cluster, self._answers, is_full=self._is_full, is_second=True
+            ).wait()
+            again.mismatches = [
+                each for each in again.mismatches if each in found.mismatches
+            ]
+            return again
+        return found
+
+    def result(self) -> Stacks:
+        """What the ranks have said."""
+        positions, absent = [], {}
+        for rank, answer in self._answers.items():
+            if answer.cancelled() or not self._cluster.is_alive(rank):
+                absent[rank] = "dead; %dist_restart brings it back"
+            elif rank in self._silent:
+                absent[rank] = "does not answer: " + self._cluster.what_keeps(rank)
+                dump = Path(self._cluster.stack_file(rank)).read_text()
+                if frames := read_dump(dump):
+                    positions.append(Position(rank, frames=frames))
+            else:
+                positions.append(Position.from_message(answer.result()))
+        return Stacks(positions, absent, is_full=self._is_full)
+
+
+def read_dump(text: str) -> list[Frame]:
+    """The frames that Python's faulthandler wrote, from the cell inwards."""
+    found = re.findall(r'File "(.*)", line (\d+) in (.*)', text)
+    frames: list[Frame] = []
+    for file, line, function in found:
+        # Only the rank knows its cells' numbers; ipykernel compiles them as these.
+        is_cell = re.search(r"ipykernel_\d+[/\\]", file) is not None
+        place = f"a cell, line {line}" if is_cell else f"{file}:{line}"
+        is_users = is_cell or "site-packages" not in file
+        frames.append(Frame(place, function, is_users=is_users))
+    cells = [at for at, frame in enumerate(frames) if frame.place.startswith("a cell,")]
+    return frames[: cells[-1] + 1 if cells else None][::-1]
+
+
+def find_mismatches(positions: Sequence[Position]) -> list[str]:
+    """Where ranks wait for what others will not do, a line each."""
+    running = [each for each in positions if each.is_running]
+    calls = {each.rank: each.call for each in running if each.call is not None}
+    lines: list[str] = []
+    for group in {call.group: None for call in calls.values() if call.number}:
+        lines += _mismatches_in(group, calls, positions)
+    pairs = {call.kind.split()[0] for call in calls.values()} <= {"send", "recv"}
+    is_any_free = len(calls) < len(running)
+    if not lines and not pairs and not is_any_free and _differ(calls.values()):
+        lines.append("the ranks do not agree: " + _told_calls(calls))
+    return lines
+
+
+def _mismatches_in(
+    group: str, calls: Mapping[int, Call], positions: Sequence[Position]
+) -> Iterable[str]:
+    """Those in the collectives of one group."""
+    here = {r: call for r, call in calls.items() if call.group == group and call.number}
+    if _differ(here.values()):
+        yield "the ranks do not agree: " + _told_calls(here)
+    last = max(here.values(), key=lambda call: call.number or 0)
+    late = [
+        each
+        for each in positions
+        if each.rank not in here
+        and each.started  # is known
+        and (last.ranks is None or each.rank in last.ranks)
+        and each.started.get(group, 0) < (last.number or 0)
+    ]
+    for is_running, have in ((True, "has not come"), (False, "left the cell before")):
+        if ranks := [each.rank for each in late if each.is_running == is_running]:
+            have = have if len(ranks) == 1 else have.replace("has", "have")
+            to = " to" if is_running else ""
+            yield f"{format_ranks(ranks)} {have}{to} {last.name}"
+
+
+def _differ(calls: Iterable[Call]) -> bool:
+    """Whether these are not all the same collective."""
+    return len({_essence(call) for call in calls}) > 1
+
+
+def _essence(call: Call) -> tuple[Any, ...]:
+    """What is the same on all ranks that wait in the same collective."""
+    size = call.num_bytes if call.kind in _SAME_SIZE else None
+    return call.kind, call.number, size
+
+
+def _told_calls(calls: Mapping[int, Call]) -> str:
+    """As "rank 0 waits in all_reduce #12, ranks 1-3 in broadcast #12"."""
+    by_name: dict[str, list[int]] = {}
+    names = {call.name for call in calls.values()}
+    for rank, call in calls.items():
+        name = call.name if len(names) > 1 else f"{call.name} of {_size(call)}"
+        by_name.setdefault(name, []).append(rank)
+    told = [f"{format_ranks(ranks)} in {name}" for name, ranks in by_name.items()]
+    return ", ".join(told).replace(" in ", " waits in ", 1)
+
+
+def _stands(position: Position) -> str:
+    """As "all_reduce #412 of 1 MiB, at Cell In[7], line 31: loss.backward()"."""
+    frame = position.users_frame
+    at = ""
+    if frame is not None:
+        at = f"at {frame.place}" + (
+            f": {shorten(frame.source, 100)}" if frame.source else ""
+        )
+    if position.call is not None:
+        call = position.call
+        size = f" of {_size(call)}" if call.num_bytes else ""
+        return f"{call.name}{size} {at}".rstrip()
+    waits = _waits_for_workers(position.frames)
+    if not position.started:  # from a dump, which says no more than the place
+        return at
+    does = waits or "not in a collective" + (", computing" if position.is_busy else "")
+    return f"{does}, {at}".removesuffix(", ")
+
+
+def _waits_for_workers(frames: Sequence[Frame]) -> str:
+    names = {each.function for each in frames if "utils/data/dataloader" in each.place}
+    if names & {"_try_get_data", "_get_data"}:
+        return "waits for a worker of its DataLoader"
+    return ""
+
+
+def _told_stack(frames: Sequence[Frame], *, is_full: bool) -> list[str]:
+    """The user's frames, outermost first, and the innermost one of a library."""
+    shown = list(frames)
+    if not is_full:
+        last = [] if not frames or frames[-1].is_users else [frames[-1]]
+        shown = [each for each in frames if each.is_users] + last
+    return [
+        f"{each.place}, in {each.function}"
+        + (f": {shorten(each.source, 100)}" if each.source else "")
+        for each in shown
+    ]
+
+
+def _size(call: Call) -> str:
+    if call.num_bytes < 2**20:
+        return f"{call.num_bytes:,} bytes"
+    return format_bytes(call.num_bytes)

@@ -1,0 +1,232 @@
+"""Where this rank's main thread is, as another thread of it sees."""
+
+import faulthandler
+import json
+import math
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from labkit.records import DUMP_SIGNAL
+from labkit.records import Call
+from labkit.records import Frame
+from labkit.records import Position
+
+_LOOK_S = 0.03
+"""How long the main thread is watched, to tell whether it computes or waits."""
+
+_BUSY = 0.2
+"""Of the time looked at; one that waits for a collective uses next to none."""
+
+_c10d: Any = torch._C._distributed_c10d
+
+_TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
+_LABKIT = str(Path(__file__).parents[1])
+_LIBRARIES = [
+    *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")},
+    str(Path(_LABKIT).parent),
+]
+_DTYPES = {"Byte": torch.uint8, "Char": torch.int8}
+
+
+def dump_on_signal(path: str) -> None:
+    """Write the main thread's Python stack into `path` at `DUMP_SIGNAL`.
+
+    Python's own handler, in C: it also works where native code holds the GIL, and no
+    thread of this process can answer.
+    """
+    # Never closed: it is written to as long as this process lives.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    faulthandler.register(signal.Signals[DUMP_SIGNAL], file, all_threads=False)
+
+
+def position(
+    rank: int,
+    cells: Mapping[str, int],
+    *,
+    is_running: bool,
+    since_ns: int,
+    waits_on_device: bool,
+) -> Position:
+    """Where the main thread is; called in another one.
+
+    `cells` has the number of the notebook's cell by file name. A collective counts as
+    waited for if it was begun after `since_ns` (of `time.time_ns`), has not ended, and
+    the main thread does not compute meanwhile; `waits_on_device` where it is the GPU
+    that waits, and a main thread in wait for that spins.
+    """
+    load = _load()
+    stacks = sys._current_frames()
+    main = threading.main_thread()
+    frame = stacks.pop(main.ident or 0)
+    call = None
+    is_busy = load > _BUSY
+    if waits_on_device or not is_busy:
+        call = _recorded_call(since_ns) or _call_in(frame)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    others = {}
+    for ident, other in stacks.items():
+        frames = _frames(other, cells)
+        if any(each.is_users for each in frames):
+            others[names.get(ident, str(ident))] = frames
+    return Position(
+        rank=rank,
+        is_running=is_running,
+        frames=_frames(frame, cells),
+        call=call,
+        is_busy=is_busy,
+        started=started_collectives(),
+        others=others,
+    )
+
+
+def finished_collectives() -> str:
+    """What changes whenever a collective begins or ends in any group."""
+    return _c10d._dump_fr_trace_json(False).decode() + str(started_collectives())
+
+
+def started_collectives() -> dict[str, int]:
+    """How many collectives this rank has started in each group, by its name."""
+    found: dict[str, int] = {}
+    for group, name in list(c10d._world.pg_names.items()):
+        if isinstance(group, torch.distributed.ProcessGroup):
+            # RuntimeError: it has none yet, or is being destroyed.
+            try:
+                found[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            except RuntimeError:
+                continue
+    return found
+
+
+# ---- frames ----
+
+
+def _frames(innermost: FrameType, cells: Mapping[str, int]) -> list[Frame]:
+    """The stack from the notebook's cell inwards, the innermost frame last."""
+    walked = list(traceback.walk_stack(innermost))[::-1]
+    files = [frame.f_code.co_filename for frame, _ in walked]
+    first = next((at for at, file in enumerate(files) if file in cells), 0)
+    summary = traceback.StackSummary.extract(iter(walked[first:]))
+    return [
+        Frame(
+            place=_place(each.filename, each.lineno or 0, cells),
+            function=each.name,
+            source=each.line or "",
+            is_users=each.filename in cells or not _is_library(each.filename),
+        )
+        for each in summary
+    ]
+
+
+def _place(file: str, line: int, cells: Mapping[str, int]) -> str:
+    """A file and a line, as tracebacks in the notebook name them."""
+    if file in cells:
+        return f"Cell In[{cells[file]}], line {line}"
+    roots = [str(Path.cwd()), *_LIBRARIES]
+    inside = [root for root in roots if file.startswith(root + "/")]
+    shown = file[len(max(inside, key=len)) + 1 :] if inside else file
+    return f"{shown}:{line}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<", _LABKIT, *_LIBRARIES[:-1]))
+
+
+def _load() -> float:
+    """The share of a core that the main thread uses, about now."""
+    ident = threading.main_thread().ident
+    if not hasattr(time, "pthread_getcpuclockid") or ident is None:
+        return 0.0  # macOS does not tell
+    clock = time.pthread_getcpuclockid(ident)
+    began, used = time.monotonic(), time.clock_gettime(clock)
+    time.sleep(_LOOK_S)
+    return (time.clock_gettime(clock) - used) / (time.monotonic() - began)
+
+
+# ---- collectives ----
+
+
+def _recorded_call(since_ns: int) -> Call | None:
+    """The oldest collective under way, as torch's Flight Recorder has it.
+
+    It sees those of DDP's reducer, FSDP and DeepSpeed too, in which the main thread
+    has no frame. Over gloo it does not see `send` and `recv`.
+    """
+    entries = json.loads(_c10d._dump_fr_trace_json(True, True)).get("entries", [])
+    for entry in entries:
+        if entry["retired"] or entry["time_created_ns"] < since_ns:
+            continue
+        if entry["state"] == "completed":
+            continue
+        name, _ = entry["process_group"]
+        kind = entry["profiling_name"].split(":", 1)[-1]
+        return Call(
+            kind=kind.removeprefix("_").removesuffix("_base"),
+            number=None if entry["is_p2p"] else entry["collective_seq_id"],
+            num_bytes=max(
+                _num_bytes(entry["input_sizes"], entry["input_dtypes"]),
+                _num_bytes(entry["output_sizes"], entry["output_dtypes"]),
+            ),
+            group=name,
+            ranks=_ranks_of(name),
+        )
+    return None
+
+
+def _call_in(innermost: FrameType) -> Call | None:
+    """The call of torch.distributed that a frame is in: `recv`, `new_group`, ..."""
+    outermost = None
+    for frame in _callers(innermost):
+        if not frame.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
+            break
+        if frame.f_code.co_filename == c10d.__file__:
+            outermost = frame
+    if outermost is None:
+        return None
+    names = outermost.f_locals
+    tensor = names.get("tensor")
+    kind = outermost.f_code.co_name
+    if kind == "recv":
+        source = names.get("src")
+        kind += " from any rank" if source is None else f" from rank {source}"
+    elif kind == "send":
+        kind += f" to rank {names.get('dst')}"
+    return Call(
+        kind=kind,
+        num_bytes=tensor.nbytes if isinstance(tensor, torch.Tensor) else 0,
+    )
+
+
+def _callers(innermost: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
+    total = 0
+    for shape, name in zip(sizes, dtypes, strict=False):
+        dtype: Any = _DTYPES.get(name) or getattr(torch, name.lower(), None)
+        total += math.prod(shape) * (dtype.itemsize if dtype is not None else 0)
+    return total
+
+
+def _ranks_of(name: str) -> list[int] | None:
+    """The ranks of a group, by its name; None for the default group."""
+    for group, its_name in list(c10d._world.pg_names.items()):
+        if its_name == name and group is not c10d.GroupMember.WORLD:
+            return sorted(c10d._world.pg_group_ranks.get(group, {}))
+    return None

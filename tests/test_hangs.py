@@ -1,0 +1,425 @@
+"""Hangs caused for real: it is said where every rank stands, and all of them end."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from kernels import Kernel
+from kernels import running_kernel
+from kernels import wait_until
+
+from labkit import Lab
+from labkit import RankError
+from labkit.notebook import dispatch
+from labkit.notebook import failure
+from labkit.notebook.stacks import Stacks
+from labkit.notebook.stacks import read_dump
+from labkit.records import Call
+from labkit.records import Frame
+from labkit.records import Position
+
+pytestmark = pytest.mark.timeout(90)
+
+NOTE = "No step and no collective has finished"
+
+# Locks a mutex twice, with the GIL held all the while: no signal ends that.
+HOLD_THE_GIL = """
+import ctypes
+def hold():
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex), c.pthread_mutex_lock(mutex)
+if rank == 1: hold()
+dist.barrier()
+"""
+
+
+class Listener:
+    """Stands for a stream; calls `answer` each time that `word` is written to it."""
+
+    def __init__(self, word: str, answer: Callable[[], None]) -> None:
+        self.text = ""
+        self._word = word
+        self._answer = answer
+        self._num_heard = 0
+
+    def write(self, text: str) -> None:
+        self.text += text
+        while self.text.count(self._word) > self._num_heard:
+            self._num_heard += 1
+            self._answer()
+
+    def flush(self) -> None:
+        pass
+
+
+def interrupt() -> None:
+    """As the stop button does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def until_noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Does what hangs, interrupts it at the note, and returns what was noted."""
+
+    def do_and_listen(do: Callable[[], Any], word: str = NOTE) -> str:
+        listener = Listener(word, interrupt)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", listener)
+            with pytest.raises(failure.Interrupted):
+                do()
+        return listener.text
+
+    return do_and_listen
+
+
+def assert_next_cell_works(lab: Lab) -> None:
+    lab.run("total = torch.ones(1)\ndist.all_reduce(total)\ntotal = total.item()")
+    assert lab.pull("total", "all") == [2.0, 2.0]
+
+
+# ---- the note ----
+
+
+@pytest.mark.parametrize(
+    ("code", "noted"),
+    [
+        (
+            "x = torch.ones(1000)\n"
+            "dist.all_reduce(x) if rank == 0 else dist.broadcast(x, 0)",
+            r"rank 0: all_reduce #(\d+) of 4,000 bytes at line 2: dist.all_reduce.*\n"
+            r"rank 1: broadcast #\1 of 4,000 bytes at line 2: .*\n"
+            r"the ranks do not agree: rank 0 waits in all_reduce #\1, "
+            r"rank 1 in broadcast #\1",
+        ),
+        (
+            "if rank == 0:\n    dist.all_reduce(torch.ones(2**18))",
+            r"rank 0: all_reduce #(\d+) of 1 MiB at line 2: .*\n"
+            r"rank 1: not in the cell\nrank 1 left the cell before all_reduce #\1\n",
+        ),
+        (
+            "def spin():\n    while True: pass\n"
+            "dist.barrier() if rank == 0 else spin()",
+            r"rank 0: barrier #(\d+) at line 3: .*\n"
+            r"rank 1: not in a collective(, computing)?, at line 2: while True: pass\n"
+            r"rank 1 has not come to barrier #\1\n",
+        ),
+        (  # in the reducer, of which Python has no frame
+            "import time\nmodel = torch.nn.parallel.DistributedDataParallel(\n"
+            "    torch.nn.Linear(512, 512))\n"
+            "loss = model(torch.ones(2, 512)).sum()\nif rank: time.sleep(60)\n"
+            "loss.backward()",
+            r"rank 0: all_reduce #\d+ of 1 MiB at line 6: loss.backward\(\)\n"
+            r"rank 1: not in a collective, at line 5: if rank: time.sleep\(60\)\n",
+        ),
+        (
+            "if rank == 0: dist.new_group([0, 1])\nelse: dist.recv(torch.ones(3), 0)",
+            r"the ranks do not agree: rank 0 waits in new_group, "
+            r"rank 1 in recv from rank 0",
+        ),
+    ],
+    ids=["mismatch", "never comes", "loop", "reducer", "new_group"],
+)
+def test_a_note_says_where_every_rank_stands(
+    lab: Lab, code: str, noted: str, until_noted: Callable[..., str]
+) -> None:
+    lab.run("kept = 1")
+    text = until_noted(lambda: lab.run(code, hang_after=0.6))
+    assert re.search(noted, text), text
+    assert lab.pull("kept", "all") == [1, 1]
+    assert_next_cell_works(lab)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("fsdp", "all_gather"), ("zero3", "broadcast")]
+)
+def test_a_note_names_the_collectives_of_a_library(
+    lab: Lab, strategy: str, kind: str, until_noted: Callable[..., str]
+) -> None:
+    code = """
+from labkit.data import digits
+from labkit.models import mlp
+model = mlp()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+model, sgd, loader = prepare(model, sgd, digits(), batch_size=64)
+x, y = next(iter(loader))
+while rank: pass
+model(x)
+"""
+    text = until_noted(
+        lambda: lab.train(strategy, code, live=False, hang_after=1), word="model(x)"
+    )
+    assert re.search(rf"rank 0: {kind} #\d+ of .* at line 8: model\(x\)", text), text
+    assert re.search(rf"rank 1 has not come to {kind} #\d+\n", text), text
+    assert lab.runs[-1].state == "interrupted"
+    assert_next_cell_works(lab)
+
+
+def test_a_note_says_that_work_goes_on_and_none_comes_while_it_does(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
+    code = (
+        "import time\nfrom pathlib import Path\n"
+        "deadline = time.monotonic() + 3\nis_over = torch.zeros(1)\n"
+        "while not is_over:\n"  # 3 s without output, but with collectives
+        "    is_over.fill_(time.monotonic() > deadline)\n"
+        "    dist.broadcast(is_over, 0)\n"
+        "print('noted:', flush=True)\n"
+        f"while rank and not Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "dist.barrier()"
+    )
+    listener = Listener(NOTE, go.touch)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", listener)
+        patch.setattr("sys.stdout", listener)
+        lab.run(code, hang_after=1.5)
+    told = r"\A.*noted:\n.*" + NOTE + r".*The ranks went on, after \d+ s\.\n\Z"
+    assert re.search(told, listener.text, re.DOTALL), listener.text
+    assert NOTE not in listener.text.split("noted:")[0]
+
+
+@pytest.mark.parametrize("wrong", [-1, "soon", float("inf"), True])
+def test_hang_after_is_a_number_of_seconds(lab: Lab, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"hang_after is .*; it must be a number of"):
+        lab.run("1", hang_after=wrong)
+    with pytest.raises(ValueError, match=r"hang_after is .*; it must be a number of"):
+        lab.train("ddp", "1", hang_after=wrong)
+
+
+# ---- what does not stop ----
+
+
+def test_a_rank_that_holds_the_gil_is_restarted(
+    lab: Lab, until_noted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "SILENT_AFTER_S", 1.0)
+    pids = lab.status()["pid"]
+    lab.run("kept = 1")
+    text = until_noted(lambda: lab.run(HOLD_THE_GIL, hang_after=0.6))
+    assert "rank 1: does not answer: native code holds the GIL" in text
+    assert re.search(r"uses \d+% of a core, at a cell, line 4\n", text), text
+    assert lab.status()["pid"][0] == pids[0]
+    assert lab.status()["pid"][1] != pids[1]
+    assert lab.pull("kept") == 1
+    with pytest.raises(NameError, match="rank 1: no variable 'kept'"):
+        lab.pull("kept", 1)
+    assert_next_cell_works(lab)
+
+
+def test_a_second_interrupt_restarts_a_rank_that_goes_on(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "kept = 1\nimport time\n"
+        "while rank == 0:\n"
+        "    try:\n        print('here', flush=True)\n        time.sleep(60)\n"
+        "    except BaseException: pass\n"
+        "dist.barrier()"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Listener("here", interrupt))
+        with pytest.raises(failure.Interrupted) as caught:
+            lab.run(code)
+    assert str(caught.value) == (
+        "Interrupted; every rank but rank 0 keeps its variables.\n"
+        "rank 0: did not stop and was restarted: its variables are gone\n"
+        "rank 1: stopped at line 8: dist.barrier()"
+    )
+    assert lab.pull("kept", 1) == 1
+    assert_next_cell_works(lab)
+
+
+def test_a_key_pressed_twice_restarts_nothing(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press_twice() -> None:
+        interrupt()
+        interrupt()
+
+    pids = list(lab.status()["pid"])
+    code = (
+        "import time\nprint('here', flush=True)\n"
+        "try:\n    time.sleep(60)\nfinally:\n    time.sleep(1)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Listener("here", press_twice))
+        with pytest.raises(failure.Interrupted, match="every rank keeps its variables"):
+            lab.run(code)
+    assert list(lab.status()["pid"]) == pids
+
+
+def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import time\nkept = 1\nprint('here', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n"
+        "    dist.recv(torch.ones(1), 1 - rank)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Listener("here", interrupt))
+        with pytest.raises(failure.Interrupted, match="every rank keeps its variables"):
+            lab.run(code)
+    assert lab.pull("kept", "all") == [1, 1]
+    assert_next_cell_works(lab)
+
+
+def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "SILENT_AFTER_S", 1.0)
+    code = "if rank == 0: raise ValueError('on purpose')" + HOLD_THE_GIL
+    with pytest.raises(RankError) as caught:
+        lab.run(code)
+    assert caught.value.rank == 0
+    assert "rank 1: did not stop and was restarted" in str(caught.value)
+    assert_next_cell_works(lab)
+
+
+# ---- %dist_stack ----
+
+
+def test_idle_and_dead_ranks_are_said_to_be(lab: Lab) -> None:
+    assert repr(lab.stack()) == "ranks 0-1: idle"
+    process = psutil.Process(int(lab.status()["pid"][1]))
+    process.kill()
+    process.wait(10)
+    assert repr(lab.stack()) == (
+        "rank 0: idle\nrank 1: dead; %dist_restart brings it back"
+    )
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with running_kernel() as kernel:
+        started = kernel.run("%load_ext labkit\n%dist_start -n 2 --device cpu")
+        assert started.status == "ok", started
+        yield kernel
+
+
+def test_dist_stack_and_the_note_of_a_run_in_the_background(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    begun = kernel.run(
+        "%%dist_train raw --background --no-live --hang-after 1\n"
+        "import time\nfrom pathlib import Path\n"
+        "def wait_for_it():\n"
+        f"    while not Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "if rank: wait_for_it()\n"
+        "dist.barrier()\n"
+    )
+    assert begun.status == "ok", begun
+    began_by = kernel.last_request
+    notes: list[str] = []
+
+    def take(message: dict[str, Any]) -> None:
+        kind, content = message["header"]["msg_type"], message["content"]
+        if kind in ("display_data", "update_display_data"):
+            assert message["parent_header"]["msg_id"] == began_by
+            notes.append(content["data"]["text/plain"])
+            assert set(content["data"]) == {"text/plain", "text/html"}
+
+    def noted() -> bool:
+        kernel.take_waiting(take)
+        return bool(notes)
+
+    wait_until(noted, 30, "a note")
+    assert NOTE in notes[0]
+    assert "rank 0: barrier #" in notes[0]
+    assert "stop() of the Run ends this on every rank" in notes[0]
+
+    shown = kernel.run("%dist_stack").result
+    text, page = shown["text/plain"], shown["text/html"]
+    assert re.search(
+        r"rank 0: barrier #\d+ at Cell In\[2\], line 7: dist.barrier\(\)\n"
+        r"    Cell In\[2\], line 7, in <module>: dist.barrier\(\)\n"
+        r"    torch/distributed/distributed_c10d.py:\d+, in barrier: .*\n"
+        r"rank 1: not in a collective, at Cell In\[2\], line 5: while not .*\n"
+        r"    Cell In\[2\], line 6, in <module>: if rank: wait_for_it\(\)\n"
+        r"    Cell In\[2\], line 5, in wait_for_it: while not .*\n"
+        r"(    pathlib.*\n)?"
+        r"rank 1 has not come to barrier #\d+",
+        text,
+    ), text
+    assert page.startswith("<table>")
+    assert "&lt;module&gt;" in page
+    full = kernel.run("%dist_stack --full").result["text/plain"]
+    assert "torch/distributed/c10d_logger.py" in full
+    assert "torch/distributed/c10d_logger.py" not in text
+
+    go.touch()
+    # A client drops what comes for another cell than the one that it waits for.
+    wait_until(lambda: noted() and "went on" in notes[-1], 10, "the end of the note")
+    ended = kernel.run("import labkit\nlabkit.current_lab().runs[-1].wait()")
+    assert ended.status == "ok", ended
+    idle = kernel.run("%dist_stack").result["text/plain"]
+    assert idle == "ranks 0-1: idle"
+
+
+# ---- the words ----
+
+
+def waits(rank: int, *call: Any, started: int = 0) -> Position:
+    """A rank in this call, or in none, that has started so many collectives."""
+    at = [Frame("Cell In[1], line 1", "<module>", "run()", is_users=True)]
+    here = Call(*call) if call else None
+    return Position(rank, frames=at, call=here, started={"0": started})
+
+
+@pytest.mark.parametrize(
+    ("positions", "told"),
+    [
+        ([waits(0, "all_reduce", 3, 8, "0", started=3) for rank in (0, 1)], []),
+        (
+            [waits(0, "all_reduce", 3, 8, "0"), waits(1, "all_reduce", 3, 16, "0")],
+            [
+                "the ranks do not agree: rank 0 waits in all_reduce #3 of 8 bytes, "
+                "rank 1 in all_reduce #3 of 16 bytes"
+            ],
+        ),
+        (  # the root of a gather has more to hold than others
+            [waits(0, "gather", 3, 16, "0"), waits(1, "gather", 3, 8, "0")],
+            [],
+        ),
+        (
+            [
+                waits(0, "all_reduce", 3, 8, "0", started=3),
+                *(waits(rank, started=2) for rank in (1, 2, 3)),
+                waits(4, started=3),
+            ],
+            ["ranks 1-3 have not come to all_reduce #3"],
+        ),
+        (
+            [waits(0, "all_reduce", 3, 8, "0", [0, 2]), *(waits(r) for r in (1, 2))],
+            ["rank 2 has not come to all_reduce #3 of ranks 0,2"],
+        ),
+        ([waits(0, "send to rank 1"), waits(1, "recv from rank 0")], []),
+        ([waits(0, "send to rank 1"), waits(1)], []),
+    ],
+)
+def test_mismatches_are_told_in_words(
+    positions: list[Position], told: list[str]
+) -> None:
+    assert Stacks(positions, {}).mismatches == told
+
+
+def test_a_dump_begins_at_the_cell() -> None:
+    dump = (
+        "Current thread 0x00007f (most recent call first):\n"
+        '  File "/x/site-packages/torch/serialization.py", line 9 in load\n'
+        '  File "/tmp/ipykernel_12/34.py", line 2 in inner\n'
+        '  File "/tmp/ipykernel_12/56.py", line 7 in <module>\n'
+        '  File "/x/site-packages/IPython/core/shell.py", line 1 in run_code\n'
+    )
+    assert [(f.place, f.function, f.is_users) for f in read_dump(dump)] == [
+        ("a cell, line 7", "<module>", True),
+        ("a cell, line 2", "inner", True),
+        ("/x/site-packages/torch/serialization.py:9", "load", False),
+    ]
