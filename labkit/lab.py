@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
-import math
+import keyword
+import operator
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -18,18 +20,23 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import portable
+from labkit.checks import check_flag
+from labkit.checks import is_number
+from labkit.checks import is_run_name
+from labkit.checks import is_whole
+from labkit.checks import shown
 from labkit.notebook import interrupts
 from labkit.notebook import painter
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
 from labkit.notebook.options import first_step_of
-from labkit.notebook.options import is_number
 from labkit.notebook.options import plan_checkpoints
 from labkit.notebook.output import format_ranks
 from labkit.notebook.output import is_notebook
 from labkit.notebook.placement import place_ranks
 from labkit.records import FUNCTION_NAME
+from labkit.records import RANK_NAMES
 from labkit.records import CellSpec
 from labkit.records import Outcome
 from labkit.records import TrainOptions
@@ -161,6 +168,7 @@ class Lab:
         When nothing has happened for `hang_after` seconds, a note says where every rank
         stands; 0 for no note.
         """
+        check_code(code)
         check_timeout(timeout)
         check_hang_after(hang_after)
         targets = parse_ranks(ranks, self.world_size)
@@ -260,12 +268,14 @@ class Lab:
         check_timeout(timeout)
         check_hang_after(hang_after)
         view_class = find_view(live)
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        check_flag("log_scale", log_scale)
+        check_flag("background", background)
+        if not (is_whole(seed) and 0 <= seed < 2**63):
             raise ValueError(
-                f"seed is {seed!r}; it must be a whole number from 0 to 2**63 - 1"
+                f"seed is {shown(seed)}; it must be a whole number from 0 to 2**63 - 1"
             )
-        if not (isinstance(code_or_function, str) or callable(code_or_function)):
-            raise ValueError(f"{code_or_function!r} is neither code nor a function")
+        if not callable(code_or_function):
+            check_code(code_or_function)
         name = self._run_name(name)
         targets = [0] if technique.is_single else list(range(self.world_size))
         packed_config = portable.dumps(dict(config or {}))
@@ -385,6 +395,8 @@ class Lab:
 
         Functions and classes of the notebook go with all that they refer to.
         """
+        for name in values:
+            check_pushed_name(name)
         targets = parse_ranks(ranks, self.world_size)
         payload = portable.dumps(values)
         with self._working() as cluster:
@@ -397,6 +409,9 @@ class Lab:
         in the plain model; a DTensor the whole tensor. Tensors come to the CPU.
         Raises NameError where a rank has no such variable.
         """
+        if not isinstance(name, str):
+            raise ValueError(f"pull takes a variable's name; found {shown(name)}")
+        check_flag("full", full)
         targets = parse_ranks(ranks, self.world_size)
         everyone = range(self.world_size)
         with self._working() as cluster:
@@ -467,7 +482,7 @@ class Lab:
             shares = self.world_size if self.device == "cpu" else 1
             device_bytes = facts["memory_total"] / shares
         options: dict[str, Any] = {
-            "world_sizes": list(world_sizes or [self.world_size]),
+            "world_sizes": [self.world_size] if world_sizes is None else world_sizes,
             "device_bytes": device_bytes,
             "device": self.device,
             "batch_size": batch_size,
@@ -482,6 +497,11 @@ class Lab:
             found: Any = forecast(model, x, optimizer=optimizer, **options)
         else:
             names = [name for name in (model, x) if name is not None]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(
+                    f"model {shown(model)} is a variable of rank 0, so x names one "
+                    f"there too; found {shown(x)}"
+                )
             with self._working() as cluster:
                 [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])
                 if missing:
@@ -498,8 +518,6 @@ class Lab:
                     timeout_s=ESTIMATE_TIMEOUT_S,
                 )
             found = portable.loads(payload)
-            if isinstance(found, ValueError):
-                raise found
         table, sentence = found
         return Forecast(table, sentence, device_bytes)
 
@@ -678,9 +696,10 @@ class Lab:
             while f"run-{number}" in taken:
                 number += 1
             return f"run-{number}"
-        if not re.fullmatch(r"[\w.-]+", name):
+        if not is_run_name(name):
             raise ValueError(
-                f"run name {name!r}; use letters, digits, '.', '-' and '_' only"
+                f"run name {shown(name)}; use letters, digits, '.', '-' and '_' only, "
+                "the first a letter, a digit or '_', and at most 200 bytes"
             )
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
@@ -709,40 +728,78 @@ def parse_ranks(ranks: Ranks, world_size: int) -> list[int]:
     Raises ValueError for what is not there.
     """
     everyone = range(world_size)
-    if ranks is None or ranks == "all":
+    if ranks is None or (isinstance(ranks, str) and ranks == "all"):
         return list(everyone)
     found: set[int] = set()
-    if isinstance(ranks, str):
-        for part in ranks.split(","):
-            match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-            if not match or (match[2] and int(match[2]) < int(match[1])):
-                raise ValueError(
-                    f"cannot read the ranks {ranks!r}; write 0, or 0,2, or 1-3, or all"
-                )
-            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    else:
-        found.update([ranks] if isinstance(ranks, int) else ranks)
+    try:
+        for first, last in _rank_ranges(ranks):
+            found |= {first, last, *range(first, min(last, world_size))}
+            if last >= world_size:
+                break  # of what is wrong there may be much
+    except TypeError:
+        raise ValueError(
+            f"cannot read the ranks {shown(ranks)}; write 0, or 0,2, or 1-3, or all"
+        ) from None
     if not found or not found <= set(everyone):
         raise ValueError(
-            f"ranks {ranks!r}: this lab has the ranks {', '.join(map(str, everyone))}"
+            f"ranks {shown(ranks)}: this lab has the ranks "
+            + ", ".join(map(str, everyone))
         )
     return sorted(found)
+
+
+def _rank_ranges(ranks: Any) -> Iterator[tuple[int, int]]:
+    """(first, last) of each part of `ranks`. TypeError for what is no ranks."""
+    if not isinstance(ranks, str):
+        for rank in ranks if isinstance(ranks, Iterable) else [ranks]:
+            if isinstance(rank, bool):
+                raise TypeError
+            number = operator.index(rank)
+            yield number, number
+        return
+    for part in ranks.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise TypeError
+        yield int(match[1]), int(match[2] or match[1])
+
+
+def check_code(code: Any) -> None:
+    """ValueError unless `code` is text that can be sent."""
+    if not isinstance(code, str):
+        raise ValueError(f"{shown(code)} is neither code nor a function")
+    try:
+        code.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the code is no text: {error}") from None
+
+
+def check_pushed_name(name: str) -> None:
+    """ValueError unless a variable that is pushed can be called so on the ranks."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{shown(name)} is no name of a variable")
+    if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
+        raise ValueError(
+            f"{name} is every rank's own; push it under another name, as my_{name}"
+        )
 
 
 def check_timeout(timeout: float | None) -> None:
     """ValueError unless `timeout` is None or a number of seconds."""
     if timeout is None:
         return
-    if not (is_number(timeout) and 0 < timeout < math.inf):
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds > 0")
+    if not (is_number(timeout) and timeout > 0):
+        raise ValueError(
+            f"timeout is {shown(timeout)}; it must be a number of seconds > 0"
+        )
 
 
 def check_hang_after(hang_after: float) -> None:
     """ValueError unless `hang_after` is a number of seconds, or 0."""
-    if not (is_number(hang_after) and 0 <= hang_after < math.inf):
+    if not (is_number(hang_after) and hang_after >= 0):
         raise ValueError(
-            f"hang_after is {hang_after!r}; it must be a number of seconds, or 0 for "
-            "no note about ranks that hang"
+            f"hang_after is {shown(hang_after)}; it must be a number of seconds, or "
+            "0 for no note about ranks that hang"
         )
 
 

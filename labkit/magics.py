@@ -17,7 +17,9 @@ from IPython.core.magic_arguments import argument
 from IPython.core.magic_arguments import magic_arguments
 from IPython.core.magic_arguments import parse_argstring
 from IPython.display import display
+from IPython.utils.process import arg_split
 
+from labkit.checks import shown
 from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
 from labkit.lab import current_lab
@@ -34,6 +36,7 @@ from labkit.notebook.widget_view import VIEWS
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
 from labkit.records import format_bytes
+from labkit.records import shorten
 from labkit.strategies import STRATEGIES
 
 # Options that several magics have.
@@ -84,6 +87,31 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
+def parse(magic: Any, line: str) -> argparse.Namespace:
+    """The arguments of a magic's line; UsageError, in one line, with what it takes."""
+    parser = magic.parser
+    parser.allow_abbrev = False  # the next option would give --s another meaning
+    try:
+        given = [
+            parser._option_string_actions[word].option_strings[-1]
+            for word in (each.split("=")[0] for each in arg_split(line))
+            if word in parser._option_string_actions
+        ]
+        if twice := [option for option in given if given.count(option) > 1]:
+            raise ValueError(f"{twice[0]} is given twice")
+        return parse_argstring(magic, line)
+    except (UsageError, ValueError) as error:
+        found = shorten(" ".join(str(error).split()), 300)
+        if found.startswith("unrecognized"):
+            takes = [
+                [*action.option_strings, action.metavar or action.dest.upper()]
+                for action in parser._actions
+            ]
+            words = ", ".join(words[0] for words in takes) or "no arguments"
+            found += f"; {magic.__name__} takes {words}"
+        raise UsageError(f"{found}; %{magic.__name__}? shows its help") from None
+
+
 class ProgressLine:
     """One line that is rewritten while something starts."""
 
@@ -129,7 +157,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_start(self, line: str) -> None:
         """Start a cluster: one engine a rank, all in one process group."""
-        args = parse_argstring(self.dist_start, line)
+        args = parse(self.dist_start, line)
         with usage_errors():
             lab = running_lab()
             if lab is None:
@@ -172,7 +200,7 @@ class LabMagics(Magics):
     @cell_magic
     def dist(self, line: str, cell: str) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
-        args = parse_argstring(self.dist, line)
+        args = parse(self.dist, line)
         with usage_errors():
             code = numbered_like_notebook("dist", line, cell)
             current_lab().run(
@@ -248,7 +276,6 @@ class LabMagics(Magics):
     @hang_option
     @argument(
         "--live",
-        default="image",
         choices=VIEWS,
         help="plot it as a picture (default), or as a widget: values under the mouse, "
         "zoom, ranks on and off; the picture takes its place at the end",
@@ -263,8 +290,10 @@ class LabMagics(Magics):
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
-        args = parse_argstring(self.dist_train, line)
+        args = parse(self.dist_train, line)
         with usage_errors():
+            if args.no_live and args.live is not None:
+                raise ValueError("--live and --no-live: choose one of them")
             work = self._work_of(args, line, cell)
             config = None if args.config is None else self._variable(args.config)
             return current_lab().train(
@@ -286,7 +315,7 @@ class LabMagics(Magics):
                 elastic=args.elastic,
                 timeout=args.timeout,
                 hang_after=args.hang_after,
-                live=not args.no_live and args.live,
+                live=not args.no_live and (args.live or True),
                 log_scale=args.log_scale,
                 background=args.background,
             )
@@ -313,7 +342,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_push(self, line: str) -> None:
         """Copy variables from the notebook to ranks."""
-        args = parse_argstring(self.dist_push, line)
+        args = parse(self.dist_push, line)
         with usage_errors():
             values = {name: self._variable(name) for name in args.names}
             current_lab().push(args.ranks, **values)
@@ -330,7 +359,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_pull(self, line: str) -> None:
         """Copy a variable from a rank to the notebook, under the same name."""
-        args = parse_argstring(self.dist_pull, line)
+        args = parse(self.dist_pull, line)
         with usage_errors():
             if args.all and args.rank is not None:
                 raise ValueError("--all and --rank: choose one of them")
@@ -380,7 +409,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_estimate(self, line: str) -> Any:
         """Predict memory per rank under every strategy, before anything runs."""
-        args = parse_argstring(self.dist_estimate, line)
+        args = parse(self.dist_estimate, line)
         with usage_errors():
             if args.memory is not None and not args.memory > 0:
                 raise ValueError(f"--memory {args.memory}: it must be more than 0")
@@ -406,7 +435,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_status(self, line: str) -> Any:
         """A table by rank: host, pid, device, state, memory, current run and step."""
-        parse_argstring(self.dist_status, line)
+        parse(self.dist_status, line)
         with usage_errors():
             table = current_lab().status()
         if "cause" in table:  # too long for a column
@@ -424,7 +453,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_stack(self, line: str) -> Any:
         """Where every rank is: its Python stack, and the collective it sits in."""
-        args = parse_argstring(self.dist_stack, line)
+        args = parse(self.dist_stack, line)
         with usage_errors():
             return current_lab().stack(full=args.full)
 
@@ -443,7 +472,7 @@ class LabMagics(Magics):
     def dist_runs(self, line: str) -> Any:
         """List the runs, also those on disk; with names, compare them in one picture
         and one table."""
-        args = parse_argstring(self.dist_runs, line)
+        args = parse(self.dist_runs, line)
         filters = {key: getattr(args, key) for key in ("strategy", "state", "last")}
         filters = {key: value for key, value in filters.items() if value is not None}
         if bool(args.names) + bool(args.delete) + bool(filters) > 1:
@@ -479,7 +508,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_show(self, line: str) -> None:
         """Show a run's picture in this cell, live while it runs."""
-        args = parse_argstring(self.dist_show, line)
+        args = parse(self.dist_show, line)
         with usage_errors():
             if args.name is None:
                 runs = current_lab().runs
@@ -494,7 +523,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_restart(self, line: str) -> None:
         """Bring dead ranks back in their places and form the group anew."""
-        args = parse_argstring(self.dist_restart, line)
+        args = parse(self.dist_restart, line)
         with usage_errors():
             started = current_lab().restart(everyone=args.all)
             what = format_ranks(started) + " restarted; " if started else ""
@@ -504,7 +533,7 @@ class LabMagics(Magics):
     @line_magic
     def dist_stop(self, line: str) -> None:
         """Stop everything that %dist_start started."""
-        parse_argstring(self.dist_stop, line)
+        parse(self.dist_stop, line)
         if (lab := running_lab()) is not None:
             lab.stop()
         set_current_lab(None)
@@ -514,7 +543,7 @@ class LabMagics(Magics):
     ) -> Any:
         """A variable of the notebook; NameError where there is none such."""
         if name not in self.shell.user_ns or not check(self.shell.user_ns[name]):
-            raise NameError(f"the notebook has no {what} {name!r}")
+            raise NameError(f"the notebook has no {what} {shown(name)}")
         return self.shell.user_ns[name]
 
 
@@ -545,7 +574,8 @@ def whole_numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
-            f"--ranks {text}: write world sizes with commas and no spaces, as 8,64,512"
+            f"--ranks {shown(text)}: write world sizes with commas and no spaces, as "
+            "8,64,512"
         ) from None
 
 

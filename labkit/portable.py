@@ -49,4 +49,11 @@ def dumps(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-loads = cloudpickle.loads
+def loads(payload: bytes) -> Any:
+    """What `dumps` was given. ValueError where it cannot be made in this process."""
+    try:
+        return cloudpickle.loads(payload)
+    except (Exception, SystemExit) as error:  # whatever a value runs when it is made
+        raise ValueError(
+            f"this cannot be made in another process: {type(error).__name__}: {error}"
+        ) from error

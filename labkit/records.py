@@ -16,6 +16,9 @@ the control requests that labkit adds to an engine."""
 FUNCTION_NAME = "__labkit_function__"
 """What a function from the notebook is called by on a rank."""
 
+RANK_NAMES = ("rank", "local_rank", "world_size", "device", "torch", "dist")
+"""The variables that every cell finds on every rank, set anew for each."""
+
 NOTICED_LOSS = "(noticed loss)"
 """The metric of losses that were given to `backward()`; it is the run's `loss` unless
 the cell logs one itself."""
@@ -390,3 +393,16 @@ def format_bytes(num_bytes: float) -> str:
 def message(name: str, value: Any) -> dict[str, Any]:
     """A published message, told apart from a user's own by its key."""
     return {KEY: (name, value)}
+
+
+def is_message(value: Any) -> bool:
+    """Whether what came under the key is such a message, and no accident."""
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], _CONTENT.get(value[0], object))
+    )
+
+
+_CONTENT = {"batch": Batch, "report": Measurement | ReplicaNotes, "outcome": Outcome}

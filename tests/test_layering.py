@@ -15,7 +15,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
-GROUND_FLOOR = {"records", "portable", "data", "models", "step_folders", "theory"}
+GROUND_FLOOR = {
+    *("checks", "records", "portable", "data", "models", "step_folders", "theory")
+}
 # What each part may import of labkit, besides itself. A part that is not named here
 # belongs to the ground floor: it may import nothing but that.
 MAY_IMPORT = {

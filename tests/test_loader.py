@@ -357,11 +357,15 @@ def a_loader(**options: Any) -> DataLoader[Any]:
 @pytest.mark.parametrize(
     ("source", "batch_size", "message"),
     [
-        (Squares(8), None, "batch_size is None; give the number of samples of all"),
-        (Squares(8), True, "batch_size is True; give the number"),
-        (Squares(8), 4.0, "batch_size is 4.0; give the number"),
-        (Squares(8), 0, "batch_size is 0; it must be 1 or more"),
-        (Squares(8), -4, "batch_size is -4; it must be 1 or more"),
+        (
+            Squares(8),
+            None,
+            "batch_size is None; it must be a whole number from 1: the samples",
+        ),
+        (Squares(8), True, "batch_size is True; it must be a whole"),
+        (Squares(8), 4.0, "batch_size is 4.0; it must be a whole"),
+        (Squares(8), 0, "batch_size is 0; it must be a whole number from 1"),
+        (Squares(8), -4, "batch_size is -4; it must be a whole number from 1"),
         (Squares(0), 4, "the dataset is empty"),
         (Stream(), 4, "Stream has no length. Give it a map-style dataset"),
         (Unsized(), 4, "Unsized has no length. Give it a map-style dataset"),

@@ -105,10 +105,13 @@ def test_a_number_of_ranks_that_is_none_is_refused(num_ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "mpi"}, "unknown backend 'mpi'; choose auto, nccl, gloo"),
-        ({"device": "tpu"}, "unknown device 'tpu'; choose auto, cuda, cpu"),
-        ({"threads": 0}, "0 threads; choose 1 or more"),
-        ({"group_timeout_s": 0}, "group_timeout_s is 0; it must be positive"),
+        ({"backend": "mpi"}, "unknown backend 'mpi'; choose one of: auto, nccl, gloo"),
+        ({"device": "tpu"}, "unknown device 'tpu'; choose one of: auto, cuda, cpu"),
+        ({"threads": 0}, "threads is 0; it must be a whole number from 1"),
+        (
+            {"group_timeout_s": 0},
+            "group_timeout_s is 0; it must be a positive number of seconds",
+        ),
         ({"device": "cuda"}, "--device cuda: no GPU is visible here"),
         ({"backend": "nccl"}, "--backend nccl needs a GPU .* --backend gloo"),
         ({"backend": "nccl", "device": "cpu"}, "--backend nccl needs a GPU"),
@@ -151,7 +154,7 @@ def test_every_way_out_of_too_few_gpus_leads_somewhere() -> None:
 def test_bad_input_starts_and_changes_nothing(options: dict[str, Any]) -> None:
     environment = dict(os.environ)
     children = psutil.Process().children(recursive=True)
-    with pytest.raises(ValueError, match=r"choose|gloo"):
+    with pytest.raises(ValueError, match=r"choose|gloo|threads is -1"):
         Lab(**options)
     assert dict(os.environ) == environment
     assert psutil.Process().children(recursive=True) == children

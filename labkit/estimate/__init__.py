@@ -15,6 +15,7 @@ from torch import nn
 
 from labkit.estimate.advice import what_would_fit
 from labkit.estimate.arguments import check
+from labkit.estimate.arguments import check_input
 from labkit.estimate.arguments import cross_entropy
 from labkit.estimate.arguments import ids_for
 from labkit.estimate.arguments import optimizer_class
@@ -61,7 +62,18 @@ def estimate(
     """
     import pandas as pd
 
-    check(model, x, world_sizes, batch_size, accumulate, precision, device)
+    check(
+        model,
+        x,
+        world_sizes,
+        batch_size,
+        accumulate,
+        precision,
+        activation_checkpointing,
+        optimizer,
+        device,
+        device_bytes,
+    )
     inputs = x if isinstance(x, tuple) else (x,)
     plan = Plan(
         model,
@@ -106,6 +118,8 @@ def forecast(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}, no torch.nn.Module")
+    if x is not None:
+        check_input(x)
     if batch_size is None and x is not None:
         batch_size = len(x[0] if isinstance(x, tuple) else x)
     if batch_size is None:

@@ -9,6 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import check_flag
+from labkit.checks import is_number
+from labkit.checks import shown
 from labkit.records import PRECISIONS
 from labkit.strategies.zero import is_zero
 
@@ -20,7 +25,10 @@ def check(
     batch_size: Any,
     accumulate: Any,
     precision: str,
+    activation_checkpointing: Any,
+    optimizer: Any,
     device: str,
+    device_bytes: Any,
 ) -> None:
     """ValueError with what to do, unless `estimate` can use these arguments."""
     if not isinstance(model, nn.Module):
@@ -34,24 +42,53 @@ def check(
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient")
-    inputs = x if isinstance(x, tuple) else (x,)
-    if not all(isinstance(each, torch.Tensor) and each.dim() for each in inputs):
+    check_input(x)
+    if isinstance(world_sizes, str) or not isinstance(world_sizes, Sequence):
         raise ValueError(
-            f"the input is {type(x).__name__}; it must be a tensor, or a tuple of "
-            "tensors, whose first dimension is the batch"
+            f"world sizes are {shown(world_sizes)}; give them as a list, as [8, 64]"
         )
-    numbers = [*world_sizes, batch_size, accumulate]
-    if not world_sizes or any(type(n) is not int or n < 1 for n in numbers):
+    if not world_sizes:
+        raise ValueError("there are no world sizes; give some, as [8, 64]")
+    for world_size in world_sizes:
+        check_count("a world size", world_size, most=2**20)
+    check_count("batch size", batch_size, "the samples of all ranks together")
+    check_count("accumulate", accumulate, "the microbatches of one optimizer step")
+    check_choice("precision", precision, PRECISIONS)
+    check_flag("activation_checkpointing", activation_checkpointing)
+    check_optimizer(optimizer)
+    if device_bytes is not None and not (is_number(device_bytes) and device_bytes > 0):
         raise ValueError(
-            f"ranks {list(world_sizes)}, batch size {batch_size!r}, accumulate "
-            f"{accumulate!r}: all must be whole numbers from 1"
+            f"a device's memory is {shown(device_bytes)} bytes; it must be more than 0"
         )
     if device.startswith("cuda") and not torch.backends.cuda.is_built():
         # Torch would end the whole process.
         raise ValueError(f"device is {device!r}; this build of torch is for the CPU")
-    if precision not in PRECISIONS:
+
+
+def check_input(x: Any) -> None:
+    """ValueError unless `x` is a batch: a tensor, or a tuple of them."""
+    inputs = x if isinstance(x, tuple) else (x,)
+    if not inputs or not all(
+        isinstance(each, torch.Tensor) and each.dim() for each in inputs
+    ):
         raise ValueError(
-            f"precision is {precision!r}; choose one of: {', '.join(PRECISIONS)}"
+            f"the input is {type(x).__name__}; it must be a tensor, or a tuple of "
+            "tensors, whose first dimension is the batch"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """ValueError unless it is an optimizer, a class of them, or None."""
+    if not (
+        optimizer is None
+        or isinstance(optimizer, torch.optim.Optimizer)
+        or (
+            isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+        )
+    ):
+        raise ValueError(
+            f"optimizer is {shown(optimizer)}; give an optimizer, or a class of "
+            "torch.optim"
         )
 
 
@@ -87,6 +124,7 @@ def ids_for(model: nn.Module, sequence: int | None) -> torch.Tensor:
             "the model begins with an Embedding, so it takes token ids of shape "
             "(batch, T); give --sequence T, or --input NAME, a variable with a batch"
         )
+    check_count("sequence", sequence, "the tokens of a sample")
     return torch.empty(1, sequence, dtype=torch.int64, device="meta")
 
 

@@ -27,6 +27,7 @@ from labkit.notebook.death import Death
 from labkit.notebook.death import Watched
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
+from labkit.records import is_message
 
 # Registration waits for heartbeats; ipyparallel's own period of 3 s makes it slow.
 # A rank that holds the GIL for long must not count as dead: its nanny tells that.
@@ -253,7 +254,7 @@ class Cluster:
             if kind == "data_message":
                 data = dict(kept["data"])
                 kept["data"].clear()
-                if KEY in data:
+                if is_message(data.get(KEY)):
                     on_message(*data[KEY])
                 return
             if kind == "stream":
@@ -280,16 +281,23 @@ class Cluster:
     ) -> list[Any]:
         """What "module:name"(*args) returns on each of `ranks`.
 
-        By name, so that this process need not import what runs on ranks. Raises
-        RankDiedError as soon as one of them is dead, CallError where one raised.
+        By name, so that this process need not import what runs on ranks. Raises the
+        ValueError that a rank raised, RankDiedError as soon as one of them is dead, and
+        CallError for all else.
         """
+        name = function.split(":")[1]
         try:
             reply = self.begin(function, *args, ranks=ranks)
             self._wait(reply, [self._engines[rank] for rank in ranks], timeout_s)
             return reply.get()
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
             self._check([self._engines[rank] for rank in ranks])
-            name = function.split(":")[1]
+            if isinstance(error, ipyparallel.error.CompositeError):
+                # What the first that failed said, without ipyparallel's frame of it.
+                ename, evalue, _, _ = error.elist[0]
+                if ename == "ValueError":  # of what the user gave: the rank is well
+                    raise ValueError(evalue) from None
+                error = RuntimeError(f"{ename}: {evalue}")
             raise CallError(f"{name} failed on the ranks: {error}") from error
 
     def begin(self, function: str, *args: Any, ranks: Sequence[int]) -> Any:
@@ -321,7 +329,7 @@ class Cluster:
         """Send a request that the rank answers also while it runs a cell.
 
         It is one of those that `labkit.rank.cell.CellRunner` answers. The future's
-        result is the answer; it is cancelled where the rank is dead.
+        result is the answer, or a CallError; it is cancelled where the rank is dead.
         """
         answer: Future[Any] = Future()
         try:
@@ -333,7 +341,12 @@ class Cluster:
             return answer
 
         def take(future: Any) -> None:
-            answer.set_result(future.result()["content"]["answer"])
+            reply = future.result()["content"]
+            if reply["status"] == "ok":
+                answer.set_result(reply["answer"])
+            else:
+                why = f"rank {rank} cannot answer {request!r}: {reply['why']}"
+                answer.set_exception(CallError(why))
 
         self._client._send(
             self._client._control_stream,

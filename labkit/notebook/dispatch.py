@@ -36,6 +36,8 @@ AGAIN_S = 0.5
 from the first one: a key may be pressed twice, and a rank about to end by itself."""
 
 ANSWER_S = 5.0
+OUTCOME_AFTER_S = 10.0
+"""How long the word on how a cell ended may take, after the rank is done with it."""
 
 _TICK_S = 0.05
 
@@ -78,6 +80,8 @@ class Dispatch:
         self._requests: dict[int, tuple[float, Future[Any]]] = {}
         """The last interrupt of each rank, and when it was sent."""
         self._killed: set[int] = set()
+        self._heard_at: dict[int, float] = {}
+        """When a rank that is done with the cell was last heard, by rank."""
         self._watch = HangWatch(
             cluster,
             after_s=hang_after_s,
@@ -158,6 +162,8 @@ class Dispatch:
                 for rank in list(self._pending):
                     if not self._cluster.is_alive(rank):
                         self._end(rank, self._died(rank))
+                    elif self._is_silent(rank):
+                        self._end(rank, says_nothing(rank))
             self._output.finish()
         if lost:
             raise RankDiedError(lost)
@@ -218,6 +224,8 @@ class Dispatch:
             except queue.Empty:
                 return
             timeout = 0.0
+            if rank in self._heard_at:
+                self._heard_at[rank] = time.monotonic()
             if self._stop_since is None:
                 self._watch.saw_life()
             if kind == "batch":
@@ -225,7 +233,7 @@ class Dispatch:
             elif kind == "report":
                 self._on_report(rank, content)
             elif kind == "error":
-                self._tracebacks[rank] = content["traceback"]
+                self._tracebacks[rank] = content.get("traceback", [])
             elif kind == "failing":
                 self._order.append(rank)
                 self._free_others(content)
@@ -257,7 +265,12 @@ class Dispatch:
     def _take_reply(self, rank: int, reply: Any) -> None:
         if self._cluster.was_dropped(reply):
             self._send(rank)
-        # Otherwise the outcome, which travels on another channel, has come or will.
+        else:  # the outcome, which travels on another channel, has come or will
+            self._heard_at[rank] = time.monotonic()
+
+    def _is_silent(self, rank: int) -> bool:
+        now = time.monotonic()
+        return now - self._heard_at.get(rank, now) > OUTCOME_AFTER_S
 
     def _died(self, rank: int) -> Outcome:
         if rank in self._killed:
@@ -313,3 +326,15 @@ class Dispatch:
             or now - self._stop_since > KILL_AFTER_S
             or (self._kill_at is not None and now > self._kill_at)
         )
+
+
+def says_nothing(rank: int) -> Outcome:
+    """How a cell ended on a rank that never said so: it lost what labkit put there."""
+    return Outcome(
+        rank=rank,
+        status="error",
+        ename="the rank does not say how the cell ended",
+        evalue="something in it has put labkit's hooks out of use; "
+        "%dist_restart --all begins anew",
+        group_in_place=False,
+    )

@@ -1,12 +1,16 @@
 """Checks what a magic line says about the training step, before anything runs."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import check_flag
+from labkit.checks import is_number
+from labkit.checks import shown
 from labkit.records import PRECISIONS
 from labkit.records import CheckpointPlan
 from labkit.records import TrainOptions
@@ -26,22 +30,18 @@ def check_options(
 
     `device` is "cpu" or "cuda".
     """
-    if not is_count(options.accumulate):
-        raise ValueError(
-            f"accumulate is {options.accumulate!r}; it must be a whole number from 1: "
-            "the microbatches of one optimizer step"
-        )
+    check_count(
+        "accumulate", options.accumulate, "the microbatches of one optimizer step"
+    )
     clip = options.clip
-    if clip is not None and not (is_number(clip) and 0 < clip < math.inf):
+    if clip is not None and not (is_number(clip) and clip > 0):
         raise ValueError(
-            f"clip is {clip!r}; it must be a positive number: the norm that the "
+            f"clip is {shown(clip)}; it must be a positive number: the norm that the "
             "gradients are clipped to"
         )
-    if options.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision is {options.precision!r}; choose one of: "
-            + ", ".join(PRECISIONS)
-        )
+    check_choice("precision", options.precision, PRECISIONS)
+    for flag in ("activation_checkpointing", "sync_batchnorm", "compile"):
+        check_flag(flag, getattr(options, flag))
     if options.precision == "fp16" and device == "cpu":
         raise ValueError(
             "fp16 needs a GPU, for the CPU has no fast arithmetic in it; choose bf16, "
@@ -96,15 +96,17 @@ def plan_checkpoints(
                 )
         return None
     if not isinstance(directory, str | os.PathLike) or not str(directory):
-        raise ValueError(f"checkpoint is {directory!r}; it must be a folder's name")
+        raise ValueError(f"checkpoint is {shown(directory)}; it must name a folder")
     if strategy.technique is None:
         raise ValueError(
             f"{strategy.name} leaves everything to the cell, so --checkpoint is for "
             "the cell to do: call save_checkpoint and load_checkpoint in it"
         )
     for name, value in (("every", every), ("keep", keep)):
-        if value is not None and not is_count(value):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
+        if value is not None:
+            check_count(name, value)
+    check_flag("resume", resume)
+    check_flag("elastic", elastic)
     path = Path(directory).expanduser().absolute()
     plan = CheckpointPlan(str(path))
     there = next(each for each in (path, *path.parents) if each.exists())
@@ -131,12 +133,3 @@ def first_step_of(plan: CheckpointPlan | None) -> int | None:
     if plan is None or plan.resume_from is None:
         return None
     return step_of(Path(plan.resume_from))
-
-
-def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

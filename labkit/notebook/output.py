@@ -81,7 +81,7 @@ class OutputMerger:
                 transient = {**transient, "update": True}
             elif list(data) == ["text/plain"] and not transient:
                 self._end_partial_lines(rank)
-                self._add_text(rank, "stdout", data["text/plain"] + "\n")
+                self._add_text(rank, "stdout", f"{data['text/plain']}\n")
                 return
             self._end_partial_lines(rank)
             # What may be updated later is shared only by ranks that share its id.

@@ -6,11 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import is_number
+from labkit.checks import is_whole
+from labkit.checks import shown
 from labkit.records import Placement
+from labkit.records import format_bytes
 
 DEFAULT_CPU_RANKS = 2
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")
+MAX_THREADS = 1024
+MAX_TIMEOUT_S = 1e7
+RANK_BYTES = 200 * 2**20
+"""What an idle rank on the CPU has to itself: torch, and an IPython kernel."""
 
 
 def count_gpus() -> int:
@@ -46,18 +58,17 @@ def place_ranks(
     `num_ranks` is one per GPU by default, 2 without one. With the backend gloo
     several ranks may share a GPU. Raises ValueError for what cannot be.
     """
-    if num_ranks is not None and (
-        isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1
-    ):
-        raise ValueError(f"{num_ranks!r} ranks; choose 1 or more, as -n 2")
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; choose {', '.join(BACKENDS)}")
-    if device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}; choose {', '.join(DEVICES)}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"{threads} threads; choose 1 or more")
-    if group_timeout_s <= 0:
-        raise ValueError(f"group_timeout_s is {group_timeout_s}; it must be positive")
+    if num_ranks is not None:
+        check_num_ranks(num_ranks)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("device", device, DEVICES)
+    if threads is not None:
+        check_count("threads", threads, "those of one rank", most=MAX_THREADS)
+    if not (is_number(group_timeout_s) and 0 < group_timeout_s <= MAX_TIMEOUT_S):
+        raise ValueError(
+            f"group_timeout_s is {shown(group_timeout_s)}; it must be a positive "
+            f"number of seconds, {MAX_TIMEOUT_S:,.0f} at most"
+        )
     if num_gpus is None:
         num_gpus = 0 if device == "cpu" else count_gpus()
     if device == "auto":
@@ -84,8 +95,9 @@ def place_ranks(
         )
     if device == "cpu" and threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.
-        wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = int(wanted) if wanted.isdecimal() and int(wanted) else 1
+        wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()[:9]
+        threads = int(wanted) if wanted.isdecimal() else 1
+        threads = min(max(threads, 1), MAX_THREADS)
     return [
         Placement(
             rank=rank,
@@ -98,3 +110,17 @@ def place_ranks(
         )
         for rank in range(num_ranks)
     ]
+
+
+def check_num_ranks(num_ranks: int) -> None:
+    """ValueError unless it is a number of ranks that this machine's memory holds."""
+    if not is_whole(num_ranks) or num_ranks < 1:
+        raise ValueError(f"{shown(num_ranks)} ranks; choose 1 or more, as -n 2")
+    memory = psutil.virtual_memory().total
+    most = max(memory // RANK_BYTES, 1)
+    if num_ranks > most:
+        raise ValueError(
+            f"{shown(num_ranks)} ranks, and the {format_bytes(memory)} of this machine "
+            f"hold {most} at most, of {format_bytes(RANK_BYTES)} each when they are "
+            "idle; choose fewer, as -n 2"
+        )

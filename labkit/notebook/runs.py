@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from labkit.notebook.plots import RunFigure
 
 
+STATES = ("running", "finished", "failed", "interrupted", "lost")
+
+
 @dataclasses.dataclass(frozen=True)
 class Restart:
     """How a run with `--elastic` went on after ranks had died."""

@@ -1,5 +1,6 @@
 """Runs on disk: keeps them as they run; loads, lists and deletes them."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -7,11 +8,11 @@ import shutil
 import socket
 import sys
 import time
+import typing
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,16 @@ import numpy as np
 import pandas as pd
 import psutil
 
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import is_run_name
+from labkit.checks import shown
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
+from labkit.notebook.runs import STATES
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
+from labkit.records import COMPONENTS
 from labkit.records import CheckpointPlan
 from labkit.records import Collective
 from labkit.records import Measurement
@@ -30,6 +37,7 @@ from labkit.records import ModelFacts
 from labkit.records import Outcome
 from labkit.records import Progress
 from labkit.records import TrainOptions
+from labkit.strategies import STRATEGIES
 
 FOLDER_VARIABLE = "LABKIT_RUNS"
 """The environment variable that names the folder of all runs."""
@@ -48,12 +56,14 @@ _COLUMNS = (
     "total_peak",
     "folder",
 )
+_MANY = 20
+"""So many names are listed where one is not found."""
 _warned: set[Path] = set()
 
 
 def runs_folder() -> Path:
     """The folder of all runs: what LABKIT_RUNS names, or `runs` where we are."""
-    return Path(os.environ.get(FOLDER_VARIABLE) or "runs").absolute()
+    return Path(os.environ.get(FOLDER_VARIABLE) or "runs").expanduser().absolute()
 
 
 # ---- while it runs ----
@@ -239,19 +249,40 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def open_run(folder: Path) -> Run:
-    """The run in `folder`. OSError or ValueError where there is none to read."""
-    info = store.read_info(folder)
-    options = known(TrainOptions, info["options"])
-    collector = Collector(info["ranks"], info.get("resumed_from") or 0)
-    run = Run(info["name"], info["strategy"], info["code"], collector, options)
-    run.folder = folder
+    """The run in `folder`. ValueError where there is none to read."""
+    with _reading(folder):
+        info = store.read_info(folder)
+        options = known(TrainOptions, info["options"])
+        collector = Collector(info["ranks"], info.get("resumed_from") or 0)
+        run = Run(info["name"], info["strategy"], str(info["code"]), collector, options)
+        run.folder = folder
+        take(run, info)
 
     def reload() -> None:
-        take(run, store.read_info(folder))
+        with _reading(folder):
+            take(run, store.read_info(folder))
 
     run._reload = reload
-    take(run, info)
     return run
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Files of a run that are damaged, or not a run's, are a ValueError."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ValueError(
+            f"{folder} has no run that can be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def take(run: Run, info: dict[str, Any]) -> None:
@@ -269,36 +300,44 @@ def take(run: Run, info: dict[str, Any]) -> None:
     )
     other = info.keys() - describe(Run("", "", "", Collector([]))).keys()
     run.info = {key: info[key] for key in info if key in other}
-    run._mismatches = info["mismatches"]
+    run._mismatches = [str(each) for each in info["mismatches"]]
     for rank in collector.ranks:
         collector.measurements[rank] = [
             Measurement(
-                memory=each["memory"],
+                memory={name: int(each["memory"][name]) for name in COMPONENTS},
                 collectives=[known(Collective, c) for c in each["collectives"]],
                 models=[known(ModelFacts, m) for m in each["models"]],
-                seconds=each.get("seconds", 0.0),
+                seconds=float(each.get("seconds", 0.0)),
             )
             for each in info["measurements"][str(rank)]
         ]
         if has_ended:
-            collector.steps[rank] = info["steps"][str(rank)]
-            collector.lost[rank] = info["lost"][str(rank)]
+            collector.steps[rank] = int(info["steps"][str(rank)])
+            collector.lost[rank] = int(info["lost"][str(rank)])
             collector.progress[rank] = known(Progress, info["progress"][str(rank)])
     run.state = state
-    run.seconds = info["seconds"]
+    run.seconds = float(info["seconds"])
     if state != "running":
         run.has_ended.set()
     if state == "running":
         run._started = time.monotonic() - (time.time() - info["began"])
     elif state == "lost":
         ends = [collector.records(rank)["seconds"] for rank in collector.ranks]
-        run.seconds = max([info["seconds"], *(float(e[-1]) for e in ends if len(e))])
+        run.seconds = max([run.seconds, *(float(e[-1]) for e in ends if len(e))])
 
 
 def known(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A `kind` of what it knows of `values`: a later version may have written more."""
-    names = {field.name for field in fields(kind)}
-    return kind(**{key: value for key, value in values.items() if key in names})
+    """A `kind` of what it knows of `values`: a later version may have written more.
+
+    TypeError where a value is of another type than the field.
+    """
+    types = typing.get_type_hints(kind)
+    found = {key: value for key, value in values.items() if key in types}
+    for key, value in found.items():
+        wanted = int | float if types[key] is float else types[key]
+        if not isinstance(value, wanted):
+            raise TypeError(f"{key} is {shown(value)}")
+    return kind(**found)
 
 
 def state_of(info: Mapping[str, Any]) -> str:
@@ -336,8 +375,12 @@ def load_run(name: str, folder: str | Path | None = None) -> Run:
 
 def _find(name: str, parent: Path) -> list[Path]:
     """The folder of that name, or those of the runs with it, the newest last."""
-    exact = parent / name
-    if Path(name).name == name and exact.is_dir():
+    if not isinstance(name, str):
+        raise ValueError(f"{shown(name)} is no run's name; give the name as a string")
+    exact, is_folder = parent / name, False
+    with contextlib.suppress(OSError):  # a path that is too long
+        is_folder = is_run_name(name) and exact.is_dir()
+    if is_folder:
         try:
             store.read_info(exact)
         except (OSError, ValueError) as error:
@@ -346,20 +389,35 @@ def _find(name: str, parent: Path) -> list[Path]:
     stored = list(_stored(parent))
     found = [path for path, info in stored if info["name"] == name]
     if not found:
-        names = dict.fromkeys(info["name"] for _, info in stored)
-        have = ", ".join(names) or "none; %%dist_train STRATEGY makes one"
-        raise ValueError(f"there is no run {name!r} in {parent}; there are: {have}")
+        names = list(dict.fromkeys(info["name"] for _, info in stored))
+        have = ", ".join(names[-_MANY:]) or "none; %%dist_train STRATEGY makes one"
+        more = f" and {len(names) - _MANY} older ones" if len(names) > _MANY else ""
+        raise ValueError(
+            f"there is no run {shown(name)} in {parent}; there are: {have}{more}"
+        )
     return found
 
 
 def _stored(parent: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The runs' folders and their `run.json`, oldest first; others are passed over."""
+    """The runs' folders and their `run.json`, oldest first; others are passed over.
+
+    Of one that has a `run.json` which cannot be read a line says so, once.
+    """
     found = []
-    for path in parent.iterdir() if parent.is_dir() else ():
+    try:
+        paths = sorted(parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        paths = []
+    except OSError as error:
+        _warn(parent, f"no runs can be read: {error}")
+        paths = []
+    for path in paths:
         try:
             found.append((path, store.read_info(path)))
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError):
             continue
+        except (OSError, ValueError) as error:
+            _warn(path, f"passed over a run that cannot be read: {error}")
     yield from sorted(found, key=lambda each: (each[1]["began"], each[0].name))
 
 
@@ -396,17 +454,26 @@ def list_runs(
 
     `strategy` and `state` keep those that have them, `last` the newest so many.
     """
-    if last is not None and last < 1:
-        raise ValueError(f"last is {last!r}; it must be a whole number from 1")
+    if last is not None:
+        check_count("last", last)
+    if state is not None:
+        check_choice("state", state, STATES)
     parent = runs_folder() if folder is None else Path(folder).absolute()
     rows = [_row(run.name, run.info, run.folder, summarize(run)) for run in own]
     here = {run.folder for run in own}
     for path, info in _stored(parent):
         if path not in here:
-            # Of one that has not ended there is no summary.
-            summary = info.get("summary") or summarize(open_run(path))
-            rows.append(_row(info["name"], info, path, summary))
+            try:
+                # Of one that has not ended there is no summary.
+                summary = info.get("summary") or summarize(open_run(path))
+                with _reading(path):
+                    rows.append(_row(info["name"], info, path, summary))
+            except ValueError as error:
+                _warn(path, f"passed over a run that cannot be read: {error}")
     rows.sort(key=lambda row: (row["when"], row["folder"]))
+    if strategy is not None:  # also one of a later version
+        known_to = [*STRATEGIES, *(row["strategy"] for row in rows)]
+        check_choice("strategy", strategy, dict.fromkeys(known_to))
     wanted = {"strategy": strategy, "state": state}
     rows = [
         row
@@ -436,18 +503,22 @@ def _row(
     name: str, info: Mapping[str, Any], folder: Path | None, summary: Mapping[str, Any]
 ) -> dict[str, Any]:
     when = pd.Timestamp.fromtimestamp(info["began"]).floor("s")
+    words = {key: str(summary[key]) for key in ("strategy", "state")}
+    # In JSON there is no infinity: it is a string there.
     numbers = {
-        key: np.nan if value is None else value for key, value in summary.items()
+        key: np.nan if (value := summary[key]) is None else float(value)
+        for key in ("last_loss", "steps_per_s", "seconds", "total_peak")
     }
+    counts = {key: int(summary[key]) for key in ("ranks", "steps")}
     place = "" if folder is None else folder.name
-    return {"run": name, "when": when, **numbers, "folder": place}
+    return {"run": name, "when": when, **words, **numbers, **counts, "folder": place}
 
 
 def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
     """Delete runs from disk, by name or by that of their folder; what was deleted.
 
-    Raises ValueError, and deletes none, where there is no such run, one is running, or
-    a name is that of several.
+    Raises ValueError, and deletes none, where there is no such run, one is running, a
+    name is that of several, or a folder is a link.
     """
     parent = runs_folder() if folder is None else Path(folder).absolute()
     doomed: dict[Path, None] = {}
@@ -460,6 +531,8 @@ def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
             )
         if state_of(store.read_info(found[0])) == "running":
             raise ValueError(f"{name} is running; stop it before you delete it")
+        if found[0].is_symlink():
+            raise ValueError(f"{found[0]} is a link; delete it by hand")
         doomed[found[0]] = None
     for path in doomed:
         shutil.rmtree(path)

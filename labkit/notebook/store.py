@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from labkit.checks import is_number
+from labkit.checks import is_run_name
+from labkit.checks import is_whole
+from labkit.checks import shown
 from labkit.notebook.collector import Collector
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
@@ -23,7 +27,17 @@ from labkit.records import Batch
 INFO_FILE = "run.json"
 TABLE_FILE = "records.parquet"
 
-_NEEDED = {"name", "strategy", "state", "ranks", "began", "host", "pid", "pid_created"}
+MAX_INFO_BYTES = 2**26
+_LATEST = 4e9
+"""In the year 2096: a time beyond it is none."""
+_TYPES = {
+    "rank": "int32",
+    "metric": "dictionary<values=string, indices=int32, ordered=0>",
+    "step": "int64",
+    "seconds": "double",
+    "memory_bytes": "int64",
+    "value": "double",
+}
 _UNREAD_BITS = np.float64(UNREAD).view("u8")
 
 
@@ -37,11 +51,52 @@ def write_info(folder: Path, info: Mapping[str, Any]) -> None:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """What `write_info` wrote. OSError or ValueError where that is not there."""
-    info = json.loads((folder / INFO_FILE).read_text(encoding="utf-8"))
-    if not isinstance(info, dict) or not info.keys() >= _NEEDED:
-        raise ValueError(f"{folder / INFO_FILE} does not describe a run")
+    """What `write_info` wrote. OSError or ValueError where that is not there.
+
+    What identifies a run is checked; the rest is when the run is opened.
+    """
+    path = folder / INFO_FILE
+    if not path.is_file() or path.stat().st_size > MAX_INFO_BYTES:
+        raise ValueError(f"{path} is no file of a run")
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    if not isinstance(info, dict):
+        raise ValueError(f"{path} does not describe a run")
+    for key, is_right in _NEEDED.items():
+        if not is_right(info.get(key)):
+            found = shown(info[key]) if key in info else "not there"
+            raise ValueError(f"{path} does not describe a run: its {key!r} is {found}")
     return info
+
+
+def is_time(value: Any) -> bool:
+    return is_number(value) and 0 <= value < _LATEST
+
+
+def are_ranks(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and 0 < len(value) == len(set(map(repr, value)))
+        and all(is_whole(rank) and 0 <= rank < 2**20 for rank in value)
+    )
+
+
+def is_word(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()
+
+
+_NEEDED = {
+    "name": is_run_name,
+    "strategy": is_word,
+    "state": is_word,
+    "ranks": are_ranks,
+    "began": is_time,
+    "host": lambda value: isinstance(value, str),
+    "pid": lambda value: is_whole(value) and 0 <= value < 2**31,
+    "pid_created": is_time,
+}
 
 
 def plain(value: Any) -> Any:
@@ -137,7 +192,13 @@ def read_records(
 def _read_table(path: Path, collector: Collector) -> None:
     from pyarrow import parquet
 
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
     table = parquet.read_table(path, read_dictionary=["metric"]).combine_chunks()
+    types = {name: str(table.schema.field(name).type) for name in _TYPES}
+    holes = [name for name in _TYPES if table[name].null_count]
+    if types != _TYPES or holes:
+        raise ValueError(f"{path} has the columns {types}, with holes in {holes}")
     ranks = table["rank"].to_numpy()
     metrics = table["metric"].combine_chunks()
     ids = metrics.indices.to_numpy() if len(table) else np.empty(0, "i4")
@@ -171,7 +232,10 @@ def read_journal(
     folder = journal_folder(folder, collector.num_restarts)
     begin = 0 if collector.lost[rank] else collector.num_received[rank]
     try:
-        with (folder / RECORDS_FILE.format(rank)).open("rb") as file:
+        path = folder / RECORDS_FILE.format(rank)
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
             file.seek(begin * RECORD.itemsize)
             content = file.read()
         # Read after the records, so that it has the names of all of them.
@@ -201,13 +265,15 @@ def _num_written(records: np.ndarray, num_names: int, *, is_growing: bool) -> in
 def _read_names(path: Path) -> list[str]:
     """The metrics by id, up to the first line that is not whole."""
     names = [UNWRITTEN]
+    if not path.is_file():
+        return names
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             number, name = json.loads(line)
         except (ValueError, TypeError):
             break
         is_next = number == len(names) or number == len(names) - 1 > 0
-        if not (line.endswith(b"\n") and is_next):
+        if not (line.endswith(b"\n") and is_next and isinstance(name, str)):
             break
-        names[number:] = [str(name)]
+        names[number:] = [name]
     return names

@@ -6,6 +6,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 from typing import Any
 
+from labkit.checks import shown
 from labkit.notebook.live_view import LiveView
 from labkit.notebook.progress import planned_steps
 from labkit.notebook.progress import progress_line
@@ -124,7 +125,8 @@ def find_view(live: bool | str) -> type[LiveView] | None:
         return LiveView
     if live != "widget":
         raise ValueError(
-            f"live is {live!r}; choose one of: {', '.join(VIEWS)}; or False for none"
+            f"live is {shown(live)}; choose one of: {', '.join(VIEWS)}; or False for "
+            "none"
         )
     try:
         import anywidget  # noqa: F401

@@ -1,6 +1,7 @@
 """Runs one cell on this rank: names, hooks, interrupts, and how it ended."""
 
 import asyncio
+import builtins
 import contextlib
 import dataclasses
 import faulthandler
@@ -62,6 +63,7 @@ _TRAINING_NAMES = ("prepare", "fit", "log")
 _SECOND_SIGNAL_AFTER_S = 3.0
 """When a cell that saw an interrupt and goes on is interrupted again."""
 
+
 _PATIENCE_S = 5.0
 """How long an interrupt waits for an import to end."""
 
@@ -118,6 +120,10 @@ class CellRunner:
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         show_in_short(shell)
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        for stream in self._streams.values():
+            # A closed one could never be opened again.
+            setattr(stream, "close", lambda: None)  # noqa: B010
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -139,6 +145,7 @@ class CellRunner:
         self._spec = spec = CellSpec(**metadata[KEY])
         namespace: dict[str, Any] = self.shell.user_ns
         namespace.update(
+            __builtins__=builtins,
             rank=self.placement.rank,
             local_rank=self.placement.local_rank,
             world_size=self.placement.world_size,
@@ -190,8 +197,7 @@ class CellRunner:
             self._contexts.close()
             if emitter is not None:
                 emitter.close()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self._flush()
         except (
             Exception
         ) as problem:  # the notebook waits for the outcome, come what may
@@ -216,6 +222,15 @@ class CellRunner:
     def _status(self, error: BaseException) -> str:
         stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
         return "interrupted" if stopped else "error"
+
+    def _flush(self) -> None:
+        """Flush what the cell printed to; the engine, and labkit, cannot go on with
+        streams that the cell has put out of use."""
+        for name, own in self._streams.items():
+            try:
+                getattr(sys, name).flush()
+            except Exception:  # whatever the cell has put there
+                setattr(sys, name, own)
 
     def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
@@ -351,8 +366,11 @@ class CellRunner:
 
     def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
         content = parent["content"]
-        answer = self._requests[content["request"]](**content["arguments"])
-        reply = {"status": "ok", "answer": answer}
+        try:
+            answer = self._requests[content["request"]](**content["arguments"])
+            reply = {"status": "ok", "answer": answer}
+        except Exception as error:  # the notebook waits for an answer
+            reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
         self.shell.kernel.session.send(
             stream, f"{KEY}_reply", reply, parent=parent, ident=ident
         )

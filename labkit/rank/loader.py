@@ -18,6 +18,8 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data import TensorDataset
 from torch.utils.data import default_collate
 
+from labkit.checks import check_count
+
 _END = object()
 
 
@@ -326,13 +328,10 @@ def deal_out(
             "out the samples itself; give it a DataLoader without, or the dataset "
             "with batch_size=N, or use %%dist_train raw"
         )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-        raise ValueError(
-            f"batch_size is {batch_size!r}; give the number of samples of all ranks "
-            "together, as batch_size=64"
-        )
-    if not batch_size >= 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    check_count(
+        "batch_size", batch_size, "the samples of all ranks together, as batch_size=64"
+    )
+    assert batch_size is not None
     if accumulate > batch_size:
         raise ValueError(
             f"--accumulate {accumulate}: a batch of {batch_size} cannot be cut into so "

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
+from labkit.checks import check_count
+from labkit.checks import shown
 from labkit.rank.boundary import StoppedAtStep
 from labkit.rank.emitter import Emitter
 from labkit.rank.evaluation import LossFunction
@@ -247,8 +249,7 @@ class Session:
         mean), are logged as `val_loss` and `val_<name>`; every rank evaluates its
         share, the result is that of the whole set.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"epochs is {epochs!r}; it must be a whole number from 1")
+        check_count("epochs", epochs)
         if metrics and validate is None:
             raise ValueError("metrics need data: pass validate=dataset as well")
         model, optimizer, loader = self.prepare(
@@ -476,5 +477,4 @@ def describe(value: Any) -> str:
     """A value in few words, for an error message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    return f"{type(value).__name__} {shown(value)}"

@@ -43,22 +43,19 @@ def pull(name: str, full: bool) -> bytes:
 def forecast_variable(
     model: str, x: str | None, optimizer: str | None, options: dict[str, Any]
 ) -> bytes:
-    """The pickled forecast for variables of this rank, or the ValueError it raised.
+    """The pickled forecast for variables of this rank.
 
     An optimizer that is no variable is the name of a class.
     """
     names = runner().shell.user_ns
-    try:
-        return portable.dumps(
-            forecast(
-                names[model],
-                None if x is None else names[x],
-                optimizer=names.get(optimizer, optimizer),
-                **options,
-            )
+    return portable.dumps(
+        forecast(
+            names[model],
+            None if x is None else names[x],
+            optimizer=names.get(optimizer, optimizer),
+            **options,
         )
-    except ValueError as error:
-        return portable.dumps(error)
+    )
 
 
 def gather_full(value: Any) -> Any:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from labkit.checks import check_choice
+
 if TYPE_CHECKING:
     from labkit.strategies.prepared import Prepared
 
@@ -78,7 +80,5 @@ STRATEGIES = {
 
 def find_strategy(name: str) -> Strategy:
     """The strategy called `name`; ValueError with those that exist otherwise."""
-    if name not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise ValueError(f"unknown strategy {name!r}; choose one of: {known}")
+    check_choice("strategy", name, STRATEGIES)
     return STRATEGIES[name]

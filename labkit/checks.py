@@ -1,0 +1,69 @@
+"""Checks what a user gave: what is wrong is a ValueError in one line."""
+
+import re
+import reprlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+_repr.maxlong = 40
+
+
+def shown(value: Any) -> str:
+    """`value` for an error message: one line, and not a long one."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # Python refuses to write out a number of very many digits
+        text = f"a huge {type(value).__name__}"
+    return " ".join(text.split())
+
+
+def is_whole(value: Any) -> bool:
+    """Whether `value` is an int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is an int or a float that is finite, and no bool."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
+
+
+def is_run_name(value: Any) -> bool:
+    """Whether a run can be called so: its name is part of that of a folder, and is
+    written on a magic line."""
+    return (
+        isinstance(value, str)
+        and re.fullmatch(r"\w[\w.-]*", value) is not None
+        and len(value.encode()) <= 200
+    )
+
+
+def check_count(what: str, value: Any, meaning: str = "", *, most: int = 2**31) -> None:
+    """ValueError unless `value` is a whole number from 1 to `most`."""
+    if not (is_whole(value) and 1 <= value <= most):
+        limit = "from 1" if not is_whole(value) or value < 1 else f"from 1 to {most:,}"
+        raise ValueError(
+            f"{what} is {shown(value)}; it must be a whole number {limit}"
+            + (f": {meaning}" if meaning else "")
+        )
+
+
+def check_flag(what: str, value: Any) -> None:
+    """ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is {shown(value)}; it must be True or False")
+
+
+def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
+    """ValueError unless `value` is one of the words in `choices`."""
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(
+            f"unknown {what} {shown(value)}; choose one of: {', '.join(known)}"
+        )
