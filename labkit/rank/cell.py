@@ -380,8 +380,8 @@ def warm_up() -> None:
 
     An optimizer imports torch._dynamo when the first one is made (1.6 s), a checkpoint
     its planner (0.3 s), and IPython its formatter when the first traceback is shown
-    (0.5 s). Not in a thread: two threads that import the same modules can leave one half
-    made.
+    (0.5 s). Not in a thread: two threads that import the same modules can leave one
+    half made.
     """
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.checkpoint")
