@@ -168,7 +168,7 @@ def test_every_strategy_and_number_of_ranks_loads_what_any_other_saved(
             losses = train(four, strategy, code + loaded(first) + saved(again) + EPOCH)
             np.testing.assert_allclose(losses, expected, rtol=1e-5)
             assert_same(first, again)
-    for strategy in STRATEGIES:
+    for strategy in ("single", "zero1", "zero3", "fsdp"):
         source = tmp_path / ("fsdp on 4" if "zero" in strategy else "zero3 on 4")
         again = tmp_path / strategy
         losses = train(lab, strategy, code + loaded(source) + saved(again) + EPOCH)
