@@ -88,6 +88,9 @@ class CellRunner:
         self._is_closing = False
         self._begin_error: Exception | None = None
         self._signal_seen = threading.Event()
+        """Whether the main thread has seen a signal since the cell began."""
+        self._signal_answered = threading.Event()
+        """Whether it has seen the last one."""
         self._signalled_at = 0.0
         self._stopping_since = 0.0
         self._requests: dict[str, Callable[..., Any]] = {
@@ -177,6 +180,7 @@ class CellRunner:
                 self._is_closing = False
             outcome = self._outcome(error, emitter)
             if error is not None:
+                forget_half_imported()
                 self._begin_error = error = None
                 freed = freed_by(lambda: self._let_go(result), self.membership.device)
                 outcome = replace(outcome, freed_bytes=freed)
@@ -349,6 +353,7 @@ class CellRunner:
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
         self._signal_seen.set()
+        self._signal_answered.set()
         if not self._is_running:
             return
         is_in_cell = False
@@ -390,9 +395,21 @@ class CellRunner:
             self._signalled_at = now
             main_thread = threading.main_thread().ident
             assert main_thread is not None
+            self._signal_answered.clear()
             signal.pthread_kill(main_thread, signal.SIGINT)
-        if not self._signal_seen.wait(release_after_s) and self._is_running:
+        if not self._signal_answered.wait(release_after_s) and self._is_running:
             self.membership.release()
+
+
+def forget_half_imported() -> None:
+    """Forget the modules of packages that an exception kept from being imported.
+
+    Python forgets the package itself, which would be imported anew, without them.
+    """
+    for name in sorted(sys.modules):
+        package = name.rpartition(".")[0]
+        if package and package not in sys.modules:
+            del sys.modules[name]
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:

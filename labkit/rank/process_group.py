@@ -59,7 +59,7 @@ class Membership:
     """
 
     def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
-        """`variables` are the user's, in which groups are put in place of former ones."""
+        """`variables` are the user's, among which there may be groups."""
         self.placement = placement
         self._variables = variables
         self.device = torch.device(placement.device)
