@@ -207,6 +207,7 @@ class CellRunner:
                 self._is_closing = False
             outcome = self._outcome(error, emitter)
             if error is not None:
+                forget_half_imported()
                 self._begin_error = error = None
                 freed = freed_by(lambda: self._let_go(result), self.membership.device)
                 outcome = replace(outcome, freed_bytes=freed)
@@ -462,6 +463,17 @@ def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
         "save_checkpoint": checkpoints.save_checkpoint,
         "load_checkpoint": checkpoints.load_checkpoint,
     }
+
+
+def forget_half_imported() -> None:
+    """Forget the modules of packages that an exception kept from being imported.
+
+    Python forgets the package itself, which would be imported anew, without them.
+    """
+    for name in sorted(sys.modules):
+        package = name.rpartition(".")[0]
+        if package and package not in sys.modules:
+            del sys.modules[name]
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:

@@ -149,7 +149,7 @@ class Session:
         for undo in reversed(self._undo):
             undo()
         for optimizer in self._optimizers:
-            optimizer.take_step = Prepared.step
+            optimizer.take_step = lambda prepared: prepared.step()
         self._has_ended = True
         self._undo.clear()
         self._optimizers.clear()
