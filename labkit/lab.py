@@ -109,6 +109,13 @@ class Lab:
                 )
                 if is_notebook():
                     painter.painter()  # which loads matplotlib meanwhile
+        except KeyboardInterrupt:
+            from labkit.notebook.failure import Interrupted
+
+            self.stop()
+            raise Interrupted(
+                [], "Interrupted; nothing that was begun is left."
+            ) from None
         except BaseException:
             self.stop()
             raise

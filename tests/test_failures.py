@@ -1,14 +1,19 @@
 """Failures caused for real: every one ends the cell, and the next one works."""
 
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
+from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
@@ -16,7 +21,7 @@ from labkit.notebook import failure
 
 Captured = pytest.CaptureFixture[str]
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -290,21 +295,115 @@ def test_a_time_limit_ends_the_cell(lab: Lab) -> None:
 # ---- deaths ----
 
 
-@pytest.mark.parametrize("where", ["pass", "dist.all_reduce(torch.ones(1))"])
-def test_a_killed_rank_ends_the_cell_and_comes_back_alone(lab: Lab, where: str) -> None:
+@dataclass(frozen=True)
+class Death:
+    """What ends the processes of `ranks`, what the others do, and what is said."""
+
+    ranks: tuple[int, ...]
+    kill: str
+    others: str
+    said: str
+
+
+DEATHS = {
+    "SIGKILL, in all_reduce": Death(
+        (1,),
+        "subprocess.Popen(['sleep', '60']); os.kill(os.getpid(), signal.SIGKILL)",
+        "dist.all_reduce(torch.ones(1))",
+        # Linux counts what it kills for want of memory; macOS does not tell.
+        r"killed by SIGKILL \(by (a program or by hand|hand).* it had \d+ MiB\)",
+    ),
+    "SIGSEGV of rank 0, which hosts the store": Death(
+        (0,),
+        "ctypes.string_at(0)",
+        "dist.barrier()",
+        r"killed by SIGSEGV \(a crash in native code\).* at line 3: ctypes.string_at",
+    ),
+    "exit, in output": Death(
+        (1,), "os._exit(3)", "print('x' * 10**6)", "ended with exit code 3"
+    ),
+    "SIGTERM, asleep": Death(
+        (1,),
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+        "time.sleep(60)",
+        r"killed by SIGTERM \(asked to end from outside\)",
+    ),
+    "SIGABRT of every rank": Death(
+        (0, 1), "os.abort()", "pass", r"killed by SIGABRT \(native code gave up\)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_death_ends_the_cell_and_only_the_dead_come_back(
+    lab: Lab, name: str, capsys: Captured
+) -> None:
+    death = DEATHS[name]
+    dead, alive = list(death.ranks), [r for r in (0, 1) if r not in death.ranks]
     pids = lab.status()["pid"]
-    code = f"import os\nif rank == 1: os.kill(os.getpid(), 9)\n{where}"
-    with pytest.raises(RankError, match=r"rank 1: the process died.*SIGKILL"):
+    code = (
+        "import ctypes, os, signal, subprocess, time\n"
+        f"if rank in {dead}:\n    {death.kill}\n{death.others}"
+    )
+    with pytest.raises(RankError, match=death.said) as caught:
         lab.run(code, timeout=30)
-    assert list(lab.status()["state"]) == ["idle", "dead"]
-    with pytest.raises(
-        RuntimeError, match=r"rank 1: dead since .*SIGKILL.*%dist_restart"
-    ):
+    assert f"rank {dead[0]}: the process died: pid {pids[dead[0]]}" in str(caught.value)
+    status = lab.status()
+    assert list(status["state"][dead]) == ["dead"] * len(dead)
+    assert list(status["state"][alive]) == ["idle"] * len(alive)
+    with pytest.raises(RuntimeError, match=r"dead since \d\d:\d\d:\d\d: pid .*restart"):
         lab.run("1")
+    assert lab.restart() == dead
+    after = lab.status()["pid"]
+    assert [rank for rank in (0, 1) if after[rank] == pids[rank]] == alive
+    children = psutil.Process().children(recursive=True)
+    assert not [c for c in children if "sleep" in c.cmdline()]
+    for rank in alive:
+        assert lab.pull("kept", rank) == 100 + rank
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 900 MB; skips where this process may not make one."""
+    told = Path("/proc/self/cgroup").read_text().splitlines()
+    groups = {names: path for _, names, path in (line.split(":", 2) for line in told)}
+    if "memory" in groups:
+        parent = Path("/sys/fs/cgroup/memory" + groups["memory"])
+        limit = "memory.limit_in_bytes"
+    else:
+        parent = Path("/sys/fs/cgroup" + groups.get("", "/"))
+        limit = "memory.max"
+    group = parent / f"labkit-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(900 * 10**6))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group with a limit can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_rank_that_ran_out_of_memory_is_told_from_one_that_was_killed(
+    lab: Lab, small_group: Path
+) -> None:
+    (small_group / "cgroup.procs").write_text(str(lab.status()["pid"][1]))
+    code = (
+        "import time\nhoard = []\n"
+        "while rank == 1:\n    hoard.append(torch.ones(10**7))\n    time.sleep(0.02)\n"
+        "dist.barrier()"
+    )
+    said = (
+        r"rank 1: .*SIGKILL \(by the kernel, because memory ran out; it had .*858 MiB"
+    )
+    with pytest.raises(RankError, match=said):
+        lab.run(code, timeout=40)
+    assert "because memory ran out" in lab.status()["cause"][1]
     assert lab.restart() == [1]
-    assert lab.status()["pid"][0] == pids[0]
-    assert lab.status()["pid"][1] != pids[1]
-    assert lab.pull("kept", 0) == 100
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
 
@@ -314,17 +413,90 @@ def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
     process = psutil.Process(pid)
     process.kill()
     process.wait(10)
-    deadline = time.monotonic() + 10
-    while lab.status()["state"][0] != "dead":
-        assert time.monotonic() < deadline, "the death went unnoticed for 10 s"
+    wait_until(lambda: lab.status()["state"][0] == "dead", 10, "the death is unnoticed")
+    said = rf"rank 0: dead since \d\d:\d\d:\d\d: pid {pid}, killed by SIGKILL .*restart"
+    with pytest.raises(RuntimeError, match=said):
+        lab.run("1")
     assert lab.restart() == [0]
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
 
 
-def test_restart_of_all_makes_every_rank_new(lab: Lab) -> None:
-    pids = list(lab.status()["pid"])
-    assert lab.restart(everyone=True) == [0, 1]
-    assert not set(pids) & set(lab.status()["pid"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
+    lab: Lab, rank: int
+) -> None:
+    pid = lab.status()["pid"][rank]
+    code = (
+        "import os, signal\nfrom labkit.rank import process_group\n"
+        f"if rank == {rank}:\n"
+        "    process_group._torch_init_process_group = "
+        "lambda *args, **more: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.destroy_process_group()"
+    )
+    with pytest.raises(RuntimeError, match=rf"rank {rank} died: pid {pid}, .*SIGKILL"):
+        lab.run(code)
+    assert lab.restart() == [rank]
     lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_rank_without_its_nanny_runs_cells_and_is_started_anew(
+    lab: Lab, capsys: Captured
+) -> None:
+    pid = int(lab.status()["pid"][1])
+    [nanny] = psutil.Process(pid).children()
+    nanny.kill()
+    wait_until(lambda: lab.status()["state"][1] == "deaf", 10, "it goes unnoticed")
+    with pytest.raises(RankError, match="rank 1: stopped at line 3"):
+        lab.run(
+            "import time\nif rank == 0: raise ValueError\ntime.sleep(60)", timeout=30
+        )
+    assert "labkit: rank 1: ipyparallel's nanny" in capsys.readouterr().err
+    assert lab.restart() == [1]
+    assert lab.pull("kept", 0) == 100
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def find_children(name: str) -> list[psutil.Process]:
+    """The children of this process whose command has `name` in it, oldest first."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if any(name in word for word in child.cmdline())
+    ]
+
+
+def test_the_death_of_the_controller_is_told_and_all_can_start_anew(lab: Lab) -> None:
+    pids = set(lab.status()["pid"])
+    controller = find_children("ipyparallel.controller")[-1]
+    timer = threading.Timer(0.5, controller.kill)
+    timer.start()
+    said = rf"controller.* died at .*pid {controller.pid}, killed by SIGKILL.*--all"
+    with pytest.raises(RuntimeError, match=said):
+        lab.train("raw", "import time\ntime.sleep(60)", timeout=30, live=False)
+    timer.join()
+    assert lab.runs[-1].state == "failed"
+    status = lab.status()
+    assert list(status["state"]) == ["out of reach"] * 2
+    assert re.search(said, status["cause"][1])
+    for use in (lambda: lab.run("1"), lab.restart, lab.check):
+        with pytest.raises(RuntimeError, match=said):
+            use()
+    assert lab.restart(everyone=True) == [0, 1]
+    assert not pids & set(lab.status()["pid"])
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_watchdog_that_was_killed_is_replaced(lab: Lab) -> None:
+    *_, watchdog = find_children("watchdog.py")
+    watchdog.kill()
+    watchdog.wait(10)
+    wait_until(
+        lambda: any(each.pid != watchdog.pid for each in find_children("watchdog.py")),
+        10,
+        "there is no other",
+    )
     assert_all_is_well(lab)

@@ -188,7 +188,8 @@ class Cluster:
                     each.look()
             if self._watchdog.poll() is not None:
                 with contextlib.suppress(OSError):  # then at the next look
-                    self._watchdog = self._start_watchdog()
+                    former, self._watchdog = self._watchdog, self._start_watchdog()
+                    former.stdin.close()  # type: ignore[union-attr]
 
     # ---- reaching ranks ----
 

@@ -91,9 +91,10 @@ class Watched:
             self.death()
             return
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
-            self._memory_bytes = self.process.memory_info().rss or self._memory_bytes
-            self._limit_bytes = memory_limit(self.pid)
-            # The group of a process that is about to end is not told any more.
+            if rss := self.process.memory_info().rss:  # it is not about to end
+                self._memory_bytes = rss
+                self._limit_bytes = memory_limit(self.pid)
+            # Where it is, its control group is not told any more.
             self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
 
     def death(self) -> Death:

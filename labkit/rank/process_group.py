@@ -22,6 +22,9 @@ from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group
 
+_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
+"""How the variables begin by which torchrun and MPI tell a process its rank."""
+
 
 def loopback_interface() -> str:
     """Name of the interface that never leaves this host."""
@@ -102,7 +105,11 @@ class Membership:
             torch.cuda.set_device(self.device)
         if placement.num_threads is not None:
             torch.set_num_threads(placement.num_threads)
-        # What torchrun would have set, for code that reads it.
+        # What torchrun would have set, for code that reads it; and nothing that another
+        # launcher, which started the notebook, says of itself: DeepSpeed reads MPI's.
+        for variable in list(os.environ):
+            if variable.startswith(_LAUNCHERS):
+                del os.environ[variable]
         os.environ.update(
             RANK=str(placement.rank),
             LOCAL_RANK=str(placement.local_rank),
