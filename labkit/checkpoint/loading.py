@@ -3,22 +3,21 @@
 from collections.abc import Iterable
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors import safe_open
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from labkit.checkpoint.manifest import DTYPES
 from labkit.checkpoint.manifest import Entry
 from labkit.checkpoint.manifest import read_manifest
 from labkit.checkpoint.values import decode
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
 
 _NAMES_SHOWN = 3
 
@@ -62,6 +61,8 @@ class Checkpoint:
 
         Raises ValueError, and reads nothing, unless all are there in these shapes.
         """
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
         self.check(tensors)
         planner = DefaultLoadPlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False
@@ -117,14 +118,16 @@ class Checkpoint:
         if unlike:
             raise ValueError(f"{self.folder} has other dtypes: {some(unlike)}")
 
-    def _metadata(self, names: Iterable[str]) -> Metadata:
-        return Metadata(
+    def _metadata(self, names: Iterable[str]) -> "Metadata":
+        from torch.distributed.checkpoint import metadata
+
+        return metadata.Metadata(
             {
-                name: TensorStorageMetadata(
-                    TensorProperties(self._entries[name].dtype),
+                name: metadata.TensorStorageMetadata(
+                    metadata.TensorProperties(self._entries[name].dtype),
                     torch.Size(self._entries[name].shape),
                     [
-                        ChunkStorageMetadata(
+                        metadata.ChunkStorageMetadata(
                             torch.Size(part.offset), torch.Size(part.shape)
                         )
                         for part in self._entries[name].parts

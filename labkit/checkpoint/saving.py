@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.folders import Aside
@@ -26,6 +25,9 @@ from labkit.checkpoint.manifest import Part
 from labkit.checkpoint.manifest import file_of_rank
 from labkit.checkpoint.manifest import write_manifest
 from labkit.checkpoint.values import encode
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 _POLL_S = 0.02
 _ABANDONED = "the process group was released before all ranks had written"
@@ -140,6 +142,10 @@ class _Save:
         values: Mapping[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
+        # Not with this module: it is a quarter of a second of every engine's start.
+        from torch.distributed.checkpoint import DefaultSavePlanner
+        from torch.distributed.checkpoint.planner import SavePlan
+
         planner = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False
         )
@@ -281,7 +287,7 @@ def first_of(problems: Sequence[str]) -> str:
     )
 
 
-def entries_of(plans: list[SavePlan]) -> dict[str, Entry]:
+def entries_of(plans: "list[SavePlan]") -> dict[str, Entry]:
     """What all ranks write, by tensor."""
     found: dict[str, Entry] = {}
     for rank, plan in enumerate(plans):

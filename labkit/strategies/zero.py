@@ -363,7 +363,8 @@ def land_parameters(engine: Any) -> None:
     """Let go of what stage 3 fetched ahead in a forward pass that no backward pass
     followed: DeepSpeed refuses to gather what is in flight."""
     if engine.zero_optimization_stage() == 3:
-        engine.empty_partition_cache()
+        # Not the engine's own, which collects garbage for half a second, too.
+        engine.optimizer.empty_partition_cache()
 
 
 def agree_on_ids(device: torch.device) -> None:
