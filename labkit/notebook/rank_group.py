@@ -174,8 +174,7 @@ class RankGroup:
         self._is_whole = False
         if self.cluster.lost() or self.dead():
             return
-        if in_place and self._works():
-            self.cluster.call(f"{_CELL}:recover", ranks=self.everyone)
+        if in_place and self._works(after_failure=True):
             self._is_whole = True
         else:
             self._form()
@@ -231,13 +230,16 @@ class RankGroup:
             )
         self._is_whole = True
 
-    def _works(self) -> bool:
+    def _works(self, *, after_failure: bool = False) -> bool:
         """Whether the group, as it is, gives a right all-reduce on every rank."""
         counts = self.cluster.call(f"{_CELL}:group_sequence", ranks=self.everyone)
         if len(set(counts)) > 1:
             return False
         sums = self.cluster.call(
-            f"{_CELL}:prove_group", PROOF_TIMEOUT_S, ranks=self.everyone
+            f"{_CELL}:prove_group",
+            PROOF_TIMEOUT_S,
+            after_failure,
+            ranks=self.everyone,
         )
         return self._are_right(sums)
 

@@ -549,17 +549,18 @@ def group_sequence() -> int:
     return runner().membership.sequence
 
 
-def prove_group(timeout_s: float) -> float | None:
-    """The sum of all ranks over the group as it is; None if it is of no use."""
+def prove_group(timeout_s: float, after_failure: bool) -> float | None:
+    """The sum of all ranks over the group as it is; None if it is of no use.
+
+    Models are made fit for a next step where the last one may have failed half-way.
+    """
     try:
-        return runner().membership.prove(timeout_s)
+        found = runner().membership.prove(timeout_s)
     except RuntimeError:
         return None
-
-
-def recover() -> None:
-    """Make models fit for a next step, where a cell failed and the group is whole."""
-    recover_models()
+    if after_failure:
+        recover_models()
+    return found
 
 
 def receive_function(
