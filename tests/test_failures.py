@@ -410,9 +410,7 @@ def test_a_rank_that_ran_out_of_memory_is_told_from_one_that_was_killed(
 
 def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
     pid = int(lab.status()["pid"][0])
-    process = psutil.Process(pid)
-    process.kill()
-    process.wait(10)
+    os.kill(pid, signal.SIGKILL)
     wait_until(lambda: lab.status()["state"][0] == "dead", 10, "the death is unnoticed")
     said = rf"rank 0: dead since \d\d:\d\d:\d\d: pid {pid}, killed by SIGKILL .*restart"
     with pytest.raises(RuntimeError, match=said):
@@ -493,7 +491,6 @@ def test_the_death_of_the_controller_is_told_and_all_can_start_anew(lab: Lab) ->
 def test_a_watchdog_that_was_killed_is_replaced(lab: Lab) -> None:
     *_, watchdog = find_children("watchdog.py")
     watchdog.kill()
-    watchdog.wait(10)
     wait_until(
         lambda: any(each.pid != watchdog.pid for each in find_children("watchdog.py")),
         10,

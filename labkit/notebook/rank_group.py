@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
 from labkit.notebook import interrupts
 from labkit.notebook.cluster import CallError
@@ -16,6 +17,10 @@ from labkit.records import Outcome
 from labkit.records import Placement
 
 PROOF_TIMEOUT_S = 2.0
+RELEASE_S = 0.5
+"""How often ranks that wait for others are released, before a group is formed."""
+NUM_RELEASES = 30
+ANSWER_S = 5.0
 
 _CELL = "labkit.rank.cell"
 
@@ -212,23 +217,33 @@ class RankGroup:
     def _form(self) -> None:
         """Form the process group anew on all ranks, and see that it works."""
         self._is_whole = False
-        try:
-            [port] = self.cluster.call(f"{_CELL}:host_group", ranks=[0])
-            pids = [self.cluster.pids[rank] for rank in self.everyone]
-            sums = self.cluster.call(
-                f"{_CELL}:join_group", port, pids, ranks=self.everyone
-            )
-        except BaseException:
-            # The others may wait for one that will not come.
-            for rank in self.everyone:
-                self.cluster.ask(rank, "release")
-            raise
+        self._free()
+        [port] = self.cluster.call(f"{_CELL}:host_group", ranks=[0])
+        pids = [self.cluster.pids[rank] for rank in self.everyone]
+        sums = self.cluster.call(f"{_CELL}:join_group", port, pids, ranks=self.everyone)
         if not self._are_right(sums):
             raise RuntimeError(
                 f"the process group does not work: an all-reduce of the ranks' numbers "
                 f"gave {sums}; %dist_restart --all begins anew"
             )
         self._is_whole = True
+
+    def _free(self) -> None:
+        """Get ranks out of a group that was not formed: one died on the way to it."""
+        for _ in range(NUM_RELEASES):
+            try:
+                self.cluster.call(
+                    f"{_CELL}:load", ranks=self.everyone, timeout_s=RELEASE_S
+                )
+            except RankDiedError:
+                raise
+            except CallError:
+                asked = [self.cluster.ask(rank, "release") for rank in self.everyone]
+                for answer in asked:  # one that came late would break the next group
+                    with contextlib.suppress(CancelledError, TimeoutError):
+                        answer.result(ANSWER_S)
+            else:
+                return
 
     def _works(self, *, after_failure: bool = False) -> bool:
         """Whether the group, as it is, gives a right all-reduce on every rank."""

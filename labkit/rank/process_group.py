@@ -22,6 +22,7 @@ from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group
 
+CONNECT_S = 10.0
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
 """How the variables begin by which torchrun and MPI tell a process its rank."""
 
@@ -155,9 +156,11 @@ class Membership:
         """
         placement = self.placement
         if placement.rank != 0:
+            # Rank 0 listens already, unless it has died: torch would go on trying.
             self._store = dist.TCPStore(
-                "127.0.0.1", port, is_master=False, timeout=self.timeout
+                "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=CONNECT_S)
             )
+            self._store.set_timeout(self.timeout)
         assert self._store is not None, "rank 0 hosts the store before it joins"
         self.peers = peers
         self.formed_at_ns = time.time_ns()
