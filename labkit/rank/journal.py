@@ -29,7 +29,7 @@ assert _CHUNK_BYTES % 2**16 == 0
 
 MAX_NAMES = 4096
 """All of them are sent with every batch; the format has room for 65,535."""
-MAX_NAME_LENGTH = 200
+MAX_NAME_BYTES = 200
 
 
 class Journal:
@@ -161,10 +161,14 @@ class Journal:
 
 def check_name(name: str) -> None:
     """ValueError unless a metric can be called so, in a file as in a picture."""
-    if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+    try:
+        is_name = 0 < len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
         raise ValueError(
-            f"log({shown(name)}=...): a metric's name has 1 to {MAX_NAME_LENGTH} "
-            "characters that can be printed, on one line"
+            f"log({shown(name)}=...): a metric's name is a text of 1 to "
+            f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
 
 
