@@ -481,6 +481,53 @@ def test_a_request_that_a_rank_does_not_know_is_answered(kept: Lab) -> None:
             cluster.ask(0, request, **arguments).result(timeout=10)
 
 
+WRONG_IN_A_CELL = {
+    "log(a='x')": "log(a=...) takes a number or a tensor of one element; found str 'x'",
+    "log(a=10**400)": "log(a=...) takes a number",
+    "log(a=torch.ones(2))": "found a tensor of shape (2,)",
+    "log(a=1, step='x')": "log(step='x'): the step must be a whole number",
+    "log(a=1, step=10**30)": "the step must be a whole number",
+    "log(**{'': 1})": "log(''=...): a metric's name is a text of 1 to 200",
+    "log(**{'\\ud800': 1})": "is a text of",
+    "log(**{'x' * 201: 1})": "is a text of 1 to 200 bytes",
+    "log(**{'(epoch)': 1})": "is labkit's own; choose another name",
+    "prepare(None, o, d, batch_size=4)": "model is NoneType None; prepare takes",
+    "prepare(m, 'sgd', d, batch_size=4)": "optimizer is str 'sgd'; make one",
+    "prepare(m, o, d, batch_size=4, shuffle='x')": "shuffle is 'x'; it must be True",
+    "prepare(m, o, d, batch_size=10**30)": "from 1 to 2,147,483,648",
+    "prepare(m, o, 5, batch_size=4)": "int has no length",
+    "fit(m, d, 5, optimizer=o, batch_size=4)": "'loss_fn' is 5; give a function",
+    "fit(m, d, f, optimizer=o, batch_size=4, epochs=1.5)": "epochs is 1.5; it must",
+    "fit(m, d, f, optimizer=o, validate=d, metrics=5)": "metrics are 5; give a dict",
+    "fit(m, d, f, optimizer=o, validate=d, metrics={'loss': f})": "none is 'loss'",
+    "fit(m, d, f, optimizer=o, validate=d, metrics={'a': 5})": "'a' is 5; give",
+}
+
+
+def test_wrong_arguments_in_a_training_cell_are_explained(
+    lab: Lab, folder: Path
+) -> None:
+    lab.push(wrong=list(WRONG_IN_A_CELL))
+    run = lab.train(
+        "single",
+        "m = torch.nn.Linear(2, 2)\n"
+        "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "d, f = [(torch.ones(2), 0)] * 8, torch.nn.functional.cross_entropy\n"
+        "said = []\n"
+        "for line in wrong:\n"
+        "    try:\n        said.append(eval(line) and '')\n"
+        "    except ValueError as error:\n        said.append(str(error))\n"
+        "log(fine=1.0)",
+        live=False,
+    )
+    for line, found in zip(WRONG_IN_A_CELL, lab.pull("said"), strict=True):
+        assert WRONG_IN_A_CELL[line] in found, line
+        assert len(found.splitlines()) == 1
+        assert len(found) < 300
+    assert list(run.history["fine"]) == [1.0]
+    assert set(run.history) == set(labkit.load_run(run.name).history)
+
+
 HOSTILE = [
     "import sys; sys.stdout = sys.stderr = None",
     "import sys; sys.stdout.close(); sys.stderr.close()",

@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 import time
-import typing
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -250,39 +249,20 @@ def describe(run: Run) -> dict[str, Any]:
 
 def open_run(folder: Path) -> Run:
     """The run in `folder`. ValueError where there is none to read."""
-    with _reading(folder):
+    with store.reading(folder):
         info = store.read_info(folder)
-        options = known(TrainOptions, info["options"])
+        options = store.known(TrainOptions, info["options"])
         collector = Collector(info["ranks"], info.get("resumed_from") or 0)
         run = Run(info["name"], info["strategy"], str(info["code"]), collector, options)
         run.folder = folder
         take(run, info)
 
     def reload() -> None:
-        with _reading(folder):
+        with store.reading(folder):
             take(run, store.read_info(folder))
 
     run._reload = reload
     return run
-
-
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Files of a run that are damaged, or not a run's, are a ValueError."""
-    try:
-        yield
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        OSError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ValueError(
-            f"{folder} has no run that can be read: {type(error).__name__}: {error}"
-        ) from error
 
 
 def take(run: Run, info: dict[str, Any]) -> None:
@@ -291,7 +271,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
     collector = run.collector
     state = state_of(info)
     has_ended = state not in ("running", "lost")
-    restarts = [known(Restart, each) for each in info.get("restarts", [])]
+    restarts = [store.known(Restart, each) for each in info.get("restarts", [])]
     store.read_records(
         run.folder,
         collector,
@@ -305,8 +285,8 @@ def take(run: Run, info: dict[str, Any]) -> None:
         collector.measurements[rank] = [
             Measurement(
                 memory={name: int(each["memory"][name]) for name in COMPONENTS},
-                collectives=[known(Collective, c) for c in each["collectives"]],
-                models=[known(ModelFacts, m) for m in each["models"]],
+                collectives=[store.known(Collective, c) for c in each["collectives"]],
+                models=[store.known(ModelFacts, m) for m in each["models"]],
                 seconds=float(each.get("seconds", 0.0)),
             )
             for each in info["measurements"][str(rank)]
@@ -314,7 +294,9 @@ def take(run: Run, info: dict[str, Any]) -> None:
         if has_ended:
             collector.steps[rank] = int(info["steps"][str(rank)])
             collector.lost[rank] = int(info["lost"][str(rank)])
-            collector.progress[rank] = known(Progress, info["progress"][str(rank)])
+            collector.progress[rank] = store.known(
+                Progress, info["progress"][str(rank)]
+            )
     run.state = state
     run.seconds = float(info["seconds"])
     if state != "running":
@@ -324,20 +306,6 @@ def take(run: Run, info: dict[str, Any]) -> None:
     elif state == "lost":
         ends = [collector.records(rank)["seconds"] for rank in collector.ranks]
         run.seconds = max([run.seconds, *(float(e[-1]) for e in ends if len(e))])
-
-
-def known(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A `kind` of what it knows of `values`: a later version may have written more.
-
-    TypeError where a value is of another type than the field.
-    """
-    types = typing.get_type_hints(kind)
-    found = {key: value for key, value in values.items() if key in types}
-    for key, value in found.items():
-        wanted = int | float if types[key] is float else types[key]
-        if not isinstance(value, wanted):
-            raise TypeError(f"{key} is {shown(value)}")
-    return kind(**found)
 
 
 def state_of(info: Mapping[str, Any]) -> str:
@@ -466,7 +434,7 @@ def list_runs(
             try:
                 # Of one that has not ended there is no summary.
                 summary = info.get("summary") or summarize(open_run(path))
-                with _reading(path):
+                with store.reading(path):
                     rows.append(_row(info["name"], info, path, summary))
             except ValueError as error:
                 _warn(path, f"passed over a run that cannot be read: {error}")

@@ -1,9 +1,12 @@
 """A run's folder on disk: `run.json`, `records.parquet` and the ranks' journals."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import typing
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +72,39 @@ def read_info(folder: Path) -> dict[str, Any]:
             found = shown(info[key]) if key in info else "not there"
             raise ValueError(f"{path} does not describe a run: its {key!r} is {found}")
     return info
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Files of a run that are damaged, or not a run's, are a ValueError."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ValueError(
+            f"{folder} has no run that can be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def known(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A `kind` of what it knows of `values`: a later version may have written more.
+
+    TypeError where a value is of another type than the field.
+    """
+    types = typing.get_type_hints(kind)
+    found = {key: value for key, value in values.items() if key in types}
+    for key, value in found.items():
+        wanted = int | float if types[key] is float else types[key]
+        if not isinstance(value, wanted):
+            raise TypeError(f"{key} is {shown(value)}")
+    return kind(**found)
 
 
 def is_time(value: Any) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from labkit.checks import shown
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE
@@ -26,7 +27,9 @@ _VALUE_AT = _SIZE - _VALUE.size
 assert _METRIC.size + _FIELDS.size == _SIZE
 assert _CHUNK_BYTES % 2**16 == 0
 
-MAX_NAMES = 2 ** (8 * _METRIC.size) - 1
+MAX_NAMES = 4096
+"""All of them are sent with every batch; the format has room for 65,535."""
+MAX_NAME_BYTES = 200
 
 
 class Journal:
@@ -66,9 +69,10 @@ class Journal:
         return self.num_records - self._num_on_disk
 
     def add_name(self, name: str) -> int:
-        """The id of a new metric. ValueError where there are too many."""
+        """The id of a new metric. ValueError for what is no name, or one too many."""
         if name in self.names:  # an interrupt came before the caller knew
             return self.names.index(name)
+        check_name(name)
         if len(self.names) > MAX_NAMES:
             raise ValueError(
                 f"log({name[:40]}=...): a run has at most {MAX_NAMES:,} metrics, and "
@@ -153,6 +157,19 @@ class Journal:
     def _go_on_in_memory(self, error: OSError) -> None:
         self._num_on_disk = self.num_records
         self.error = error.strerror or str(error)
+
+
+def check_name(name: str) -> None:
+    """ValueError unless a metric can be called so, in a file as in a picture."""
+    try:
+        is_name = 0 < len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ValueError(
+            f"log({shown(name)}=...): a metric's name is a text of 1 to "
+            f"{MAX_NAME_BYTES} bytes in UTF-8"
+        )
 
 
 def _create(path: Path) -> int:

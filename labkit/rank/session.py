@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
 from labkit.checks import check_count
+from labkit.checks import check_flag
 from labkit.checks import shown
 from labkit.rank.boundary import StoppedAtStep
 from labkit.rank.emitter import Emitter
@@ -182,6 +183,7 @@ class Session:
                 "fit use another strategy, as %%dist_train ddp"
             )
         check_prepared(model, optimizer)
+        check_flag("shuffle", shuffle)
         options = self.options
         plain = plain_copy(model)
         loader, batches = deal_out(
@@ -250,6 +252,7 @@ class Session:
         share, the result is that of the whole set.
         """
         check_count("epochs", epochs)
+        check_functions(loss_fn, {} if metrics is None else metrics)
         if metrics and validate is None:
             raise ValueError("metrics need data: pass validate=dataset as well")
         model, optimizer, loader = self.prepare(
@@ -286,7 +289,9 @@ class Session:
         if step is not None and not (
             isinstance(step, int) and abs(step) < 2**62 and not isinstance(step, bool)
         ):
-            raise ValueError(f"log(step={step!r}): the step must be a whole number")
+            raise ValueError(
+                f"log(step={shown(step)}): the step must be a whole number"
+            )
         if taken := RESERVED.intersection(metrics):
             raise ValueError(
                 f"log({min(taken)}=...): that column of a run's history is labkit's "
@@ -305,7 +310,7 @@ class Session:
                 self._log_calls[name] = at + 1
             try:
                 scalar = snapshot(value)
-            except (TypeError, ValueError, RuntimeError):
+            except (ArithmeticError, TypeError, ValueError, RuntimeError):
                 raise ValueError(
                     f"log({name}=...) takes a number or a tensor of one element; "
                     f"found {describe(value)}"
@@ -471,6 +476,21 @@ def check_prepared(model: Any, optimizer: Any) -> None:
             "the optimizer holds no parameter of this model; make it after the model, "
             "from model.parameters()"
         )
+
+
+def check_functions(loss_fn: Any, metrics: Any) -> None:
+    """ValueError unless `fit` can call these."""
+    if not isinstance(metrics, Mapping) or "loss" in metrics:
+        raise ValueError(
+            f"metrics are {shown(metrics)}; give a dict of functions by name, of which "
+            "none is 'loss': that is the loss's"
+        )
+    for name, function in {"loss_fn": loss_fn, **metrics}.items():
+        if not isinstance(name, str) or not callable(function):
+            raise ValueError(
+                f"{shown(name)} is {shown(function)}; give a function(output, y), "
+                "named by a string"
+            )
 
 
 def describe(value: Any) -> str:
