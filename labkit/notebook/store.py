@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -101,10 +102,18 @@ def known(kind: Any, values: Mapping[str, Any]) -> Any:
     types = typing.get_type_hints(kind)
     found = {key: value for key, value in values.items() if key in types}
     for key, value in found.items():
-        wanted = int | float if types[key] is float else types[key]
-        if not isinstance(value, wanted):
+        if not fits(value, types[key]):
             raise TypeError(f"{key} is {shown(value)}")
     return kind(**found)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value that JSON gave is of the type `kind`; of a list or dict not what
+    is in it."""
+    if isinstance(kind, UnionType):
+        return any(fits(value, each) for each in typing.get_args(kind))
+    wanted = typing.get_origin(kind) or kind
+    return isinstance(value, int | float if wanted is float else wanted)
 
 
 def is_time(value: Any) -> bool:
