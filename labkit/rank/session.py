@@ -25,7 +25,8 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
-from labkit.rank.out_of_memory import PreparedStep
+from labkit.rank.out_of_memory import Forecastable
+from labkit.rank.out_of_memory import bare_copy
 from labkit.rank.out_of_memory import plain_copy
 from labkit.rank.probe import StepProbe
 from labkit.rank.replicas import ReplicaWatch
@@ -85,8 +86,8 @@ class Session:
         self._probe: StepProbe | None = None
         self._watch = ReplicaWatch()
         self._optimizers: list[PreparedOptimizer] = []
-        self.steps: list[PreparedStep] = []
-        """One for each prepared model."""
+        self.forecastable: Forecastable | None = None
+        """Of the model that was prepared last."""
         self._undo: list[Callable[[], None]] = []
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
@@ -130,7 +131,10 @@ class Session:
             optimizer.take_step = lambda prepared: prepared.step()
         self._undo.clear()
         self._optimizers.clear()
-        self.steps.clear()
+
+    def prepared(self) -> list[Prepared]:
+        """What `prepare` has made in this run."""
+        return [optimizer.prepared for optimizer in self._optimizers]
 
     # ---- the three names a cell has ----
 
@@ -160,7 +164,6 @@ class Session:
             )
         check_prepared(model, optimizer)
         options = self.options
-        plain = plain_copy(model)
         loader, batches = deal_out(
             dataset,
             batch_size=batch_size,
@@ -169,6 +172,9 @@ class Session:
             world_size=self.world_size,
             seed=self.seed,
             accumulate=options.accumulate,
+        )
+        step = Forecastable(
+            plain_copy(model), bare_copy(optimizer), batches.batch_size, options
         )
         if options.sync_batchnorm or options.precision != "fp32":
             replace_batchnorm(model, synchronize=options.sync_batchnorm)
@@ -179,11 +185,9 @@ class Session:
         technique = self.strategy.load()
         prepared = technique(model.to(self.device), optimizer, self.device, options)
         self._undo.append(prepared.close)
-        step = PreparedStep(prepared, plain, batches.batch_size)
-        self._undo.append(
-            prepared.model.register_forward_pre_hook(step.note_input).remove
-        )
-        self.steps.append(step)
+        note = prepared.model.register_forward_pre_hook(step.note_input)
+        self._undo.append(note.remove)
+        self.forecastable = step
         self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
         self._noticer.weight = 1.0 / options.accumulate
@@ -313,10 +317,9 @@ class Session:
         self._watch.check(self._optimizer_steps, replicas)
 
     def _begin_probe(self) -> None:
-        prepared = [optimizer.prepared for optimizer in self._optimizers]
         # Dynamo would not compile what it first sees under a dispatch mode.
         self._probe = StepProbe(
-            prepared,
+            self.prepared(),
             self.device,
             sees_operators=not self.options.compile,
             began=self._step_ended,
