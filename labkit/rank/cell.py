@@ -32,12 +32,11 @@ from labkit.rank.emitter import Emitter
 from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
-from labkit.rank.out_of_memory import PreparedStep
-from labkit.rank.out_of_memory import is_out_of_memory
-from labkit.rank.out_of_memory import table_of_memory
+from labkit.rank.out_of_memory import memory_held
 from labkit.rank.out_of_memory import what_would_fit
 from labkit.rank.process_group import Membership
 from labkit.rank.raised import ToldError
+from labkit.rank.raised import forget_half_imported
 from labkit.rank.raised import freed_by
 from labkit.rank.raised import let_go
 from labkit.rank.raised import show_in_short
@@ -186,12 +185,14 @@ class CellRunner:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop_when_idle)
         emitter, self._emitter = self._emitter, None
-        steps = list(session.steps) if session is not None else []
+        device = self.membership.device
         memory = ""
         if error is not None:
             # Here, for the others need not wait until all that follows is done.
             self._publish("failing", self._status(error))
-            memory = self._memory_of(error, steps)
+            prepared = session.prepared() if session is not None else []
+            memory = memory_held(error, prepared, device, self.shell.user_ns)
+            del prepared
         try:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
             self._contexts.close()
@@ -207,14 +208,16 @@ class CellRunner:
                 self._is_closing = False
             outcome = self._outcome(error, emitter)
             if error is not None:
-                forget_half_imported()
                 self._begin_error = error = None
-                freed = freed_by(lambda: self._let_go(result), self.membership.device)
-                outcome = replace(outcome, freed_bytes=freed)
-            if memory:
-                memory = "\n".join([memory, *self._what_would_fit(session, steps)])
-                outcome = replace(outcome, memory=memory)
-            self._publish("outcome", outcome)
+                with contextlib.suppress(Exception):
+                    forget_half_imported()
+                    freed = freed_by(lambda: self._let_go(result), device)
+                    outcome = replace(outcome, freed_bytes=freed)
+            if memory and session is not None and session.forecastable is not None:
+                num_ranks = self.placement.world_size
+                fits = what_would_fit(session.forecastable, device, num_ranks)
+                memory = "\n".join([memory, *fits])
+            self._publish("outcome", replace(outcome, memory=memory))
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
@@ -260,24 +263,6 @@ class CellRunner:
             if (error := getattr(result, name)) is not None:
                 let_go(error, self.shell)
                 setattr(result, name, ToldError(told(error)))
-
-    def _memory_of(self, error: BaseException, steps: list[PreparedStep]) -> str:
-        """The table of memory, where `error` says that there is too little; or ""."""
-        with contextlib.suppress(Exception):  # it is not to hide the error
-            if is_out_of_memory(error):
-                variables = self.shell.user_ns
-                return table_of_memory(steps, self.membership.device, variables)
-        return ""
-
-    def _what_would_fit(
-        self, session: Session | None, steps: list[PreparedStep]
-    ) -> list[str]:
-        if session is None or not steps:
-            return []
-        place = self.placement
-        device = self.membership.device
-        says = what_would_fit(steps[-1], device, place.world_size, session.options)
-        return [says] if says else []
 
     def _start_session(self, spec: CellSpec) -> dict[str, Any]:
         """Names for a training cell; in a plain one they say where they belong."""
@@ -463,17 +448,6 @@ def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
         "save_checkpoint": checkpoints.save_checkpoint,
         "load_checkpoint": checkpoints.load_checkpoint,
     }
-
-
-def forget_half_imported() -> None:
-    """Forget the modules of packages that an exception kept from being imported.
-
-    Python forgets the package itself, which would be imported anew, without them.
-    """
-    for name in sorted(sys.modules):
-        package = name.rpartition(".")[0]
-        if package and package not in sys.modules:
-            del sys.modules[name]
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:

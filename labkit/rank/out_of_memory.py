@@ -1,7 +1,9 @@
 """What a rank held when it ran out of memory, and what would fit instead."""
 
 import contextlib
+import copy
 import signal
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -46,14 +48,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass
-class PreparedStep:
-    """What a forecast needs to know of a prepared model."""
+class Forecastable:
+    """What a forecast needs to know of a prepared model: nothing real."""
 
-    prepared: Prepared
     plain: nn.Module | None
     """The model as it was given to `prepare`, on the meta device."""
+    optimizer: torch.optim.Optimizer
+    """Its class and defaults, without parameters."""
     batch_size: int
     """The global batch."""
+    options: TrainOptions
     inputs: tuple[torch.Tensor, ...] = ()
     """What the model was called with last, on the meta device."""
 
@@ -74,14 +78,35 @@ def plain_copy(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def table_of_memory(
-    steps: Sequence[PreparedStep], device: torch.device, variables: Mapping[str, Any]
+def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer without parameters and state."""
+    bare = copy.copy(optimizer)
+    bare.param_groups, bare.state = [], defaultdict(dict)
+    return bare
+
+
+def memory_held(
+    error: BaseException,
+    prepared: Sequence[Prepared],
+    device: torch.device,
+    variables: Mapping[str, Any],
 ) -> str:
-    """What this rank holds at the moment: by component where models were prepared,
-    else the largest of the user's variables; and what is left of the device."""
+    """Where `error` says that there is too little, a table of what this rank holds.
+
+    By component where models were prepared, else the largest of the user's variables;
+    and what is left of the device.
+    """
+    with contextlib.suppress(Exception):  # it is not to hide the error
+        if is_out_of_memory(error):
+            return table_of_memory(prepared, device, variables)
+    return ""
+
+
+def table_of_memory(
+    prepared: Sequence[Prepared], device: torch.device, variables: Mapping[str, Any]
+) -> str:
     rows: list[Row] = []
-    if steps:
-        prepared = [step.prepared for step in steps]
+    if prepared:
         probe = StepProbe(prepared, device, sees_operators=False)
         probe.start()
         probe.look(is_after_backward=True)
@@ -90,7 +115,7 @@ def table_of_memory(
         rows = [(name, measured.memory[name]) for name in COMPONENTS[:5]]
     rows += rows_of_device(device, sum(size for _, size in rows))
     text = in_columns([(name.replace("_", " "), size) for name, size in rows if size])
-    if not steps and (largest := largest_variables(variables)):
+    if not prepared and (largest := largest_variables(variables)):
         text += f"\nIts largest variables (del NAME frees one):\n{in_columns(largest)}"
     return text
 
@@ -139,15 +164,16 @@ def in_columns(rows: Sequence[Row]) -> str:
 
 
 def what_would_fit(
-    step: PreparedStep, device: torch.device, world_size: int, options: TrainOptions
-) -> str:
-    """The forecast's sentence on a step like this one; "" where there is none.
+    step: Forecastable, device: torch.device, world_size: int
+) -> list[str]:
+    """The forecast's sentence on a step like this one; nothing where there is none.
 
-    Nothing real is allocated. To be called in the main thread.
+    To be called in the main thread.
     """
     if step.plain is None or not step.inputs:
-        return ""
+        return []
     shares = world_size if device.type == "cpu" else 1
+    options = step.options
     with contextlib.suppress(Exception), at_most(FORECAST_S):
         _, sentence = forecast(
             step.plain,
@@ -155,14 +181,14 @@ def what_would_fit(
             world_sizes=[world_size],
             device_bytes=memory_total(device) / shares,
             batch_size=step.batch_size,
-            optimizer=step.prepared.optimizer,
+            optimizer=step.optimizer,
             accumulate=options.accumulate,
             precision=options.precision,
             activation_checkpointing=options.activation_checkpointing,
             device=device.type,
         )
-        return f"Forecast for batches of {step.batch_size}: {sentence}"
-    return ""
+        return [f"Forecast for batches of {step.batch_size}: {sentence}"]
+    return []
 
 
 @contextlib.contextmanager
@@ -178,4 +204,4 @@ def at_most(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+        signal.signal(signal.SIGALRM, former or signal.SIG_DFL)

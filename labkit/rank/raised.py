@@ -1,4 +1,4 @@
-"""An exception that ended a cell: told, shown in short, and let go of."""
+"""An exception that ended a cell: told, shown in short, and what it leaves, undone."""
 
 import contextlib
 import gc
@@ -139,6 +139,17 @@ def let_go(error: BaseException, shell: Any) -> None:
         with contextlib.suppress(AttributeError):
             delattr(sys, name)
     shell.InteractiveTB.tb = None
+
+
+def forget_half_imported() -> None:
+    """Forget the modules of packages that an exception kept from being imported.
+
+    Python forgets the package itself, which would be imported anew, without them.
+    """
+    for name in sorted(sys.modules):
+        package = name.rpartition(".")[0]
+        if package and package not in sys.modules:
+            del sys.modules[name]
 
 
 def freed_by(free: Callable[[], None], device: torch.device) -> int:

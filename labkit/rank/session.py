@@ -28,7 +28,8 @@ from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
-from labkit.rank.out_of_memory import PreparedStep
+from labkit.rank.out_of_memory import Forecastable
+from labkit.rank.out_of_memory import bare_copy
 from labkit.rank.out_of_memory import plain_copy
 from labkit.rank.probe import StepProbe
 from labkit.rank.replicas import ReplicaWatch
@@ -99,8 +100,8 @@ class Session:
             ),
         )
         self._optimizers: list[PreparedOptimizer] = []
-        self.steps: list[PreparedStep] = []
-        """One for each prepared model."""
+        self.forecastable: Forecastable | None = None
+        """Of the model that was prepared last."""
         self._undo: list[Callable[[], None]] = []
         self._has_ended = False
         """Whether its loaders may be in another cell's hands."""
@@ -154,7 +155,10 @@ class Session:
         self._has_ended = True
         self._undo.clear()
         self._optimizers.clear()
-        self.steps.clear()
+
+    def prepared(self) -> list[Prepared]:
+        """What `prepare` has made in this run."""
+        return [optimizer.prepared for optimizer in self._optimizers]
 
     # ---- the three names a cell has ----
 
@@ -185,7 +189,6 @@ class Session:
         check_prepared(model, optimizer)
         check_flag("shuffle", shuffle)
         options = self.options
-        plain = plain_copy(model)
         loader, batches = deal_out(
             dataset,
             batch_size=batch_size,
@@ -194,6 +197,9 @@ class Session:
             world_size=self.world_size,
             seed=self.seed,
             accumulate=options.accumulate,
+        )
+        step = Forecastable(
+            plain_copy(model), bare_copy(optimizer), batches.batch_size, options
         )
         if options.sync_batchnorm or options.precision != "fp32":
             replace_batchnorm(model, synchronize=options.sync_batchnorm)
@@ -204,11 +210,9 @@ class Session:
         technique = self.strategy.load()
         prepared = technique(model.to(self.device), optimizer, self.device, options)
         self._undo.append(prepared.close)
-        step = PreparedStep(prepared, plain, batches.batch_size)
-        self._undo.append(
-            prepared.model.register_forward_pre_hook(step.note_input).remove
-        )
-        self.steps.append(step)
+        note = prepared.model.register_forward_pre_hook(step.note_input)
+        self._undo.append(note.remove)
+        self.forecastable = step
         self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
         self._noticer.weight = 1.0 / options.accumulate
@@ -316,12 +320,6 @@ class Session:
                     f"found {describe(value)}"
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
-
-    def prepared(self) -> list[Prepared]:
-        """What `prepare` has made so far in this run."""
-        return [optimizer.prepared for optimizer in self._optimizers]
-
-    # ---- what the loop tells the session ----
 
     def _begin_epoch(self, epoch: int, num_batches: int) -> None:
         self._keeper.begin_epoch()
