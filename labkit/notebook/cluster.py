@@ -367,7 +367,8 @@ class Cluster:
         sessions = {self._engines[rank].pid for rank in ranks}
         for process in watchdog.find_processes(self._token):
             with contextlib.suppress(OSError, psutil.Error):
-                if os.getsid(process.pid) in sessions:
+                is_theirs = os.getsid(process.pid) in sessions
+                if is_theirs and not watchdog.is_tidying(process):
                     process.kill()
 
     def was_dropped(self, reply: Any) -> bool:
