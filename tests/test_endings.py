@@ -125,9 +125,7 @@ stdout, sys.stdout = sys.stdout, Watch()
 try:
     lab.run(shares_memory)
 except RuntimeError as error:
-    assert str(error) == "the lab was stopped", error
-    another = Lab(2)
-    another.run("assert world_size == 2\\ndist.barrier()")
+    assert str(error).startswith("the lab was stopped"), error
     sys.exit(5)
 """,
 }
@@ -138,6 +136,7 @@ except RuntimeError as error:
 def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     environment = own_environment(tmp_path) | OTHER_LAUNCHERS
     environment["TMPDIR"] = str(tmp_path)
+    shared_before = set(Path("/dev/shm").glob("torch_*"))
     script = (
         "import os, sys, threading\nfrom labkit import Lab\n"
         f"shares_memory = {SHARES_MEMORY!r}\nlab = Lab(2)\n"
@@ -159,7 +158,8 @@ def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
         LIMIT_S,
         "a folder is left",
     )
-    assert not [each for each in Path("/dev/shm").glob("torch_*") if is_orphan(each)]
+    shared = set(Path("/dev/shm").glob("torch_*")) - shared_before
+    assert not [each for each in shared if is_orphan(each)]
 
 
 def is_orphan(shared: Path) -> bool:

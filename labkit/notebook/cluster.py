@@ -207,7 +207,7 @@ class Cluster:
     def lost(self) -> str:
         """Why no rank can be reached any more; "" while they can."""
         if self._is_ending.is_set():
-            return "the lab was stopped"
+            return "the lab was stopped; %dist_start or %dist_restart --all begins anew"
         assert self._controller is not None
         if not self._controller.is_alive:
             death = self._controller.death()
