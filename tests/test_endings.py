@@ -1,9 +1,14 @@
-"""However a kernel ends, nothing of its lab is left behind."""
+"""However a kernel or a script ends, nothing of its lab is left behind."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from isolation import own_environment
+from isolation import processes_of
 from kernels import Kernel
 from kernels import running_kernel
 from kernels import wait_until
@@ -68,3 +73,99 @@ def test_one_labs_end_leaves_another_alone() -> None:
         )
         reply = other.run("%%dist\ndist.barrier()\nprint('fine')")
         assert reply.stdout == "[ranks 0-1] fine\n"
+
+
+# ---- scripts ----
+
+
+OTHER_LAUNCHERS = {
+    "LABKIT_LAB": "another lab's",
+    "IPP_CONNECTION_INFO": "{}",
+    "RANK": "3",
+    "LOCAL_RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "192.0.2.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "another",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+}
+"""What a lab finds that is started in a rank of another, by torchrun, Slurm or MPI."""
+
+SHARES_MEMORY = """
+class Ones(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, index): return torch.ones(10000)
+def share(worker=None): torch.multiprocessing.set_sharing_strategy("file_system")
+share()
+loader = torch.utils.data.DataLoader(Ones(), 8, num_workers=1, worker_init_fn=share)
+kept = []
+for number, batch in enumerate(loader):
+    kept = [*kept[-3:], batch]
+    if number == 9: print("shared", flush=True)
+"""
+
+SCRIPTS = {
+    "os._exit, tensors on their way from DataLoader workers": """
+class Watch:
+    def write(self, text):
+        if "shared" in text: os._exit(5)
+    def flush(self): pass
+sys.stdout = Watch()
+lab.run(shares_memory)
+""",
+    "stopped in another thread, then ended without a word": """
+class Watch:
+    def write(self, text):
+        if "shared" in text: threading.Thread(target=lab.stop).start()
+    def flush(self): pass
+stdout, sys.stdout = sys.stdout, Watch()
+try:
+    lab.run(shares_memory)
+except RuntimeError as error:
+    assert str(error).startswith("the lab was stopped"), error
+    sys.exit(5)
+""",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    environment = own_environment(tmp_path) | OTHER_LAUNCHERS
+    environment["TMPDIR"] = str(tmp_path)
+    shared_before = set(Path("/dev/shm").glob("torch_*"))
+    script = (
+        "import os, sys, threading\nfrom labkit import Lab\n"
+        f"shares_memory = {SHARES_MEMORY!r}\nlab = Lab(2)\n"
+        "lab.run('ranks = torch.tensor([rank]); dist.all_reduce(ranks)\\n'\n"
+        "    'assert (ranks.item(), world_size) == (1, 2)')\n" + SCRIPTS[name]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5, done.stderr
+    wait_until(lambda: not processes_of(tmp_path), LIMIT_S, "processes are left")
+    wait_until(
+        lambda: not [*tmp_path.glob("labkit-*"), *tmp_path.glob("torch-shm-*")],
+        LIMIT_S,
+        "a folder is left",
+    )
+    shared = set(Path("/dev/shm").glob("torch_*")) - shared_before
+    assert not [each for each in shared if is_orphan(each)]
+
+
+def is_orphan(shared: Path) -> bool:
+    """Whether the process that made this memory, torch_PID_..., is gone."""
+    try:
+        os.kill(int(shared.name.split("_")[1]), 0)
+    except ProcessLookupError:
+        return shared.exists()
+    return False

@@ -267,6 +267,23 @@ def test_a_failing_rank_is_shown_in_a_terminal(terminal: Terminal) -> None:
     assert as_seen(terminal.run("1 + 1"))[0].endswith(": 2")
 
 
+def test_ctrl_c_while_a_lab_starts_leaves_nothing(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    try:
+        terminal.run("%load_ext labkit")
+        for moment in ("starting 2 engines", "forming the process"):
+            terminal.begin("%dist_start -n 2")
+            terminal.wait_for(moment)
+            terminal.interrupt()
+            assert "Interrupted; nothing that was begun is left." in terminal.rest()
+            [ipython] = processes_of(tmp_path)
+        assert "Ready: 2 ranks" in terminal.run("%dist_start -n 2")
+        assert ipython.is_running()
+    finally:
+        terminal.close()
+    wait_until(lambda: not processes_of(tmp_path), LIMIT_S, "processes are left")
+
+
 def test_leaving_ipython_leaves_no_process_behind(terminal: Terminal) -> None:
     assert len(processes_of(terminal.folder)) >= 5
     terminal.leave()

@@ -210,7 +210,7 @@ class Cluster:
     def lost(self) -> str:
         """Why no rank can be reached any more; "" while they can."""
         if self._is_ending.is_set():
-            return "the lab was stopped"
+            return "the lab was stopped; %dist_start or %dist_restart --all begins anew"
         assert self._controller is not None
         if not self._controller.is_alive:
             death = self._controller.death()
@@ -402,7 +402,8 @@ class Cluster:
         sessions = {self._engines[rank].pid for rank in ranks}
         for process in watchdog.find_processes(self._token):
             with contextlib.suppress(OSError, psutil.Error):
-                if os.getsid(process.pid) in sessions:
+                is_theirs = os.getsid(process.pid) in sessions
+                if is_theirs and not watchdog.is_tidying(process):
                     process.kill()
 
     def was_dropped(self, reply: Any) -> bool:

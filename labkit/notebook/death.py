@@ -101,6 +101,8 @@ class Watched:
         """How it ended. Waits 2 s at most for the system to say so."""
         # The code is told once: ipyparallel's thread takes it, and keeps it there.
         self.launcher._wait_thread.join(2)
+        if self.is_alive:
+            return Death(self.pid, "out of the controller's sight", time.time(), None)
         with self._lock:
             if self._death is None:
                 line = crash_line(self.log())
@@ -110,17 +112,15 @@ class Watched:
     def _cause(self) -> str:
         if self.expected_cause:
             return self.expected_cause
-        try:
-            code = self.process.wait(timeout=0)
-        except psutil.TimeoutExpired:
-            return "out of the controller's sight: it has given no sign of life"
-        if code is None:
+        code = self.process.wait(timeout=0)
+        if code is None:  # somebody else took it
             return "ended"
         if code == 1 and _STOPPED in self.log():  # it was idle, and obeyed
             code = -signal.SIGTERM
         if code >= 0:
             return f"ended with exit code {code}"
-        name = signal.Signals(-code).name
+        known = {each.value: each.name for each in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
         why = self._killer() if name == "SIGKILL" else _LIKELY_CAUSES.get(name)
         return f"killed by {name}" + (f" ({why})" if why else "")
 

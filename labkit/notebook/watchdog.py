@@ -38,16 +38,29 @@ def find_processes(token: str) -> list[psutil.Process]:
 
 
 def end_processes(token: str) -> None:
-    """Terminate, then kill, until none is left."""
+    """Terminate, then kill, until none is left; those that tidy up come last."""
     processes = find_processes(token)
-    for process in processes:
+    others = [process for process in processes if not is_tidying(process)]
+    for process in others:
         _send(process, signal.SIGTERM)
+    _, others = psutil.wait_procs(others, timeout=TERM_SECONDS)
+    for process in others:
+        _send(process, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=TERM_SECONDS)
     while processes := find_processes(token):
         for process in processes:
             _send(process, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=TERM_SECONDS)
         time.sleep(0.05)
+
+
+def is_tidying(process: psutil.Process) -> bool:
+    """Whether a process is there to remove shared memory once its users are gone."""
+    try:
+        words = [process.name(), *process.cmdline()]
+    except psutil.Error:
+        return False
+    return any("torch_shm_manager" in w or "resource_tracker" in w for w in words)
 
 
 def _send(process: psutil.Process, signum: int) -> None:

@@ -321,6 +321,8 @@ class Session:
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
 
+    # ---- what the loop tells the session ----
+
     def _begin_epoch(self, epoch: int, num_batches: int) -> None:
         self._keeper.begin_epoch()
         self._note_progress(epoch=epoch, steps_per_epoch=num_batches)
