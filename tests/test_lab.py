@@ -255,8 +255,8 @@ def test_status_tells_of_every_rank(lab: Lab) -> None:
         ({"backend": "mpi"}, "choose one of: auto, nccl, gloo"),
         ({"device": "tpu"}, "choose one of: auto, cuda, cpu"),
         ({"num_ranks": 2, "device": "cpu", "backend": "nccl"}, "use --backend gloo"),
-        ({"threads": 0}, "a whole number from 1"),
-        ({"group_timeout_s": 0}, "must be a positive number"),
+        ({"threads": 0}, "must be a whole number from 1"),
+        ({"group_timeout_s": 0}, "must be a positive number of seconds"),
     ],
 )
 def test_a_lab_that_cannot_be_starts_nothing(

@@ -143,6 +143,8 @@ class CellRunner:
             return
         self._spec = spec = CellSpec(**metadata[KEY])
         namespace: dict[str, Any] = self.shell.user_ns
+        if "_oh" not in namespace:  # a cell has cleared it of what IPython needs
+            self.shell.init_user_ns()
         namespace.update(
             __builtins__=builtins,
             rank=self.placement.rank,
