@@ -74,7 +74,7 @@ def test_start_shows_its_progress_in_one_line() -> None:
         ("%%dist_train\n1", "the following arguments are required: STRATEGY"),
         ("%%dist_train zero7\n1", "choose one of: single, ddp, zero1, zero2, zero3"),
         ("%%dist_train ddp work\n1", "one word too many"),
-        ("%%dist_train ddp --checkpoint x\n1", "unrecognized arguments"),
+        ("%%dist_train ddp --offload x\n1", "unrecognized arguments"),
         ("%%dist_train ddp --seed x\n1", "invalid int value"),
         ("%%dist_train ddp --live movie\n1", "invalid choice: 'movie'"),
         ("%dist_train ddp", "takes a strategy and a function"),
@@ -108,7 +108,7 @@ def test_without_a_lab_a_magic_says_how_to_start_one(magic: str) -> None:
 
 def test_every_magic_and_option_has_help() -> None:
     names = {**LabMagics.magics["line"], **LabMagics.magics["cell"]}.values()
-    assert len(names) == 11
+    assert len(names) == 12
     for name in names:
         magic = getattr(LabMagics, name)
         assert magic.__doc__.strip(), name

@@ -322,7 +322,7 @@ def test_wrong_options_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
     assert "save_checkpoint" in refused(tmp_path, strategy="raw")
     for name, value in itertools.product(("every", "keep"), (0, -1, 1.5, True, "2")):
         assert refused(tmp_path, **{name: value}).startswith(f"{name} is {value!r}; ")
-    assert "folder's name" in refused(tmp_path, directory=3)
+    assert "must name a folder" in refused(tmp_path, directory=3)
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "under"):
         assert "is not a folder" in refused(tmp_path, directory=path)
