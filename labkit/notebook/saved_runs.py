@@ -57,6 +57,8 @@ _COLUMNS = (
 )
 _MANY = 20
 """So many names are listed where one is not found."""
+_NAMES_SHOWN = 8
+"""Of runs, in an error message."""
 _warned: set[Path] = set()
 
 
@@ -405,7 +407,8 @@ def find_runs(names: Sequence[str], own: Sequence[Run] = ()) -> list[Run]:
         except ValueError as error:
             if not own:
                 raise
-            raise ValueError(f"{error}; of this lab: {', '.join(by_name)}") from None
+            newest = ", ".join([*by_name][-_NAMES_SHOWN:])
+            raise ValueError(f"{error}; of this lab: {newest}") from None
     return found
 
 
