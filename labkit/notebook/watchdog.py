@@ -19,6 +19,8 @@ TOKEN_VARIABLE = "LABKIT_LAB"
 they start: it tells our processes from all others, by what only we could know."""
 
 TERM_SECONDS = 2.0
+TIDY_SECONDS = 5.0
+"""torch_shm_manager removes its folder 2 s after the last of its users has gone."""
 
 
 def find_processes(token: str) -> list[psutil.Process]:
@@ -46,7 +48,7 @@ def end_processes(token: str) -> None:
     _, others = psutil.wait_procs(others, timeout=TERM_SECONDS)
     for process in others:
         _send(process, signal.SIGKILL)
-    psutil.wait_procs(processes, timeout=TERM_SECONDS)
+    psutil.wait_procs(processes, timeout=TIDY_SECONDS)
     while processes := find_processes(token):
         for process in processes:
             _send(process, signal.SIGKILL)
