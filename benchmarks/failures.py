@@ -1,13 +1,16 @@
-"""Seconds from a failure to the prompt, and whether the next cell works, two ranks.
+"""Seconds from a failure to the prompt, and until the next cell works, two ranks.
 
-In a real kernel. A cell fails, or is interrupted as the stop button does it; then a
-cell checks on every rank that a variable set before is still there and that an
-all-reduce is right. Last, the kernel itself goes, while its lab is idle and while a
-cell runs: how long until no process of the lab is left, and its folder is gone.
+In a real kernel. A cell fails, or is interrupted as the stop button does it; where it
+cost a rank, `%dist_restart` brings that back. Then a cell checks on every rank that was
+not lost that a variable set before is still there, and on all that an all-reduce is
+right. Last, the kernel itself goes, while its lab is idle and while a cell runs: how
+long until no process of the lab is left, and its folder is gone.
 """
 
 import os
+import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +29,7 @@ from labkit.notebook import watchdog
 START = "%dist_start -n 2 --device cpu"
 SETTLE_S = 0.7
 """How long a cell has run when it fails or is stopped: every rank is where it waits."""
+SECOND_INTERRUPT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,31 +38,85 @@ class Case:
 
     name: str
     code: str
-    is_interrupted: bool = False
+    """{fail}, {die} and {crash} stand for what does it, and notes when."""
+    num_interrupts: int = 0
+    loses: int | None = None
+    """The rank that is a new process after it."""
+    magic: str = "%%dist"
+
+    @property
+    def is_a_death(self) -> bool:
+        """Whether `%dist_restart` has to bring the lost rank back."""
+        return self.loses is not None and not self.num_interrupts
 
 
-FAIL = f"time.sleep({SETTLE_S}); failed_at = time.time(); raise ValueError(rank)"
+NOTE = "open({clock!r}, 'w').write(str(time.time()))"
+DO = {
+    "fail": f"time.sleep({SETTLE_S}); {NOTE}; raise ValueError(rank)",
+    "die": f"time.sleep({SETTLE_S}); {NOTE}; os.kill(os.getpid(), 9)",
+    "crash": f"time.sleep({SETTLE_S}); {NOTE}; os.kill(os.getpid(), 11)",
+}
 ENTER = "dist.all_reduce(torch.ones(1))"
+IN_BACKWARD = """
+import torch.nn.functional as F
+from labkit.data import digits
+from labkit.models import mlp
+
+def fail_once(gradient, taken=[]):
+    taken.append(gradient)
+    if rank == 1 and len(taken) == 5:
+        {fail}
+
+model = mlp()
+sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+model, sgd, loader = prepare(model, sgd, digits(), batch_size=64)
+for x, y in loader:
+    scores = model(x)
+    scores.register_hook(fail_once)
+    F.cross_entropy(scores, y).backward()
+    sgd.step()
+    sgd.zero_grad()
+"""
+# The mutex is locked twice, with the GIL held meanwhile: no signal ends that.
+HOLD_THE_GIL = """if rank == 1:
+    import ctypes
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex); c.pthread_mutex_lock(mutex)
+time.sleep(60)"""
 
 CASES = [
-    Case("one raises, one in all_reduce", f"if rank == 0: {FAIL}\n{ENTER}"),
-    Case("one raises, one sleeps", f"if rank == 0: {FAIL}\ntime.sleep(60)"),
-    Case("every rank raises", FAIL),
-    Case("interrupt, Python loop", "while True: sum(range(1000))", True),
+    Case("one raises, one in all_reduce", f"if rank == 0: {{fail}}\n{ENTER}"),
+    Case("one raises, one sleeps", "if rank == 0: {fail}\ntime.sleep(60)"),
+    Case("every rank raises", "{fail}"),
+    Case("one raises in backward, ddp", IN_BACKWARD, magic="%%dist_train ddp"),
+    Case("one raises in backward, fsdp", IN_BACKWARD, magic="%%dist_train fsdp"),
+    Case("one raises in backward, zero3", IN_BACKWARD, magic="%%dist_train zero3"),
+    Case("interrupt, Python loop", "while True: sum(range(1000))", 1),
     Case(
         "interrupt, all_reduce against barrier",
         f"if rank == 0: {ENTER}\nelse: dist.barrier()",
-        True,
+        1,
     ),
     Case(
         "interrupt, one in all_reduce, one sleeps",
         f"if rank == 0: {ENTER}\ntime.sleep(60)",
-        True,
+        1,
     ),
+    Case(
+        "interrupt, new_group against recv",
+        "dist.new_group([0, 1]) if rank == 0 else dist.recv(torch.ones(1), 0)",
+        1,
+    ),
+    Case("two interrupts, the GIL is held", HOLD_THE_GIL, 2, loses=1),
+    Case("SIGKILL, the other sleeps", "if rank == 1: {die}\ntime.sleep(60)", loses=1),
+    Case("SIGKILL of rank 0 in a step", f"if rank == 0: {{die}}\n{ENTER}", loses=0),
+    Case("SIGSEGV, the other in all_reduce", f"if rank: {{crash}}\n{ENTER}", loses=1),
 ]
 
-SET_UP = "%%dist\nimport time\nkept = [rank]"
+SET_UP = "%%dist\nimport os, time\nkept = [rank]"
 NEXT = """%%dist
+import os, time
+if rank == {lost}: kept = [rank]
 assert kept == [rank], kept
 ones = torch.ones(1)
 dist.all_reduce(ones)
@@ -74,19 +132,20 @@ ENDINGS: dict[str, Callable[[Kernel], None]] = {
 
 
 def main() -> None:
-    args = parser(__doc__, tries=20, kernel_tries=5).parse_args()
-    rows = []
+    arguments = parser(__doc__, tries=20, kernel_tries=5)
+    arguments.add_argument(
+        "--only", default="", help="a regular expression: cases whose name it finds"
+    )
+    args = arguments.parse_args()
+    cases = [case for case in CASES if re.search(args.only, case.name)]
     with lab_kernel(START) as kernel:
         kernel.run(SET_UP)
-        kernel.run(NEXT)
-        for case in CASES:
-            tried = [try_case(kernel, case) for _ in range(args.tries)]
-            prompts, cells, fine = zip(*tried, strict=True)
-            whole = f"{sum(fine)}/{args.tries}"
-            rows.append([case.name, *spread(prompts), *spread(cells), whole])
+        kernel.run(NEXT.format(lost=None))
+        rows = [row(kernel, case, args.tries) for case in cases]
     print_table(
         f"A cell ends badly, {args.tries} tries: seconds to the prompt (median, p95, "
-        "worst),\nseconds of the next cell, and how often it was right",
+        "worst),\nseconds from there until a cell has worked, %dist_restart included "
+        "where a rank\ndied, and how often it was right",
         ["case", "prompt", "p95", "worst", "next", "p95", "worst", "right"],
         rows,
     )
@@ -104,23 +163,37 @@ def main() -> None:
     )
 
 
+def row(kernel: Kernel, case: Case, num_tries: int) -> list[str]:
+    tried = [try_case(kernel, case) for _ in range(num_tries)]
+    prompts, cells, fine = zip(*tried, strict=True)
+    whole = f"{sum(fine)}/{num_tries}"
+    found = [case.name, *spread(prompts), *spread(cells), whole]
+    print("  ".join(found), flush=True)  # the whole table takes long
+    return found
+
+
 def try_case(kernel: Kernel, case: Case) -> tuple[float, float, bool]:
-    """Seconds to the prompt, seconds of the next cell, and whether that was right."""
-    request = kernel.begin(f"%%dist\n{case.code}")
-    if case.is_interrupted:
-        time.sleep(SETTLE_S)
-        failed_at = time.time()
-        kernel.manager.interrupt_kernel()
-    ended = kernel.end(request)
+    """Seconds to the prompt, seconds until a cell has worked, and whether it did."""
+    with tempfile.NamedTemporaryFile() as clock:
+        code = case.code
+        for name, text in DO.items():
+            code = code.replace(f"{{{name}}}", text.format(clock=clock.name))
+        request = kernel.begin(f"{case.magic}\n{code}")
+        for number in range(case.num_interrupts):
+            time.sleep(SECOND_INTERRUPT_S if number else SETTLE_S)
+            if number == 0:
+                Path(clock.name).write_text(str(time.time()))
+            kernel.manager.interrupt_kernel()
+        ended = kernel.end(request)
+        failed_at = float(Path(clock.name).read_text())
     if ended.status != "error":
         raise RuntimeError(f"{case.name}: the cell ended with {ended.status}")
     began = time.time()
-    after = kernel.end(kernel.begin(NEXT))
+    if case.is_a_death:
+        kernel.run("%dist_restart")
+    after = kernel.end(kernel.begin(NEXT.format(lost=case.loses)))
     if after.status != "ok":
         print(f"{case.name}: {after.text}{after.error}")
-    if not case.is_interrupted:
-        kernel.run("%dist_pull failed_at")
-        failed_at = kernel.value("failed_at")
     return ended.came_at - failed_at, after.came_at - began, after.status == "ok"
 
 

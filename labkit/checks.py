@@ -1,10 +1,13 @@
 """Checks what a user gave: what is wrong is a ValueError in one line."""
 
+import keyword
 import re
 import reprlib
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+from labkit.records import RANK_NAMES
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -66,4 +69,51 @@ def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in known:
         raise ValueError(
             f"unknown {what} {shown(value)}; choose one of: {', '.join(known)}"
+        )
+
+
+def check_code(code: Any) -> None:
+    """ValueError unless `code` is text that can be sent."""
+    if not isinstance(code, str):
+        raise ValueError(f"{shown(code)} is neither code nor a function")
+    try:
+        code.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the code is no text: {error}") from None
+
+
+def check_seed(seed: Any) -> None:
+    """ValueError unless `seed` can seed torch's generators."""
+    if not (is_whole(seed) and 0 <= seed < 2**63):
+        raise ValueError(
+            f"seed is {shown(seed)}; it must be a whole number from 0 to 2**63 - 1"
+        )
+
+
+def check_pushed_name(name: str) -> None:
+    """ValueError unless a variable that is pushed can be called so on the ranks."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{shown(name)} is no name of a variable")
+    if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
+        raise ValueError(
+            f"{name} is every rank's own; push it under another name, as my_{name}"
+        )
+
+
+def check_timeout(timeout: float | None) -> None:
+    """ValueError unless `timeout` is None or a number of seconds."""
+    if timeout is None:
+        return
+    if not (is_number(timeout) and timeout > 0):
+        raise ValueError(
+            f"timeout is {shown(timeout)}; it must be a number of seconds > 0"
+        )
+
+
+def check_hang_after(hang_after: float) -> None:
+    """ValueError unless `hang_after` is a number of seconds, or 0."""
+    if not (is_number(hang_after) and hang_after >= 0):
+        raise ValueError(
+            f"hang_after is {shown(hang_after)}; it must be a number of seconds, or "
+            "0 for no note about ranks that hang"
         )

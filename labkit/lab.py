@@ -2,50 +2,40 @@
 
 import contextlib
 import itertools
-import keyword
-import operator
 import os
-import re
-import sys
-import time
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
-from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import portable
+from labkit.checks import check_code
 from labkit.checks import check_flag
-from labkit.checks import is_number
+from labkit.checks import check_hang_after
+from labkit.checks import check_pushed_name
+from labkit.checks import check_seed
+from labkit.checks import check_timeout
 from labkit.checks import is_run_name
-from labkit.checks import is_whole
 from labkit.checks import shown
 from labkit.notebook import interrupts
 from labkit.notebook import painter
-from labkit.notebook.functions import pack_function
-from labkit.notebook.functions import source_of
 from labkit.notebook.options import check_options
-from labkit.notebook.options import first_step_of
 from labkit.notebook.options import plan_checkpoints
-from labkit.notebook.output import format_ranks
+from labkit.notebook.output import execution_count
 from labkit.notebook.output import is_notebook
 from labkit.notebook.placement import place_ranks
-from labkit.records import FUNCTION_NAME
-from labkit.records import RANK_NAMES
+from labkit.notebook.rank_list import Ranks
+from labkit.notebook.rank_list import format_ranks
+from labkit.notebook.rank_list import parse_ranks
 from labkit.records import CellSpec
-from labkit.records import Outcome
 from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from labkit.notebook.cluster import Cluster
-    from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.forecast import Forecast
     from labkit.notebook.plots import RunFigure
     from labkit.notebook.rank_group import RankGroup
@@ -61,8 +51,6 @@ HANG_AFTER_S = 30.0
 """How long nothing may happen in a cell before a note says where its ranks stand."""
 STOP_S = 4.0
 """How long `Lab.stop` waits for a run in the background to end well."""
-
-Ranks = str | int | Sequence[int] | None
 
 _current: "Lab | None" = None
 
@@ -181,6 +169,7 @@ class Lab:
         targets = parse_ranks(ranks, self.world_size)
         with self._working() as cluster:
             from labkit.notebook.dispatch import Dispatch
+            from labkit.notebook.ending import see_to_its_end
 
             dispatch = Dispatch(
                 cluster,
@@ -189,7 +178,7 @@ class Lab:
                 targets,
                 hang_after_s=hang_after,
             )
-            self._finish(dispatch, timeout)
+            see_to_its_end(dispatch, self._running(), timeout)
 
     def train(
         self,
@@ -245,12 +234,8 @@ class Lab:
         Raises as `run` does; the run is in `runs` all the same.
         """
         from labkit.notebook.background import Job
-        from labkit.notebook.collector import Collector
-        from labkit.notebook.dispatch import Dispatch
-        from labkit.notebook.elastic import Elastic
-        from labkit.notebook.runs import Run
-        from labkit.notebook.saved_runs import begin
-        from labkit.notebook.saved_runs import save
+        from labkit.notebook.training import Request
+        from labkit.notebook.training import Training
         from labkit.notebook.widget_view import find_view
         from labkit.strategies import find_strategy
 
@@ -274,105 +259,43 @@ class Lab:
         )
         check_timeout(timeout)
         check_hang_after(hang_after)
-        view_class = find_view(live)
+        view = find_view(live)
         check_flag("log_scale", log_scale)
         check_flag("background", background)
-        if not (is_whole(seed) and 0 <= seed < 2**63):
-            raise ValueError(
-                f"seed is {shown(seed)}; it must be a whole number from 0 to 2**63 - 1"
-            )
+        check_seed(seed)
         if not callable(code_or_function):
             check_code(code_or_function)
-        name = self._run_name(name)
-        targets = [0] if technique.is_single else list(range(self.world_size))
-        packed_config = portable.dumps(dict(config or {}))
-        code, function = code_or_function, None
-        source = code
-        if callable(code_or_function):
-            function = pack_function(code_or_function)
-            code, source = f"{FUNCTION_NAME}()", source_of(code_or_function)
-        assert isinstance(code, str)
-        assert isinstance(source, str)
+        if background and not is_notebook():
+            view = None  # a terminal's line is the next prompt's
+        request = Request(
+            technique,
+            code_or_function,
+            options,
+            config,
+            plan,
+            is_resuming=resume,
+            is_elastic=elastic,
+            seed=seed,
+            timeout_s=timeout,
+            hang_after_s=hang_after,
+            view=view,
+            log_scale=log_scale,
+        )
+        training = Training(request, self._run_name(name), self._running())
         with contextlib.ExitStack() as work:
-            cluster = work.enter_context(self._working())
-
-            def send_work() -> None:
-                if function is not None:
-                    cluster.call(f"{_CELL}:receive_function", *function, ranks=targets)
-                cluster.call(f"{_CELL}:receive_config", packed_config, ranks=targets)
-
-            send_work()
-            first_step = first_step_of(plan)
-            collector = Collector(targets, first_step or 0)
-            run = Run(name, strategy, source, collector, options)
-            run.log_scale = log_scale
-            devices = [self.placements[rank].device for rank in targets]
-            begin(
-                run,
-                seed=seed,
-                devices=devices,
-                backend=self.backend,
-                config=config,
-                checkpoints=plan,
-                resumed_from=first_step,
-            )
+            work.enter_context(self._working())
+            run = training.begin()
             self.runs.append(run)
-
-            def take_report(rank: int, report: Any) -> None:
-                collector.add_report(rank, report)
-                save(run)
-
-            if background and not is_notebook():
-                view_class = None  # a terminal's line is the next prompt's
-            view = view_class(run) if view_class else None
-            spec = CellSpec(
-                execution_count(),
-                strategy=strategy,
-                seed=seed,
-                options=options.for_message(),
-                folder=None if run.folder is None else str(run.folder),
-                checkpoints=asdict(plan) if plan else None,
-            )
-            dispatch = Dispatch(
-                cluster,
-                code if code.strip() else "pass",
-                spec,
-                targets,
-                on_batch=collector.add,
-                on_report=take_report,
-                on_tick=view.tick if view else lambda: None,
-                before_output=view.make_way if view else lambda: None,
-                hang_after_s=hang_after,
-            )
-            run.dispatch = dispatch
-            wait = dispatch.wait
-            if elastic:
-                assert plan is not None
-                ranks = self._running()
-                again = Elastic(run, ranks, spec, plan, send_work)
-                wait = partial(again.wait, dispatch)
-            if resume:
-                print(
-                    f"{name}: no checkpoint in {checkpoint} yet, so it begins at step 0"
-                    if first_step is None
-                    else f"{name}: resumed from step {first_step}"
-                )
             held = work.pop_all()
 
-        def see_to_its_end() -> None:
+        def see_to_it() -> None:
             with held:
-                try:
-                    self._finish(dispatch, timeout, run, wait)
-                finally:
-                    if view:
-                        view.close()
-                for mismatch in run.mismatches:
-                    print(f"labkit: {mismatch}", file=sys.stderr)
+                training.finish()
 
         if background:
-            run.job = Job(see_to_its_end, name=f"labkit {name}")
+            run.job = Job(see_to_it, name=f"labkit {run.name}")
         else:
-            see_to_its_end()
+            see_to_it()
         return run
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
@@ -533,40 +456,9 @@ class Lab:
 
         Where a rank is dead or cannot be reached, a column `cause` says why.
         """
-        import pandas as pd
+        from labkit.notebook.status import status_table
 
-        cluster = self._running().cluster
-        answers = [cluster.ask(rank, "describe") for rank in range(self.world_size)]
-        facts = {}
-        deadline = time.monotonic() + ANSWER_S
-        for rank, answer in enumerate(answers):
-            # A rank may be dead, die while it is asked, or be deep in native code.
-            with contextlib.suppress(CancelledError, TimeoutError):
-                facts[rank] = answer.result(max(0, deadline - time.monotonic()))
-        run = self.runs[-1] if self.runs else None
-        rows = []
-        for placement in self.placements:
-            rank = placement.rank
-            state, cause = self._running().state(rank)
-            row = {
-                "rank": rank,
-                "device": placement.device,
-                "pid": cluster.pids[rank],
-                "state": state,
-                **facts.get(rank, {}),
-                "cause": cause,
-            }
-            if run is not None:
-                row.update(run=run.name, step=run.collector.steps.get(rank))
-            rows.append(row)
-        columns = ["host", "pid", "device", "state", "memory_used", "memory_total"]
-        columns += ["run", "step"] if run is not None else []
-        columns += ["cause"] if any(row["cause"] for row in rows) else []
-        table = pd.DataFrame(rows).set_index("rank").reindex(columns=columns)
-        whole = [
-            name for name in ("memory_used", "memory_total", "step") if name in table
-        ]
-        return table.astype(dict.fromkeys(whole, "Int64"))
+        return status_table(self._running(), self.runs[-1] if self.runs else None)
 
     def stack(self, *, full: bool = False) -> "Stacks":
         """Where every rank is now, also while a cell runs: its Python stack, and the
@@ -601,7 +493,7 @@ class Lab:
                 run.interrupt(timeout=STOP_S)
             ranks, self._ranks = self._ranks, None
             if ranks is not None:
-                ranks.cluster.stop()
+                ranks.stop()
             for run in self.runs:
                 if run.job is not None:
                     run.job.join(STOP_S)
@@ -636,66 +528,6 @@ class Lab:
             "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
         )
 
-    def _finish(
-        self,
-        dispatch: "Dispatch",
-        timeout: float | None,
-        run: "Run | None" = None,
-        wait: "Callable[[float | None], list[Outcome]] | None" = None,
-    ) -> None:
-        """See a cell to its end on every rank, then say how it ended."""
-        from labkit.notebook.failure import CellTimeoutError
-        from labkit.notebook.failure import Interrupted
-        from labkit.notebook.failure import RankError
-        from labkit.notebook.failure import first_failure
-        from labkit.notebook.saved_runs import end
-
-        state = "interrupted"
-        try:
-            outcomes = (wait or dispatch.wait)(timeout)
-            first = first_failure(dispatch.outcomes)
-            if dispatch.was_interrupted or dispatch.timed_out:
-                first = first if first and first.status == "died" else None
-            elif first is not None:
-                state = "failed"
-            elif dispatch.is_stopping:
-                state = "interrupted" if any_stopped(outcomes) else "finished"
-            elif stopped := [o for o in dispatch.outcomes if o.status != "ok"]:
-                first = stopped[0]  # by a KeyboardInterrupt of its own
-            else:
-                state = "finished"
-        except RuntimeError:
-            state = "failed" if self.is_running else "interrupted"
-            raise
-        finally:
-            if run is not None:
-                end(run, state, dispatch.outcomes)
-        lost = [each.rank for each in outcomes if each.status == "restarted"]
-        try:
-            if self._ranks is not None:  # it may have been stopped meanwhile
-                if lost:
-                    print(
-                        f"labkit: {format_ranks(lost)} did not stop: restarting",
-                        file=sys.stderr,
-                    )
-                with dispatch.noting_interrupts() if lost else contextlib.nullcontext():
-                    self._ranks.settle(outcomes)
-        except RuntimeError as error:
-            # The next cell forms the group, or says why that cannot be.
-            if first is not None:
-                raise RankError(first, outcomes) from error
-            raise
-        if first is not None:
-            raise RankError(first, outcomes)
-        if dispatch.timed_out:
-            assert timeout is not None
-            raise CellTimeoutError(outcomes, timeout)
-        if dispatch.was_interrupted and not dispatch.is_stopping:
-            but = f" but {format_ranks(lost)}" if lost else ""
-            raise Interrupted(
-                outcomes, f"Interrupted; every rank{but} keeps its variables."
-            )
-
     def _run_name(self, name: str | None) -> str:
         taken = {run.name for run in self.runs}
         if name is None:
@@ -712,10 +544,6 @@ class Lab:
         return name if name not in taken else next(n for n in names if n not in taken)
 
 
-def any_stopped(outcomes: Sequence[Outcome]) -> bool:
-    return any(o.status in ("interrupted", "restarted") for o in outcomes)
-
-
 def current_lab() -> Lab:
     """The Lab that the magics use; RuntimeError where none is running."""
     if _current is None or not _current.is_running:
@@ -727,95 +555,3 @@ def set_current_lab(lab: Lab | None) -> None:
     """Make `lab` the one that the magics use."""
     global _current
     _current = lab
-
-
-def parse_ranks(ranks: Ranks, world_size: int) -> list[int]:
-    """Ranks from "0", "0,2", "1-3", "all", a number, numbers or None (all), in order.
-
-    Raises ValueError for what is not there.
-    """
-    everyone = range(world_size)
-    if ranks is None or (isinstance(ranks, str) and ranks == "all"):
-        return list(everyone)
-    found: set[int] = set()
-    try:
-        for first, last in _rank_ranges(ranks):
-            found |= {first, last, *range(first, min(last, world_size))}
-            if last >= world_size:
-                break  # of what is wrong there may be much
-    except TypeError:
-        raise ValueError(
-            f"cannot read the ranks {shown(ranks)}; write 0, or 0,2, or 1-3, or all"
-        ) from None
-    if not found or not found <= set(everyone):
-        raise ValueError(
-            f"ranks {shown(ranks)}: this lab has the ranks "
-            + ", ".join(map(str, everyone))
-        )
-    return sorted(found)
-
-
-def _rank_ranges(ranks: Any) -> Iterator[tuple[int, int]]:
-    """(first, last) of each part of `ranks`. TypeError for what is no ranks."""
-    if not isinstance(ranks, str):
-        for rank in ranks if isinstance(ranks, Iterable) else [ranks]:
-            if isinstance(rank, bool):
-                raise TypeError
-            number = operator.index(rank)
-            yield number, number
-        return
-    for part in ranks.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
-        if not match or (match[2] and int(match[2]) < int(match[1])):
-            raise TypeError
-        yield int(match[1]), int(match[2] or match[1])
-
-
-def check_code(code: Any) -> None:
-    """ValueError unless `code` is text that can be sent."""
-    if not isinstance(code, str):
-        raise ValueError(f"{shown(code)} is neither code nor a function")
-    try:
-        code.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the code is no text: {error}") from None
-
-
-def check_pushed_name(name: str) -> None:
-    """ValueError unless a variable that is pushed can be called so on the ranks."""
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{shown(name)} is no name of a variable")
-    if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
-        raise ValueError(
-            f"{name} is every rank's own; push it under another name, as my_{name}"
-        )
-
-
-def check_timeout(timeout: float | None) -> None:
-    """ValueError unless `timeout` is None or a number of seconds."""
-    if timeout is None:
-        return
-    if not (is_number(timeout) and timeout > 0):
-        raise ValueError(
-            f"timeout is {shown(timeout)}; it must be a number of seconds > 0"
-        )
-
-
-def check_hang_after(hang_after: float) -> None:
-    """ValueError unless `hang_after` is a number of seconds, or 0."""
-    if not (is_number(hang_after) and hang_after >= 0):
-        raise ValueError(
-            f"hang_after is {shown(hang_after)}; it must be a number of seconds, or "
-            "0 for no note about ranks that hang"
-        )
-
-
-def execution_count() -> int:
-    """The number of the notebook's running cell; 1 outside IPython."""
-    if "IPython" in sys.modules:
-        from IPython import get_ipython
-
-        if (shell := get_ipython()) is not None:
-            # `shell.execution_count` is the next cell's already.
-            return max(1, len(shell.history_manager.input_hist_parsed) - 1)
-    return 1

@@ -25,9 +25,9 @@ from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
 from labkit.notebook.live_view import show
-from labkit.notebook.output import format_ranks
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
+from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.runs import Run
 from labkit.notebook.saved_runs import delete_runs
 from labkit.notebook.saved_runs import find_runs

@@ -1,5 +1,8 @@
 """Ranks killed in a run with --elastic: it goes on, as if nothing had been."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,8 +73,10 @@ def rows(run: Run) -> pd.DataFrame:
     return table.set_index(["rank", "step"]).sort_index()
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
     lab: Lab,
+    strategy: str,
     cell: Callable[[str], str],
     options: dict[str, Any],
     tmp_path: Path,
@@ -79,19 +84,21 @@ def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
     capsys: Captured,
 ) -> None:
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    whole = lab.train("fsdp", cell("pass"), live=False)
+    whole = lab.train(strategy, cell("pass"), live=False)
     weights = lab.pull("model", full=True)
     pids = dict(lab.status()["pid"])
     # The first before there is a checkpoint, the second between two of them.
     deaths = """
         die_once(rank == 1 and epoch == 0, "first")
         die_once(rank == 0 and epoch == 2 and len(y) < 6, "second")"""
-    run = lab.train("fsdp", cell(deaths), every=3, **options)
+    run = lab.train(strategy, cell(deaths), every=3, **options)
 
     assert run.state == "finished"
     assert [(each.step, each.ranks) for each in run.restarts] == [(0, [1]), (9, [0])]
     assert "SIGKILL" in run.restarts[0].cause
     said = capsys.readouterr().err
+    assert "killed by SIGKILL" in said.splitlines()[0]
+    assert "; bringing it back" in said.splitlines()[0]
     assert "labkit: rank 1 died; resumed from step 0" in said
     assert "labkit: rank 0 died; resumed from step 9" in said
     assert "2 restarts" in run.status_line()
@@ -196,6 +203,42 @@ def test_what_cannot_go_on_fails_with_the_cause(
     with pytest.raises(RankError, match=r"NameError: .*rank 0 died and was started"):
         lab.train("ddp", cell(again), every=3, **{**options, "resume": True})
     assert lab.pull("learned_before", 1) == 1
+
+
+WAIT_AND_DIE = """
+import os, signal, time
+from pathlib import Path
+layer = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+layer, sgd, loader = prepare(layer, sgd, torch.zeros(8, 4), batch_size=4)
+for x in loader:
+    layer(x).sum().backward()
+    sgd.step()
+    while not Path({flag!r}).exists() or rank == 0: time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("ends_by", ["--timeout", "an interrupt"])
+def test_what_ends_a_run_while_ranks_come_back_is_heard(
+    lab: Lab, options: dict[str, Any], tmp_path: Path, ends_by: str
+) -> None:
+    # Rank 1 dies so shortly before that it cannot be back: a process has to start.
+    flag, seconds = tmp_path / "die", 3.0
+    begins = threading.Timer(seconds - 0.8, flag.touch)
+    begins.start()
+    limits: dict[str, Any] = {"timeout": seconds if ends_by == "--timeout" else None}
+    if ends_by == "an interrupt":
+        stop = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        stop.start()
+    said = "longer than --timeout 3" if ends_by == "--timeout" else "Interrupted"
+    with pytest.raises((TimeoutError, KeyboardInterrupt), match=said):
+        lab.train("ddp", WAIT_AND_DIE.format(flag=str(flag)), **options | limits)
+    run = lab.runs[-1]
+    assert run.state == "interrupted"
+    assert [each.ranks for each in run.restarts] == [[1]]
+    lab.run("dist.barrier()")
+    assert lab.restart() == []
 
 
 def test_a_run_that_is_stopped_while_ranks_come_back_ends_there(

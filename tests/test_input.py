@@ -30,15 +30,15 @@ from test_saved_runs import new_run
 import labkit
 from labkit import Lab
 from labkit import RankError
+from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
-from labkit.lab import check_timeout
-from labkit.lab import parse_ranks
 from labkit.magics import LabMagics
 from labkit.notebook import saved_runs
 from labkit.notebook.cluster import CallError
 from labkit.notebook.options import check_options
 from labkit.notebook.placement import place_ranks
+from labkit.notebook.rank_list import parse_ranks
 from labkit.notebook.widget_view import find_view
 from labkit.records import TrainOptions
 from labkit.strategies import find_strategy

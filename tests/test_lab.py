@@ -12,8 +12,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.lab import parse_ranks
 from labkit.notebook import watchdog
+from labkit.notebook.rank_list import parse_ranks
 
 Captured = pytest.CaptureFixture[str]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from kernels import running_kernel
+from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
@@ -255,7 +258,10 @@ def fill_disk(epoch, path):
 
 
 def test_a_loop_over_data_of_its_own_keeps_its_states_and_its_count(
-    lab: Lab, train: Callable[..., Run], tmp_path: Path
+    lab: Lab,
+    train: Callable[..., Run],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = """
 from torch.optim.lr_scheduler import StepLR
@@ -277,9 +283,40 @@ learning_rate = optimizer.param_groups[0]["lr"]
     # The body of the loop had not ended when the fourth step was taken.
     forget_after(tmp_path / "kept", 5)
     resumed = train("ddp", code.format(num_steps=2), resume=True)
+    said = "the loop of step 5 took its data from elsewhere than the loader"
+    assert capsys.readouterr().err.count(said) == 1
     assert lab.pull("weight") == expected
     assert lab.pull("learning_rate") == pytest.approx(0.001)
     assert sorted(set(resumed.history["step"])) == [6, 7]
+
+
+def test_what_a_killed_kernel_left_is_gone_on_with_in_a_new_one(
+    lab: Lab, train: Callable[..., Run], tmp_path: Path
+) -> None:
+    whole = train("fsdp", loop(epochs=6), checkpoint=None, keep=None)
+    kept, hold = tmp_path / "kept", tmp_path / "hold"
+    hold.touch()
+    wait = f"import os, time\nhold = {str(hold)!r}\n"
+    slow = loop(epochs=6).replace(
+        "    by_epoch",
+        "    while epoch == 3 and os.path.exists(hold): time.sleep(0.01)\n    by_epoch",
+    )
+    magic = f"%%dist_train fsdp --no-live --checkpoint {kept} --every 3"
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit\n%dist_start -n 2")
+        kernel.client.execute(f"{magic}\n{wait}{slow}")
+        wait_until(lambda: step_folder(kept, 12).is_dir(), 60, "no checkpoint")
+        kernel.process.send_signal(signal.SIGKILL)
+    hold.unlink()
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit\n%dist_start -n 2")
+        reply = kernel.run(f"{magic} --resume\n{wait}{slow}")
+        assert reply.status == "ok", reply
+        assert "resumed from step 12" in reply.stdout
+        last_loss = "__import__('labkit').current_lab().runs[-1].last_loss"
+        assert kernel.run(f"print({last_loss}.hex())").stdout == (
+            f"{whole.last_loss.hex()}\n"
+        )
 
 
 def test_what_does_not_fit_is_refused_before_the_loop(

@@ -10,8 +10,8 @@ from pathlib import Path
 from labkit.notebook import saved_runs
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
-from labkit.notebook.output import format_ranks
 from labkit.notebook.rank_group import RankGroup
+from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
 from labkit.records import CellSpec
@@ -54,6 +54,7 @@ class Elastic:
                 step = step_of(checkpoint) if checkpoint else 0
                 if self._is_in_vain(step):
                     return self._give_up(dispatch, died)
+                say(f"rank {died.rank}: {cause_of(died)}; bringing it back")
                 try:
                     dead = self._bring_back()
                 except RuntimeError as error:
@@ -61,7 +62,7 @@ class Elastic:
                 restart = self._note(died, dead, step, outcomes)
                 if dispatch.is_to_end:
                     return self._stop(dispatch)
-                print(f"labkit: {restart} ({restart.cause})", file=sys.stderr)
+                say(str(restart))
                 self._send_work()
                 dispatch.begin_anew(self._next_spec(checkpoint))
                 outcomes = dispatch.wait(timeout_s)
@@ -100,8 +101,9 @@ class Elastic:
         self, died: Outcome, dead: list[int], step: int, outcomes: list[Outcome]
     ) -> Restart:
         run = self._run
-        cause = died.evalue.split("; ")[0]
-        restart = Restart(step, run.num_steps, dead, cause, run.elapsed(), time.time())
+        restart = Restart(
+            step, run.num_steps, dead, cause_of(died), run.elapsed(), time.time()
+        )
         saved_runs.restart(run, outcomes, restart)
         return restart
 
@@ -153,3 +155,11 @@ class Elastic:
             for each in dispatch.outcomes
         ]
         return sorted(dispatch.outcomes, key=lambda outcome: outcome.rank)
+
+
+def cause_of(died: Outcome) -> str:
+    return died.evalue.split("; ")[0]
+
+
+def say(text: str) -> None:
+    print(f"labkit: {text}", file=sys.stderr)

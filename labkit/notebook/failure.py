@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from labkit.notebook.output import format_ranks
+from labkit.notebook.rank_list import format_ranks
 from labkit.records import Outcome
 
 

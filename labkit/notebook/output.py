@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 
+from labkit.notebook.rank_list import format_ranks
+
 # A progress bar rewrites its line with "\r": each state of it is a line of its own.
 _LINE_END = re.compile(r"\n|\r(?!\Z)")
 
@@ -29,18 +31,6 @@ class Item:
     transient: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as a user writes them: "rank 2", "ranks 0-3", "ranks 0,2-3"."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
 def is_notebook() -> bool:
     """Whether this process is a kernel that shows rich output."""
     if "IPython" not in sys.modules:
@@ -48,6 +38,17 @@ def is_notebook() -> bool:
     from IPython import get_ipython
 
     return hasattr(get_ipython(), "kernel")
+
+
+def execution_count() -> int:
+    """The number of the notebook's running cell; 1 outside IPython."""
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            # `shell.execution_count` is the next cell's already.
+            return max(1, len(shell.history_manager.input_hist_parsed) - 1)
+    return 1
 
 
 class OutputMerger:

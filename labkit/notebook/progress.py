@@ -7,7 +7,7 @@ import numpy as np
 
 from labkit.notebook.collector import Collector
 from labkit.notebook.curves import MEMORY
-from labkit.notebook.output import format_ranks
+from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.stragglers import find_straggler
 from labkit.notebook.stragglers import step_seconds
 

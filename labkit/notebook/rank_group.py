@@ -52,6 +52,7 @@ class RankGroup:
         self._what_is_running = what_is_running
         self._busy = threading.Lock()
         self._is_whole = False
+        self.is_stopped = False
         self._begin(on_progress)
 
     def _begin(self, on_progress: Callable[[str], None]) -> None:
@@ -153,6 +154,11 @@ class RankGroup:
         if not self._is_whole:
             self._form()
         return list(ranks)
+
+    def stop(self) -> None:
+        """End the cluster, for good."""
+        self.is_stopped = True
+        self.cluster.stop()
 
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.

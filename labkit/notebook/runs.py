@@ -12,12 +12,12 @@ import pandas as pd
 
 from labkit import theory
 from labkit.notebook.collector import Collector
-from labkit.notebook.output import format_ranks
 from labkit.notebook.progress import marks
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
 from labkit.notebook.progress import status_line
 from labkit.notebook.progress import steps_per_s
+from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.replicas import find_mismatches
 from labkit.notebook.stragglers import lag_by_rank
 from labkit.records import COMPONENTS
@@ -132,9 +132,16 @@ class Run:
     def mean_loss(self) -> pd.DataFrame:
         """The loss of each global batch: step, seconds, loss.
 
-        Ranks count with the number of their samples, where that is known.
+        Ranks count with the number of their samples, where that is known. A step that
+        some of them did not come to, for the run ended before, has no global batch.
         """
         history = self.history.dropna(subset=["loss"])
+        last = history.groupby("rank")["step"].max()
+        reached = [
+            max(step, self.collector.steps[rank])
+            for rank, step in zip(last.index.tolist(), last, strict=True)
+        ]
+        history = history[history["step"] <= min(reached, default=0)]
         weights = history.get("samples", pd.Series(1.0, history.index)).fillna(1.0)
         sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
             "step", as_index=False

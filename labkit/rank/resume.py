@@ -138,6 +138,10 @@ class Keeper:
         loader.resume_at = Position(**saved[place]["position"])
         if self._saved["active"] is None and place == len(saved) - 1:
             self._go_on()
+            self._say(
+                f"the loop of step {self.first_step} took its data from elsewhere than "
+                "the loader that prepare gave, so that data begins anew"
+            )
 
     def begin_epoch(self) -> None:
         """A loader begins a pass: maybe the one in which the checkpoint was taken."""

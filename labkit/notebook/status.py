@@ -1,0 +1,45 @@
+"""What every rank is and does, in a table."""
+
+import contextlib
+import time
+from concurrent.futures import CancelledError
+
+import pandas as pd
+
+from labkit.notebook.rank_group import RankGroup
+from labkit.notebook.runs import Run
+
+ANSWER_S = 5.0
+
+
+def status_table(group: RankGroup, run: Run | None) -> pd.DataFrame:
+    """One row a rank, as `Lab.status` says; `run` is the last one."""
+    cluster = group.cluster
+    answers = [cluster.ask(rank, "describe") for rank in group.everyone]
+    facts = {}
+    deadline = time.monotonic() + ANSWER_S
+    for rank, answer in enumerate(answers):
+        # A rank may be dead, die while it is asked, or be deep in native code.
+        with contextlib.suppress(CancelledError, TimeoutError):
+            facts[rank] = answer.result(max(0, deadline - time.monotonic()))
+    rows = []
+    for placement in group.placements:
+        rank = placement.rank
+        state, cause = group.state(rank)
+        row = {
+            "rank": rank,
+            "device": placement.device,
+            "pid": cluster.pids[rank],
+            "state": state,
+            **facts.get(rank, {}),
+            "cause": cause,
+        }
+        if run is not None:
+            row.update(run=run.name, step=run.collector.steps.get(rank))
+        rows.append(row)
+    columns = ["host", "pid", "device", "state", "memory_used", "memory_total"]
+    columns += ["run", "step"] if run is not None else []
+    columns += ["cause"] if any(row["cause"] for row in rows) else []
+    table = pd.DataFrame(rows).set_index("rank").reindex(columns=columns)
+    whole = [name for name in ("memory_used", "memory_total", "step") if name in table]
+    return table.astype(dict.fromkeys(whole, "Int64"))

@@ -1,0 +1,167 @@
+"""One training run on a lab's ranks: sent, shown, and seen to its end."""
+
+import sys
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from labkit import portable
+from labkit.notebook import saved_runs
+from labkit.notebook.collector import Collector
+from labkit.notebook.dispatch import Dispatch
+from labkit.notebook.elastic import Elastic
+from labkit.notebook.ending import Wait
+from labkit.notebook.ending import see_to_its_end
+from labkit.notebook.functions import pack_function
+from labkit.notebook.functions import source_of
+from labkit.notebook.live_view import LiveView
+from labkit.notebook.options import first_step_of
+from labkit.notebook.output import execution_count
+from labkit.notebook.rank_group import RankGroup
+from labkit.notebook.runs import Run
+from labkit.records import FUNCTION_NAME
+from labkit.records import CellSpec
+from labkit.records import CheckpointPlan
+from labkit.records import TrainOptions
+from labkit.strategies import Strategy
+
+_CELL = "labkit.rank.cell"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A training run as it was asked for, and found to be possible."""
+
+    strategy: Strategy
+    work: str | Callable[..., Any]
+    """A cell's code, or a function."""
+    options: TrainOptions
+    config: Mapping[str, Any] | None
+    checkpoints: CheckpointPlan | None
+    is_resuming: bool
+    is_elastic: bool
+    seed: int
+    timeout_s: float | None
+    hang_after_s: float
+    view: type[LiveView] | None
+    log_scale: bool
+
+
+class Training:
+    """A run on the ranks of `group`, while it is under way."""
+
+    def __init__(self, request: Request, name: str, group: RankGroup) -> None:
+        """Nothing is sent yet. Raises ValueError for what cannot be."""
+        self._request = request
+        self._name = name
+        self._group = group
+        everyone = list(group.everyone)
+        self._targets = [0] if request.strategy.is_single else everyone
+        self._config = portable.dumps(dict(request.config or {}))
+        self._function: tuple[Any, ...] | None = None
+        if callable(request.work):
+            self._function = pack_function(request.work)
+            self._code = f"{FUNCTION_NAME}()"
+            self._source = source_of(request.work)
+        else:
+            self._code = request.work if request.work.strip() else "pass"
+            self._source = request.work
+        self._first_step = first_step_of(request.checkpoints)
+
+    def begin(self) -> Run:
+        """Give the ranks all but the cell; the run."""
+        request = self._request
+        self._send_work()
+        collector = Collector(self._targets, self._first_step or 0)
+        strategy = request.strategy.name
+        self.run = Run(self._name, strategy, self._source, collector, request.options)
+        self.run.log_scale = request.log_scale
+        placements = self._group.placements
+        saved_runs.begin(
+            self.run,
+            seed=request.seed,
+            devices=[placements[rank].device for rank in self._targets],
+            backend=placements[0].backend,
+            config=request.config,
+            checkpoints=request.checkpoints,
+            resumed_from=self._first_step,
+        )
+        self._view = request.view(self.run) if request.view else None
+        self._spec = self._cell_spec()
+        self._dispatch = self.run.dispatch = self._make_dispatch()
+        self._say_where_it_begins()
+        return self.run
+
+    def finish(self) -> None:
+        """Run the cell to its end on every rank; raises as `Lab.run` does."""
+        try:
+            see_to_its_end(
+                self._dispatch,
+                self._group,
+                self._request.timeout_s,
+                run=self.run,
+                wait=self._wait(),
+            )
+        finally:
+            if self._view:
+                self._view.close()
+        for mismatch in self.run.mismatches:
+            print(f"labkit: {mismatch}", file=sys.stderr)
+
+    def _send_work(self) -> None:
+        call = partial(self._group.cluster.call, ranks=self._targets)
+        if self._function is not None:
+            call(f"{_CELL}:receive_function", *self._function)
+        call(f"{_CELL}:receive_config", self._config)
+
+    def _cell_spec(self) -> CellSpec:
+        request, folder = self._request, self.run.folder
+        plan = request.checkpoints
+        return CellSpec(
+            execution_count(),
+            strategy=request.strategy.name,
+            seed=request.seed,
+            options=request.options.for_message(),
+            folder=None if folder is None else str(folder),
+            checkpoints=asdict(plan) if plan else None,
+        )
+
+    def _make_dispatch(self) -> Dispatch:
+        run, view = self.run, self._view
+
+        def take_report(rank: int, report: Any) -> None:
+            run.collector.add_report(rank, report)
+            saved_runs.save(run)
+
+        return Dispatch(
+            self._group.cluster,
+            self._code,
+            self._spec,
+            self._targets,
+            on_batch=run.collector.add,
+            on_report=take_report,
+            on_tick=view.tick if view else lambda: None,
+            before_output=view.make_way if view else lambda: None,
+            hang_after_s=self._request.hang_after_s,
+        )
+
+    def _wait(self) -> Wait:
+        plan = self._request.checkpoints
+        if not self._request.is_elastic:
+            return self._dispatch.wait
+        assert plan is not None
+        again = Elastic(self.run, self._group, self._spec, plan, self._send_work)
+        return partial(again.wait, self._dispatch)
+
+    def _say_where_it_begins(self) -> None:
+        plan = self._request.checkpoints
+        if plan is None or not self._request.is_resuming:
+            return
+        if self._first_step is None:
+            where = f"no checkpoint in {plan.directory} yet, so it begins at step 0"
+        else:
+            where = f"resumed from step {self._first_step}"
+        print(f"{self._name}: {where}")
