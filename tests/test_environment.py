@@ -137,14 +137,14 @@ def test_the_version_is_written_in_one_place(project: dict[str, Any]) -> None:
 # ---- files that name files ----
 
 
-def test_every_link_in_the_readme_leads_somewhere() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("there is no README.md")
-    links = [a or b for a, b in LINK.findall(readme.read_text())]
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    links = [a or b for a, b in LINK.findall(page.read_text())]
     relative = [each for each in links if not re.match(r"[a-z]+:|#|//", each)]
-    missing = [each for each in relative if not (ROOT / each.split("#")[0]).exists()]
-    assert missing == []
+    paths = [page.parent / each.split("#")[0] for each in relative]
+    assert paths
+    assert [path for path in paths if not path.exists()] == []
 
 
 @pytest.mark.parametrize("folder", ["labkit", "tests", "notebooks"])

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from concurrent.futures import CancelledError
+from concurrent.futures import wait
 
 import pandas as pd
 
@@ -10,6 +11,7 @@ from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Run
 
 ANSWER_S = 5.0
+LOOK_S = 0.1
 
 
 def status_table(group: RankGroup, run: Run | None) -> pd.DataFrame:
@@ -20,8 +22,11 @@ def status_table(group: RankGroup, run: Run | None) -> pd.DataFrame:
     deadline = time.monotonic() + ANSWER_S
     for rank, answer in enumerate(answers):
         # A rank may be dead, die while it is asked, or be deep in native code.
+        while cluster.is_alive(rank) and time.monotonic() < deadline:
+            if wait([answer], LOOK_S).done:
+                break
         with contextlib.suppress(CancelledError, TimeoutError):
-            facts[rank] = answer.result(max(0, deadline - time.monotonic()))
+            facts[rank] = answer.result(0)
     rows = []
     for placement in group.placements:
         rank = placement.rank
