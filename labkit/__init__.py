@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from labkit.lab import Lab as Lab
     from labkit.lab import current_lab as current_lab
     from labkit.notebook.failure import RankError as RankError
+    from labkit.notebook.run_list import delete_runs as delete_runs
+    from labkit.notebook.run_list import list_runs as list_runs
+    from labkit.notebook.run_list import load_run as load_run
     from labkit.notebook.runs import Run as Run
-    from labkit.notebook.saved_runs import delete_runs as delete_runs
-    from labkit.notebook.saved_runs import list_runs as list_runs
-    from labkit.notebook.saved_runs import load_run as load_run
 
 __version__ = "0.1.0"
 
@@ -22,9 +22,9 @@ _HOMES = {
     "current_lab": "labkit.lab",
     "RankError": "labkit.notebook.failure",
     "Run": "labkit.notebook.runs",
-    "delete_runs": "labkit.notebook.saved_runs",
-    "list_runs": "labkit.notebook.saved_runs",
-    "load_run": "labkit.notebook.saved_runs",
+    "delete_runs": "labkit.notebook.run_list",
+    "list_runs": "labkit.notebook.run_list",
+    "load_run": "labkit.notebook.run_list",
 }
 __all__ = [*_HOMES, "__version__", "load_ipython_extension"]
 

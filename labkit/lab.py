@@ -304,7 +304,7 @@ class Lab:
         What this lab did not run is loaded from disk: see `labkit.load_run`. Raises
         ValueError where there is no such run.
         """
-        from labkit.notebook.saved_runs import find_runs
+        from labkit.notebook.run_list import find_runs
 
         return find_runs(names, own=self.runs) if names else list(self.runs)
 

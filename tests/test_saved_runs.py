@@ -78,13 +78,16 @@ def assert_same(loaded: Run, run: Run) -> None:
     assert loaded.models == run.models
     assert loaded.mismatches == run.mismatches
     assert loaded.options == run.options
+    assert loaded.log_scale == run.log_scale
 
 
 # ---- a run's folder ----
 
 
 def test_a_run_that_ended_is_loaded_as_it_was(lab: Lab, folder: Path) -> None:
-    run = lab.train("fsdp", TRAIN, name="mine", seed=3, accumulate=2, live=False)
+    run = lab.train(
+        "fsdp", TRAIN, name="mine", seed=3, accumulate=2, log_scale=True, live=False
+    )
     loaded = labkit.load_run("mine")
     assert_same(loaded, run)
     assert len(loaded.memory) == 2

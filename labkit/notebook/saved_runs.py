@@ -1,31 +1,21 @@
-"""Runs on disk: keeps them as they run; loads, lists and deletes them."""
+"""A run on disk: kept as it runs, and opened again."""
 
-import contextlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import psutil
 
-from labkit.checks import check_choice
-from labkit.checks import check_count
-from labkit.checks import is_run_name
-from labkit.checks import shown
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
-from labkit.notebook.runs import STATES
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
 from labkit.records import COMPONENTS
@@ -36,29 +26,11 @@ from labkit.records import ModelFacts
 from labkit.records import Outcome
 from labkit.records import Progress
 from labkit.records import TrainOptions
-from labkit.strategies import STRATEGIES
 
 FOLDER_VARIABLE = "LABKIT_RUNS"
 """The environment variable that names the folder of all runs."""
 
 _VERSIONED = ("torch", "labkit", "deepspeed")
-_COLUMNS = (
-    "run",
-    "when",
-    "strategy",
-    "ranks",
-    "state",
-    "steps",
-    "last_loss",
-    "steps_per_s",
-    "seconds",
-    "total_peak",
-    "folder",
-)
-_MANY = 20
-"""So many names are listed where one is not found."""
-_NAMES_SHOWN = 8
-"""Of runs, in an error message."""
 _warned: set[Path] = set()
 
 
@@ -105,7 +77,7 @@ def begin(
         store.write_info(run.folder, describe(run))
     except OSError as error:
         run.folder = None
-        _warn(runs_folder(), f"{run.name} is not kept on disk: {error}")
+        warn_once(runs_folder(), f"{run.name} is not kept on disk: {error}")
 
 
 def _make_folder(parent: Path, name: str) -> Path:
@@ -129,7 +101,7 @@ def save(run: Run) -> None:
     try:
         store.write_info(run.folder, describe(run))
     except OSError as error:
-        _warn(run.folder, f"{run.name} is not on disk as it is now: {error}")
+        warn_once(run.folder, f"{run.name} is not on disk as it is now: {error}")
 
 
 def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
@@ -144,7 +116,7 @@ def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
     try:
         journals_of(run).mkdir()
     except OSError as error:
-        _warn(run.folder, f"{run.name} is not on disk as it is now: {error}")
+        warn_once(run.folder, f"{run.name} is not on disk as it is now: {error}")
     save(run)
 
 
@@ -172,7 +144,7 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
     try:
         store.write_records(run.folder, run.collector)
     except OSError as error:
-        _warn(run.folder, f"the records of {run.name} are not on disk: {error}")
+        warn_once(run.folder, f"the records of {run.name} are not on disk: {error}")
     save(run)
 
 
@@ -200,8 +172,8 @@ def _take_outcome(run: Run, outcome: Outcome) -> None:
         )
 
 
-def _warn(folder: Path, text: str) -> None:
-    """Say it, but once for each folder."""
+def warn_once(folder: Path, text: str) -> None:
+    """Say it on stderr, but once for each folder."""
     if folder not in _warned:
         _warned.add(folder)
         _say(text)
@@ -209,6 +181,21 @@ def _warn(folder: Path, text: str) -> None:
 
 def _say(text: str) -> None:
     print(f"labkit: {text}", file=sys.stderr)
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """What a list of runs tells of one."""
+    memory = run.memory["total_peak"]
+    return {
+        "strategy": run.strategy,
+        "ranks": run.world_size,
+        "state": run.state,
+        "steps": run.num_steps,
+        "last_loss": run.last_loss,
+        "steps_per_s": run.steps_per_s(),
+        "seconds": run.elapsed(),
+        "total_peak": memory.max() if len(memory) else None,
+    }
 
 
 def versions() -> dict[str, str]:
@@ -236,6 +223,7 @@ def describe(run: Run) -> dict[str, Any]:
         "world_size": run.world_size,
         "ranks": collector.ranks,
         "options": run.options.for_message(),
+        "log_scale": run.log_scale,
         **run.info,
         "code": run.code,
         "steps": collector.steps,
@@ -257,6 +245,7 @@ def open_run(folder: Path) -> Run:
         collector = Collector(info["ranks"], info.get("resumed_from") or 0)
         run = Run(info["name"], info["strategy"], str(info["code"]), collector, options)
         run.folder = folder
+        run.log_scale = bool(info.get("log_scale"))
         take(run, info)
 
     def reload() -> None:
@@ -326,185 +315,3 @@ def state_of(info: Mapping[str, Any]) -> str:
     except psutil.NoSuchProcess:
         return "lost"
     return "running" if is_there else "lost"
-
-
-# ---- many of them ----
-
-
-def load_run(name: str, folder: str | Path | None = None) -> Run:
-    """A run from disk, by its name (the newest one with it) or that of its folder.
-
-    `folder` has the runs: by default what LABKIT_RUNS names, or `runs` where we are.
-    One that another kernel is running has what it has so far; its `refresh()` adds
-    what came since. Needs neither cluster nor torch. Raises ValueError where there is
-    no such run.
-    """
-    parent = runs_folder() if folder is None else Path(folder).absolute()
-    return open_run(_find(name, parent)[-1])
-
-
-def _find(name: str, parent: Path) -> list[Path]:
-    """The folder of that name, or those of the runs with it, the newest last."""
-    if not isinstance(name, str):
-        raise ValueError(f"{shown(name)} is no run's name; give the name as a string")
-    exact, is_folder = parent / name, False
-    with contextlib.suppress(OSError):  # a path that is too long
-        is_folder = is_run_name(name) and exact.is_dir()
-    if is_folder:
-        try:
-            store.read_info(exact)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{exact} has no run that can be read: {error}") from None
-        return [exact]
-    stored = list(_stored(parent))
-    found = [path for path, info in stored if info["name"] == name]
-    if not found:
-        names = list(dict.fromkeys(info["name"] for _, info in stored))
-        have = ", ".join(names[-_MANY:]) or "none; %%dist_train STRATEGY makes one"
-        more = f" and {len(names) - _MANY} older ones" if len(names) > _MANY else ""
-        raise ValueError(
-            f"there is no run {shown(name)} in {parent}; there are: {have}{more}"
-        )
-    return found
-
-
-def _stored(parent: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The runs' folders and their `run.json`, oldest first; others are passed over.
-
-    Of one that has a `run.json` which cannot be read a line says so, once.
-    """
-    found = []
-    try:
-        paths = sorted(parent.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        paths = []
-    except OSError as error:
-        _warn(parent, f"no runs can be read: {error}")
-        paths = []
-    for path in paths:
-        try:
-            found.append((path, store.read_info(path)))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError) as error:
-            _warn(path, f"passed over a run that cannot be read: {error}")
-    yield from sorted(found, key=lambda each: (each[1]["began"], each[0].name))
-
-
-def find_runs(names: Sequence[str], own: Sequence[Run] = ()) -> list[Run]:
-    """The runs with these names: those of `own`, or else from disk.
-
-    Raises ValueError where there is no such run.
-    """
-    by_name = {run.name: run for run in own}
-    found = []
-    for name in names:
-        if name in by_name:
-            found.append(by_name[name])
-            continue
-        try:
-            found.append(load_run(name))
-        except ValueError as error:
-            if not own:
-                raise
-            newest = ", ".join([*by_name][-_NAMES_SHOWN:])
-            raise ValueError(f"{error}; of this lab: {newest}") from None
-    return found
-
-
-def list_runs(
-    folder: str | Path | None = None,
-    *,
-    own: Sequence[Run] = (),
-    strategy: str | None = None,
-    state: str | None = None,
-    last: int | None = None,
-) -> pd.DataFrame:
-    """One row a run on disk, and of `own`, newest last: when, strategy, ranks, state,
-    steps, last loss, steps/s, seconds, bytes of the rank that has most, folder.
-
-    `strategy` and `state` keep those that have them, `last` the newest so many.
-    """
-    if last is not None:
-        check_count("last", last)
-    if state is not None:
-        check_choice("state", state, STATES)
-    parent = runs_folder() if folder is None else Path(folder).absolute()
-    rows = [_row(run.name, run.info, run.folder, summarize(run)) for run in own]
-    here = {run.folder for run in own}
-    for path, info in _stored(parent):
-        if path not in here:
-            try:
-                # Of one that has not ended there is no summary.
-                summary = info.get("summary") or summarize(open_run(path))
-                with store.reading(path):
-                    rows.append(_row(info["name"], info, path, summary))
-            except ValueError as error:
-                _warn(path, f"passed over a run that cannot be read: {error}")
-    rows.sort(key=lambda row: (row["when"], row["folder"]))
-    if strategy is not None:  # also one of a later version
-        known_to = [*STRATEGIES, *(row["strategy"] for row in rows)]
-        check_choice("strategy", strategy, dict.fromkeys(known_to))
-    wanted = {"strategy": strategy, "state": state}
-    rows = [
-        row
-        for row in rows
-        if all(value in (None, row[key]) for key, value in wanted.items())
-    ]
-    table = pd.DataFrame(rows[-last:] if last else rows, columns=[*_COLUMNS])
-    return table.set_index("run")
-
-
-def summarize(run: Run) -> dict[str, Any]:
-    """What a list of runs tells of one."""
-    memory = run.memory["total_peak"]
-    return {
-        "strategy": run.strategy,
-        "ranks": run.world_size,
-        "state": run.state,
-        "steps": run.num_steps,
-        "last_loss": run.last_loss,
-        "steps_per_s": run.steps_per_s(),
-        "seconds": run.elapsed(),
-        "total_peak": memory.max() if len(memory) else None,
-    }
-
-
-def _row(
-    name: str, info: Mapping[str, Any], folder: Path | None, summary: Mapping[str, Any]
-) -> dict[str, Any]:
-    when = pd.Timestamp.fromtimestamp(info["began"]).floor("s")
-    words = {key: str(summary[key]) for key in ("strategy", "state")}
-    # In JSON there is no infinity: it is a string there.
-    numbers = {
-        key: np.nan if (value := summary[key]) is None else float(value)
-        for key in ("last_loss", "steps_per_s", "seconds", "total_peak")
-    }
-    counts = {key: int(summary[key]) for key in ("ranks", "steps")}
-    place = "" if folder is None else folder.name
-    return {"run": name, "when": when, **words, **numbers, **counts, "folder": place}
-
-
-def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
-    """Delete runs from disk, by name or by that of their folder; what was deleted.
-
-    Raises ValueError, and deletes none, where there is no such run, one is running, a
-    name is that of several, or a folder is a link.
-    """
-    parent = runs_folder() if folder is None else Path(folder).absolute()
-    doomed: dict[Path, None] = {}
-    for name in names:
-        found = _find(name, parent)
-        if len(found) > 1:
-            folders = ", ".join(path.name for path in found)
-            raise ValueError(
-                f"{len(found)} runs are called {name}; name their folders: {folders}"
-            )
-        if state_of(store.read_info(found[0])) == "running":
-            raise ValueError(f"{name} is running; stop it before you delete it")
-        if found[0].is_symlink():
-            raise ValueError(f"{found[0]} is a link; delete it by hand")
-        doomed[found[0]] = None
-    for path in doomed:
-        shutil.rmtree(path)
-    return list(doomed)

@@ -1,0 +1,208 @@
+"""Many runs on disk: finds, lists and deletes them."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import is_run_name
+from labkit.checks import shown
+from labkit.notebook import store
+from labkit.notebook.runs import STATES
+from labkit.notebook.runs import Run
+from labkit.notebook.saved_runs import open_run
+from labkit.notebook.saved_runs import runs_folder
+from labkit.notebook.saved_runs import state_of
+from labkit.notebook.saved_runs import summarize
+from labkit.notebook.saved_runs import warn_once
+from labkit.strategies import STRATEGIES
+
+_COLUMNS = (
+    "run",
+    "when",
+    "strategy",
+    "ranks",
+    "state",
+    "steps",
+    "last_loss",
+    "steps_per_s",
+    "seconds",
+    "total_peak",
+    "folder",
+)
+_MANY = 20
+"""So many names are listed where one is not found."""
+_NAMES_SHOWN = 8
+"""Of runs, in an error message."""
+
+
+def load_run(name: str, folder: str | Path | None = None) -> Run:
+    """A run from disk, by its name (the newest one with it) or that of its folder.
+
+    `folder` has the runs: by default what LABKIT_RUNS names, or `runs` where we are.
+    One that another kernel is running has what it has so far; its `refresh()` adds
+    what came since. Needs neither cluster nor torch. Raises ValueError where there is
+    no such run.
+    """
+    parent = runs_folder() if folder is None else Path(folder).absolute()
+    return open_run(_find(name, parent)[-1])
+
+
+def _find(name: str, parent: Path) -> list[Path]:
+    """The folder of that name, or those of the runs with it, the newest last."""
+    if not isinstance(name, str):
+        raise ValueError(f"{shown(name)} is no run's name; give the name as a string")
+    exact, is_folder = parent / name, False
+    with contextlib.suppress(OSError):  # a path that is too long
+        is_folder = is_run_name(name) and exact.is_dir()
+    if is_folder:
+        try:
+            store.read_info(exact)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{exact} has no run that can be read: {error}") from None
+        return [exact]
+    stored = list(_stored(parent))
+    found = [path for path, info in stored if info["name"] == name]
+    if not found:
+        names = list(dict.fromkeys(info["name"] for _, info in stored))
+        have = ", ".join(names[-_MANY:]) or "none; %%dist_train STRATEGY makes one"
+        more = f" and {len(names) - _MANY} older ones" if len(names) > _MANY else ""
+        raise ValueError(
+            f"there is no run {shown(name)} in {parent}; there are: {have}{more}"
+        )
+    return found
+
+
+def _stored(parent: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The runs' folders and their `run.json`, oldest first; others are passed over.
+
+    Of one that has a `run.json` which cannot be read a line says so, once.
+    """
+    found = []
+    try:
+        paths = sorted(parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        paths = []
+    except OSError as error:
+        warn_once(parent, f"no runs can be read: {error}")
+        paths = []
+    for path in paths:
+        try:
+            found.append((path, store.read_info(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            warn_once(path, f"passed over a run that cannot be read: {error}")
+    yield from sorted(found, key=lambda each: (each[1]["began"], each[0].name))
+
+
+def find_runs(names: Sequence[str], own: Sequence[Run] = ()) -> list[Run]:
+    """The runs with these names: those of `own`, or else from disk.
+
+    Raises ValueError where there is no such run.
+    """
+    by_name = {run.name: run for run in own}
+    found = []
+    for name in names:
+        if name in by_name:
+            found.append(by_name[name])
+            continue
+        try:
+            found.append(load_run(name))
+        except ValueError as error:
+            if not own:
+                raise
+            newest = ", ".join([*by_name][-_NAMES_SHOWN:])
+            raise ValueError(f"{error}; of this lab: {newest}") from None
+    return found
+
+
+def list_runs(
+    folder: str | Path | None = None,
+    *,
+    own: Sequence[Run] = (),
+    strategy: str | None = None,
+    state: str | None = None,
+    last: int | None = None,
+) -> pd.DataFrame:
+    """One row a run on disk, and of `own`, newest last: when, strategy, ranks, state,
+    steps, last loss, steps/s, seconds, bytes of the rank that has most, folder.
+
+    `strategy` and `state` keep those that have them, `last` the newest so many.
+    """
+    if last is not None:
+        check_count("last", last)
+    if state is not None:
+        check_choice("state", state, STATES)
+    parent = runs_folder() if folder is None else Path(folder).absolute()
+    rows = [_row(run.name, run.info, run.folder, summarize(run)) for run in own]
+    here = {run.folder for run in own}
+    for path, info in _stored(parent):
+        if path not in here:
+            try:
+                # Of one that has not ended there is no summary.
+                summary = info.get("summary") or summarize(open_run(path))
+                with store.reading(path):
+                    rows.append(_row(info["name"], info, path, summary))
+            except ValueError as error:
+                warn_once(path, f"passed over a run that cannot be read: {error}")
+    rows.sort(key=lambda row: (row["when"], row["folder"]))
+    if strategy is not None:  # also one of a later version
+        known_to = [*STRATEGIES, *(row["strategy"] for row in rows)]
+        check_choice("strategy", strategy, dict.fromkeys(known_to))
+    wanted = {"strategy": strategy, "state": state}
+    rows = [
+        row
+        for row in rows
+        if all(value in (None, row[key]) for key, value in wanted.items())
+    ]
+    table = pd.DataFrame(rows[-last:] if last else rows, columns=[*_COLUMNS])
+    return table.set_index("run")
+
+
+def _row(
+    name: str, info: Mapping[str, Any], folder: Path | None, summary: Mapping[str, Any]
+) -> dict[str, Any]:
+    when = pd.Timestamp.fromtimestamp(info["began"]).floor("s")
+    words = {key: str(summary[key]) for key in ("strategy", "state")}
+    # In JSON there is no infinity: it is a string there.
+    numbers = {
+        key: np.nan if (value := summary[key]) is None else float(value)
+        for key in ("last_loss", "steps_per_s", "seconds", "total_peak")
+    }
+    counts = {key: int(summary[key]) for key in ("ranks", "steps")}
+    place = "" if folder is None else folder.name
+    return {"run": name, "when": when, **words, **numbers, **counts, "folder": place}
+
+
+def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
+    """Delete runs from disk, by name or by that of their folder; what was deleted.
+
+    Raises ValueError, and deletes none, where there is no such run, one is running, a
+    name is that of several, or a folder is a link.
+    """
+    parent = runs_folder() if folder is None else Path(folder).absolute()
+    doomed: dict[Path, None] = {}
+    for name in names:
+        found = _find(name, parent)
+        if len(found) > 1:
+            folders = ", ".join(path.name for path in found)
+            raise ValueError(
+                f"{len(found)} runs are called {name}; name their folders: {folders}"
+            )
+        if state_of(store.read_info(found[0])) == "running":
+            raise ValueError(f"{name} is running; stop it before you delete it")
+        if found[0].is_symlink():
+            raise ValueError(f"{found[0]} is a link; delete it by hand")
+        doomed[found[0]] = None
+    for path in doomed:
+        shutil.rmtree(path)
+    return list(doomed)
