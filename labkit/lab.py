@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from labkit.notebook.runs import Run
     from labkit.notebook.stacks import Stacks
 
-_CELL = "labkit.rank.cell"
 _TRANSFER = "labkit.rank.transfer"
 
 ESTIMATE_TIMEOUT_S = 600.0

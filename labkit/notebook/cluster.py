@@ -37,7 +37,7 @@ _CONTROLLER_ARGS = [
     "--IPController.use_threads=True",
     "--log-level=ERROR",  # it warns at every message that publish_data sends
 ]
-_LOAD = "labkit.rank.cell:load"
+_LOAD = "labkit.rank.calls:load"
 _START_TIMEOUT_S = 120
 _LOOK_S = 0.25
 """How often the processes are looked at; a death in mid-cell is noticed at once."""

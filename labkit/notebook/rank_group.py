@@ -22,7 +22,7 @@ RELEASE_S = 0.5
 NUM_RELEASES = 30
 ANSWER_S = 5.0
 
-_CELL = "labkit.rank.cell"
+_CALLS = "labkit.rank.calls"
 
 DEAF = (
     "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "
@@ -68,7 +68,7 @@ class RankGroup:
             on_progress("forming the process group")
             self._install(self.everyone)
             self._form()
-            self.cluster.begin(f"{_CELL}:warm_up", ranks=self.everyone)
+            self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
         except CallError as error:
             self.cluster.stop()
             raise RuntimeError(f"the lab did not start: {error}") from error
@@ -218,15 +218,17 @@ class RankGroup:
     def _install(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             arguments = self.placements[rank], self.cluster.stack_file(rank)
-            self.cluster.call(f"{_CELL}:install", *arguments, ranks=[rank])
+            self.cluster.call(f"{_CALLS}:install", *arguments, ranks=[rank])
 
     def _form(self) -> None:
         """Form the process group anew on all ranks, and see that it works."""
         self._is_whole = False
         self._free()
-        [port] = self.cluster.call(f"{_CELL}:host_group", ranks=[0])
+        [port] = self.cluster.call(f"{_CALLS}:host_group", ranks=[0])
         pids = [self.cluster.pids[rank] for rank in self.everyone]
-        sums = self.cluster.call(f"{_CELL}:join_group", port, pids, ranks=self.everyone)
+        sums = self.cluster.call(
+            f"{_CALLS}:join_group", port, pids, ranks=self.everyone
+        )
         if not self._are_right(sums):
             raise RuntimeError(
                 f"the process group does not work: an all-reduce of the ranks' numbers "
@@ -239,7 +241,7 @@ class RankGroup:
         for _ in range(NUM_RELEASES):
             try:
                 self.cluster.call(
-                    f"{_CELL}:load", ranks=self.everyone, timeout_s=RELEASE_S
+                    f"{_CALLS}:load", ranks=self.everyone, timeout_s=RELEASE_S
                 )
             except RankDiedError:
                 raise
@@ -253,11 +255,11 @@ class RankGroup:
 
     def _works(self, *, after_failure: bool = False) -> bool:
         """Whether the group, as it is, gives a right all-reduce on every rank."""
-        counts = self.cluster.call(f"{_CELL}:group_sequence", ranks=self.everyone)
+        counts = self.cluster.call(f"{_CALLS}:group_sequence", ranks=self.everyone)
         if len(set(counts)) > 1:
             return False
         sums = self.cluster.call(
-            f"{_CELL}:prove_group",
+            f"{_CALLS}:prove_group",
             PROOF_TIMEOUT_S,
             after_failure,
             ranks=self.everyone,

@@ -28,7 +28,7 @@ from labkit.records import CheckpointPlan
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 
-_CELL = "labkit.rank.cell"
+_CALLS = "labkit.rank.calls"
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Training:
     def _send_work(self) -> None:
         call = partial(self._group.cluster.call, ranks=self._targets)
         if self._function is not None:
-            call(f"{_CELL}:receive_function", *self._function)
-        call(f"{_CELL}:receive_config", self._config)
+            call(f"{_CALLS}:receive_function", *self._function)
+        call(f"{_CALLS}:receive_config", self._config)
 
     def _cell_spec(self) -> CellSpec:
         request, folder = self._request, self.run.folder

@@ -4,12 +4,9 @@ import asyncio
 import builtins
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import gc
-import importlib
 import inspect
-import linecache
 import os
 import signal
 import socket
@@ -24,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit import portable
 from labkit.rank.boundary import Boundary
 from labkit.rank.boundary import Stopped
 from labkit.rank.checkpoints import Checkpoints
@@ -42,9 +38,7 @@ from labkit.rank.raised import let_go
 from labkit.rank.raised import show_in_short
 from labkit.rank.raised import told
 from labkit.rank.raised import where_in_cell
-from labkit.rank.recovery import recover_models
 from labkit.rank.session import Session
-from labkit.rank.stack import dump_on_signal
 from labkit.rank.stack import finished_collectives
 from labkit.rank.stack import position
 from labkit.records import FUNCTION_NAME
@@ -65,8 +59,6 @@ _SECOND_SIGNAL_AFTER_S = 3.0
 
 _PATIENCE_S = 5.0
 """How long an interrupt waits for an import to end."""
-
-_runner: "CellRunner | None" = None
 
 
 class CellRunner:
@@ -458,97 +450,3 @@ def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:
         "prepare, fit and log belong to a training run; begin the cell with "
         "%%dist_train STRATEGY, as %%dist_train ddp"
     )
-
-
-# ---- what the notebook calls on an engine ----
-
-
-def load() -> int:
-    """Nothing but the import of this module, and with it of torch; the process id."""
-    return os.getpid()
-
-
-def warm_up() -> None:
-    """Load what the first cells would have to wait for, while the user reads.
-
-    An optimizer imports torch._dynamo when the first one is made (1.6 s), a checkpoint
-    its planner (0.3 s), and IPython its formatter when the first traceback is shown
-    (0.5 s). Not in a thread: two threads that import the same modules can leave one
-    half made.
-    """
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("torch.distributed.checkpoint")
-    try:
-        raise RuntimeError
-    except RuntimeError:
-        runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
-    # What is here now stays: no collection need look at it again, nor a failed cell
-    # for tensors in it.
-    gc.collect()
-    gc.freeze()
-
-
-def install(placement: Placement, stack_file: str) -> None:
-    """Make this engine a rank; `stack_file` is where it writes its stack, if it
-    cannot answer when it is asked for it."""
-    global _runner
-    from IPython import get_ipython
-
-    _runner = CellRunner(get_ipython(), placement)
-    dump_on_signal(stack_file)
-    # A crash in native code tells where, in the engine's log.
-    log = getattr(sys.stderr, "_original_stdstream_copy", None)
-    faulthandler.enable(2 if log is None else log)
-
-
-def runner() -> CellRunner:
-    """This engine's runner; `install` made it."""
-    assert _runner is not None, "install() comes first"
-    return _runner
-
-
-def host_group() -> int:
-    """On rank 0: open the store of the next group; its port."""
-    runner().membership.leave()
-    return runner().membership.host()
-
-
-def join_group(port: int, peers: list[int]) -> float:
-    """Enter the next group; the sum of all ranks, all-reduced over it."""
-    if runner().placement.rank != 0:
-        runner().membership.leave()
-    return runner().membership.join(port, peers)
-
-
-def group_sequence() -> int:
-    """How many collectives this rank has started in the group."""
-    return runner().membership.sequence
-
-
-def prove_group(timeout_s: float, after_failure: bool) -> float | None:
-    """The sum of all ranks over the group as it is; None if it is of no use.
-
-    Models are made fit for a next step where the last one may have failed half-way.
-    """
-    try:
-        found = runner().membership.prove(timeout_s)
-    except RuntimeError:
-        return None
-    if after_failure:
-        recover_models()
-    return found
-
-
-def receive_function(
-    payload: bytes, with_rank: bool, sources: dict[str, tuple[Any, list[str]]]
-) -> None:
-    """Keep a pickled function for the next cell, and its source for tracebacks."""
-    runner().function = (portable.loads(payload), with_rank)
-    for name, (number, lines) in sources.items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        runner().shell.compile._filename_map[name] = number
-
-
-def receive_config(payload: bytes) -> None:
-    """Keep the next training cell's `--config`, pickled."""
-    runner().config = portable.loads(payload)

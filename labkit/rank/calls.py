@@ -1,0 +1,108 @@
+"""What the notebook calls on an engine, between cells, to make it a rank."""
+
+import faulthandler
+import gc
+import importlib
+import linecache
+import os
+import sys
+from typing import Any
+
+from labkit import portable
+from labkit.rank.cell import CellRunner
+from labkit.rank.recovery import recover_models
+from labkit.rank.stack import dump_on_signal
+from labkit.records import Placement
+
+_runner: CellRunner | None = None
+
+
+def load() -> int:
+    """Nothing but the import of this module, and with it of torch; the process id."""
+    return os.getpid()
+
+
+def warm_up() -> None:
+    """Load what the first cells would have to wait for, while the user reads.
+
+    An optimizer imports torch._dynamo when the first one is made (1.6 s), a checkpoint
+    its planner (0.3 s), and IPython its formatter when the first traceback is shown
+    (0.5 s). Not in a thread: two threads that import the same modules can leave one
+    half made.
+    """
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.distributed.checkpoint")
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
+    # What is here now stays: no collection need look at it again, nor a failed cell
+    # for tensors in it.
+    gc.collect()
+    gc.freeze()
+
+
+def install(placement: Placement, stack_file: str) -> None:
+    """Make this engine a rank; `stack_file` is where it writes its stack, if it
+    cannot answer when it is asked for it."""
+    global _runner
+    from IPython import get_ipython
+
+    _runner = CellRunner(get_ipython(), placement)
+    dump_on_signal(stack_file)
+    # A crash in native code tells where, in the engine's log.
+    log = getattr(sys.stderr, "_original_stdstream_copy", None)
+    faulthandler.enable(2 if log is None else log)
+
+
+def runner() -> CellRunner:
+    """This engine's runner; `install` made it."""
+    assert _runner is not None, "install() comes first"
+    return _runner
+
+
+def host_group() -> int:
+    """On rank 0: open the store of the next group; its port."""
+    runner().membership.leave()
+    return runner().membership.host()
+
+
+def join_group(port: int, peers: list[int]) -> float:
+    """Enter the next group; the sum of all ranks, all-reduced over it."""
+    if runner().placement.rank != 0:
+        runner().membership.leave()
+    return runner().membership.join(port, peers)
+
+
+def group_sequence() -> int:
+    """How many collectives this rank has started in the group."""
+    return runner().membership.sequence
+
+
+def prove_group(timeout_s: float, after_failure: bool) -> float | None:
+    """The sum of all ranks over the group as it is; None if it is of no use.
+
+    Models are made fit for a next step where the last one may have failed half-way.
+    """
+    try:
+        found = runner().membership.prove(timeout_s)
+    except RuntimeError:
+        return None
+    if after_failure:
+        recover_models()
+    return found
+
+
+def receive_function(
+    payload: bytes, with_rank: bool, sources: dict[str, tuple[Any, list[str]]]
+) -> None:
+    """Keep a pickled function for the next cell, and its source for tracebacks."""
+    runner().function = (portable.loads(payload), with_rank)
+    for name, (number, lines) in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        runner().shell.compile._filename_map[name] = number
+
+
+def receive_config(payload: bytes) -> None:
+    """Keep the next training cell's `--config`, pickled."""
+    runner().config = portable.loads(payload)
