@@ -84,13 +84,23 @@ HOLD_THE_GIL = """if rank == 1:
     c.pthread_mutex_lock(mutex); c.pthread_mutex_lock(mutex)
 time.sleep(60)"""
 
+TRAIN = "%%dist_train {} --no-live"
+
 CASES = [
     Case("one raises, one in all_reduce", f"if rank == 0: {{fail}}\n{ENTER}"),
     Case("one raises, one sleeps", "if rank == 0: {fail}\ntime.sleep(60)"),
     Case("every rank raises", "{fail}"),
-    Case("one raises in backward, ddp", IN_BACKWARD, magic="%%dist_train ddp"),
-    Case("one raises in backward, fsdp", IN_BACKWARD, magic="%%dist_train fsdp"),
-    Case("one raises in backward, zero3", IN_BACKWARD, magic="%%dist_train zero3"),
+    Case(
+        "one raises in backward, ddp", IN_BACKWARD, magic="%%dist_train ddp --no-live"
+    ),
+    Case(
+        "one raises in backward, fsdp", IN_BACKWARD, magic="%%dist_train fsdp --no-live"
+    ),
+    Case(
+        "one raises in backward, zero3",
+        IN_BACKWARD,
+        magic="%%dist_train zero3 --no-live",
+    ),
     Case("interrupt, Python loop", "while True: sum(range(1000))", 1),
     Case(
         "interrupt, all_reduce against barrier",
@@ -108,9 +118,21 @@ CASES = [
         1,
     ),
     Case("two interrupts, the GIL is held", HOLD_THE_GIL, 2, loses=1),
-    Case("SIGKILL, the other sleeps", "if rank == 1: {die}\ntime.sleep(60)", loses=1),
-    Case("SIGKILL of rank 0 in a step", f"if rank == 0: {{die}}\n{ENTER}", loses=0),
-    Case("SIGSEGV, the other in all_reduce", f"if rank: {{crash}}\n{ENTER}", loses=1),
+    Case(
+        "SIGKILL of rank 1, the other sleeps",
+        "if rank == 1: {die}\ntime.sleep(60)",
+        loses=1,
+    ),
+    Case(
+        "SIGKILL of rank 0, the other in all_reduce",
+        f"if rank == 0: {{die}}\n{ENTER}",
+        loses=0,
+    ),
+    Case(
+        "SIGSEGV of rank 1, the other in all_reduce",
+        f"if rank: {{crash}}\n{ENTER}",
+        loses=1,
+    ),
 ]
 
 SET_UP = "%%dist\nimport os, time\nkept = [rank]"
@@ -134,29 +156,44 @@ ENDINGS: dict[str, Callable[[Kernel], None]] = {
 def main() -> None:
     arguments = parser(__doc__, tries=20, kernel_tries=5)
     arguments.add_argument(
-        "--only", default="", help="a regular expression: cases whose name it finds"
+        "--only",
+        default="",
+        help="a regular expression: cells whose name it finds, and no kernels",
     )
     args = arguments.parse_args()
     cases = [case for case in CASES if re.search(args.only, case.name)]
+    if not cases:
+        arguments.error(f"no case's name has {args.only!r} in it")
+    with tempfile.TemporaryDirectory() as runs:
+        os.environ["LABKIT_RUNS"] = runs  # of the kernels, which inherit it
+        failures_of_cells(cases, args.tries)
+        if not args.only:
+            ends_of_kernels(args.kernel_tries)
+
+
+def failures_of_cells(cases: list[Case], num_tries: int) -> None:
     with lab_kernel(START) as kernel:
         kernel.run(SET_UP)
         kernel.run(NEXT.format(lost=None))
-        rows = [row(kernel, case, args.tries) for case in cases]
+        rows = [row(kernel, case, num_tries) for case in cases]
     print_table(
-        f"A cell ends badly, {args.tries} tries: seconds to the prompt (median, p95, "
+        f"A cell ends badly, {num_tries} tries: seconds to the prompt (median, p95, "
         "worst),\nseconds from there until a cell has worked, %dist_restart included "
         "where a rank\ndied, and how often it was right",
         ["case", "prompt", "p95", "worst", "next", "p95", "worst", "right"],
         rows,
     )
+
+
+def ends_of_kernels(num_tries: int) -> None:
     rows = []
     for name, end in ENDINGS.items():
         for is_busy in (False, True):
-            tried = [try_ending(end, is_busy) for _ in range(args.kernel_tries)]
+            tried = [try_ending(end, is_busy) for _ in range(num_tries)]
             case = f"{name}, {'a cell runs' if is_busy else 'idle'}"
             rows.append([case, *spread(tried)])
     print_table(
-        f"The kernel ends, {args.kernel_tries} tries: seconds until no process and no "
+        f"The kernel ends, {num_tries} tries: seconds until no process and no "
         "folder is left",
         ["case", "median", "p95", "worst"],
         rows,
@@ -186,8 +223,9 @@ def try_case(kernel: Kernel, case: Case) -> tuple[float, float, bool]:
             kernel.manager.interrupt_kernel()
         ended = kernel.end(request)
         failed_at = float(Path(clock.name).read_text())
-    if ended.status != "error":
-        raise RuntimeError(f"{case.name}: the cell ended with {ended.status}")
+    told = "Interrupted" in ended.error or "restarted" in ended.error
+    if ended.status != "error" or told != bool(case.num_interrupts):
+        raise RuntimeError(f"{case.name}: {ended.status}, {ended.error}")
     began = time.time()
     if case.is_a_death:
         kernel.run("%dist_restart")

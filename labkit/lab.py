@@ -283,8 +283,7 @@ class Lab:
         training = Training(request, self._run_name(name), self._running())
         with contextlib.ExitStack() as work:
             work.enter_context(self._working())
-            run = training.begin()
-            self.runs.append(run)
+            run = training.begin(on_run=self.runs.append)
             held = work.pop_all()
 
         def see_to_it() -> None:

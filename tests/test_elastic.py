@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from labkit.notebook import elastic
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
 from labkit.notebook.frames import FrameEncoder
+from labkit.notebook.rank_group import RankGroup
 from labkit.rank.journal import Journal
 from labkit.records import CHECKPOINT
 from labkit.step_folders import all_in
@@ -205,35 +206,29 @@ def test_what_cannot_go_on_fails_with_the_cause(
     assert lab.pull("learned_before", 1) == 1
 
 
-WAIT_AND_DIE = """
-import os, signal, time
-from pathlib import Path
-layer = torch.nn.Linear(4, 1)
-sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-layer, sgd, loader = prepare(layer, sgd, torch.zeros(8, 4), batch_size=4)
-for x in loader:
-    layer(x).sum().backward()
-    sgd.step()
-    while not Path({flag!r}).exists() or rank == 0: time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.parametrize("ends_by", ["--timeout", "an interrupt"])
 def test_what_ends_a_run_while_ranks_come_back_is_heard(
-    lab: Lab, options: dict[str, Any], tmp_path: Path, ends_by: str
+    lab: Lab,
+    cell: Callable[[str], str],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    ends_by: str,
 ) -> None:
-    # Rank 1 dies so shortly before that it cannot be back: a process has to start.
-    flag, seconds = tmp_path / "die", 3.0
-    begins = threading.Timer(seconds - 0.8, flag.touch)
-    begins.start()
-    limits: dict[str, Any] = {"timeout": seconds if ends_by == "--timeout" else None}
-    if ends_by == "an interrupt":
-        stop = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-        stop.start()
-    said = "longer than --timeout 3" if ends_by == "--timeout" else "Interrupted"
+    bring_back = RankGroup.bring_back
+
+    def end_meanwhile(group: RankGroup, ranks: list[int]) -> list[int]:
+        if ends_by == "an interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            assert lab.runs[-1].dispatch
+            lab.runs[-1].dispatch._deadline = time.monotonic()
+        return bring_back(group, ranks)
+
+    monkeypatch.setattr(RankGroup, "bring_back", end_meanwhile)
+    said = "longer than --timeout 90" if ends_by == "--timeout" else "Interrupted"
+    death = "die_once(rank == 1 and epoch == 1, 'gone')"
     with pytest.raises((TimeoutError, KeyboardInterrupt), match=said):
-        lab.train("ddp", WAIT_AND_DIE.format(flag=str(flag)), **options | limits)
+        lab.train("ddp", cell(death), timeout=90, **options)
     run = lab.runs[-1]
     assert run.state == "interrupted"
     assert [each.ranks for each in run.restarts] == [[1]]

@@ -16,6 +16,7 @@ from kernels import wait_until
 from labkit import Lab
 from labkit import RankError
 from labkit import Run
+from labkit.notebook import watchdog
 from labkit.notebook.options import plan_checkpoints
 from labkit.rank.resume import random_state
 from labkit.rank.resume import set_random_state
@@ -299,14 +300,16 @@ def test_what_a_killed_kernel_left_is_gone_on_with_in_a_new_one(
     wait = f"import os, time\nhold = {str(hold)!r}\n"
     slow = loop(epochs=6).replace(
         "    by_epoch",
-        "    while epoch == 3 and os.path.exists(hold): time.sleep(0.01)\n    by_epoch",
+        "    while epoch == 2 and os.path.exists(hold): time.sleep(0.01)\n    by_epoch",
     )
     magic = f"%%dist_train fsdp --no-live --checkpoint {kept} --every 3"
     with running_kernel() as kernel:
         kernel.run("%load_ext labkit\n%dist_start -n 2")
         kernel.client.execute(f"{magic}\n{wait}{slow}")
         wait_until(lambda: step_folder(kept, 12).is_dir(), 60, "no checkpoint")
+        [token] = kernel.lab_tokens()
         kernel.process.send_signal(signal.SIGKILL)
+        wait_until(lambda: not watchdog.find_processes(token), 20, "ranks are left")
     hold.unlink()
     with running_kernel() as kernel:
         kernel.run("%load_ext labkit\n%dist_start -n 2")

@@ -40,8 +40,12 @@ EMPTY: dict[int, Sequence[float]] = {0: [], 1: []}
 
 def test_a_step_that_not_all_ranks_came_to_has_no_mean_loss() -> None:
     run = make_run({0: [3.0, 2.0, 9.0], 1: [1.0, 2.0]})
-    assert list(run.mean_loss()["loss"]) == [2.0, 2.0]
-    assert run.last_loss == 2.0
+    for state in ("running", "failed", "interrupted"):
+        run.state = state
+        assert list(run.mean_loss()["loss"]) == [2.0, 2.0]
+        assert run.last_loss == 2.0
+    run.state = "finished"  # with a rank that took more steps, as its cell says
+    assert list(run.mean_loss()["loss"]) == [2.0, 2.0, 9.0]
     # Ranks that never log a loss are not waited for.
     assert list(make_run({0: [3.0, 2.0], 1: []}).mean_loss()["loss"]) == [3.0, 2.0]
     assert make_run(EMPTY).mean_loss().empty

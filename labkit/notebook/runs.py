@@ -132,22 +132,28 @@ class Run:
     def mean_loss(self) -> pd.DataFrame:
         """The loss of each global batch: step, seconds, loss.
 
-        Ranks count with the number of their samples, where that is known. A step that
-        some of them did not come to, for the run ended before, has no global batch.
+        Ranks count with the number of their samples, where that is known. While a run
+        goes on, or where it did not finish, a step that some have yet to come to, or
+        never will, is not in it.
         """
         history = self.history.dropna(subset=["loss"])
-        last = history.groupby("rank")["step"].max()
-        reached = [
-            max(step, self.collector.steps[rank])
-            for rank, step in zip(last.index.tolist(), last, strict=True)
-        ]
-        history = history[history["step"] <= min(reached, default=0)]
+        if self.state != "finished":
+            history = self._in_whole_steps(history)
         weights = history.get("samples", pd.Series(1.0, history.index)).fillna(1.0)
         sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
             "step", as_index=False
         )
         table = sums.agg({"seconds": "max", "loss": "sum", "weight": "sum"})
         return table.assign(loss=table["loss"] / table["weight"]).drop(columns="weight")
+
+    def _in_whole_steps(self, losses: pd.DataFrame) -> pd.DataFrame:
+        """Those of steps that every rank which has losses has come to."""
+        steps = losses.groupby("rank")["step"].max()
+        last = [
+            max(step, self.collector.steps[rank])
+            for rank, step in zip(steps.index.tolist(), steps, strict=True)
+        ]
+        return losses[losses["step"] <= min(last, default=0)]
 
     @property
     def last_loss(self) -> float:

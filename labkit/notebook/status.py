@@ -22,9 +22,10 @@ def status_table(group: RankGroup, run: Run | None) -> pd.DataFrame:
     deadline = time.monotonic() + ANSWER_S
     for rank, answer in enumerate(answers):
         # A rank may be dead, die while it is asked, or be deep in native code.
-        while cluster.is_alive(rank) and time.monotonic() < deadline:
-            if wait([answer], LOOK_S).done:
-                break
+        while (
+            not answer.done() and cluster.is_alive(rank) and time.monotonic() < deadline
+        ):
+            wait([answer], LOOK_S)
         with contextlib.suppress(CancelledError, TimeoutError):
             facts[rank] = answer.result(0)
     rows = []

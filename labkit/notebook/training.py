@@ -15,6 +15,7 @@ from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.elastic import Elastic
 from labkit.notebook.ending import Wait
 from labkit.notebook.ending import see_to_its_end
+from labkit.notebook.functions import Packed
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import source_of
 from labkit.notebook.live_view import LiveView
@@ -61,7 +62,7 @@ class Training:
         everyone = list(group.everyone)
         self._targets = [0] if request.strategy.is_single else everyone
         self._config = portable.dumps(dict(request.config or {}))
-        self._function: tuple[Any, ...] | None = None
+        self._function: Packed | None = None
         if callable(request.work):
             self._function = pack_function(request.work)
             self._code = f"{FUNCTION_NAME}()"
@@ -71,8 +72,9 @@ class Training:
             self._source = request.work
         self._first_step = first_step_of(request.checkpoints)
 
-    def begin(self) -> Run:
-        """Give the ranks all but the cell; the run."""
+    def begin(self, on_run: Callable[[Run], None]) -> Run:
+        """Give the ranks all but the cell; the run. `on_run` is told of it as soon as
+        it is on disk."""
         request = self._request
         self._send_work()
         collector = Collector(self._targets, self._first_step or 0)
@@ -89,6 +91,7 @@ class Training:
             checkpoints=request.checkpoints,
             resumed_from=self._first_step,
         )
+        on_run(self.run)
         self._view = request.view(self.run) if request.view else None
         self._spec = self._cell_spec()
         self._dispatch = self.run.dispatch = self._make_dispatch()
