@@ -1,4 +1,4 @@
-"""Draws live pictures in a process of its own, of low priority.
+"""Draws live pictures in a process of its own, that gives way to all others.
 
 A training loop on full cores, whose ranks wait for each other, would wait for every
 picture that the kernel drew; so would the kernel's own answer to a failure.
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     from labkit.notebook.plots import RunPlot
 
-NICENESS = 10
-"""Takes what the ranks leave, and a little where they leave nothing."""
-
+NICENESS = 19
+"""Where the system has no SCHED_IDLE."""
 
 GONE = (EOFError, OSError, CancelledError, pickle.UnpicklingError)
 """What asking a painter raises whose process has ended, at whatever moment."""
@@ -142,8 +141,7 @@ def main() -> None:
     from labkit.notebook.plots import RunPlot
 
     # Only now, so that the imports, which the first picture waits for, are soon done.
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(NICENESS)
+    give_way()
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     plots: dict[int, RunPlot] = {}
     while True:
@@ -159,6 +157,19 @@ def main() -> None:
             answer = error
         pickle.dump(answer, outbox)
         outbox.flush()
+
+
+def give_way() -> None:
+    """Draw when the ranks leave a core, and on ones that they fill now and then.
+
+    At a low priority alone it would still be given a time slice while a rank waits to
+    be woken, and all the others would wait for that rank.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # Linux has it
+        with contextlib.suppress(AttributeError, OSError):
+            os.nice(NICENESS)
 
 
 def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
