@@ -224,11 +224,12 @@ def test_what_ends_a_run_while_ranks_come_back_is_heard(
             lab.runs[-1].dispatch._deadline = time.monotonic()
         return bring_back(group, ranks)
 
-    monkeypatch.setattr(RankGroup, "bring_back", end_meanwhile)
     said = "longer than --timeout 90" if ends_by == "--timeout" else "Interrupted"
     death = "die_once(rank == 1 and epoch == 1, 'gone')"
-    with pytest.raises((TimeoutError, KeyboardInterrupt), match=said):
-        lab.train("ddp", cell(death), timeout=90, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(RankGroup, "bring_back", end_meanwhile)
+        with pytest.raises((TimeoutError, KeyboardInterrupt), match=said):
+            lab.train("ddp", cell(death), timeout=90, **options)
     run = lab.runs[-1]
     assert run.state == "interrupted"
     assert [each.ranks for each in run.restarts] == [[1]]
