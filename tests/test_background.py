@@ -104,7 +104,7 @@ def test_stop_ends_it_on_all_ranks_after_the_same_step(
 
 def test_ranks_that_are_far_apart_stop_after_the_same_step(lab: Lab, end: Path) -> None:
     slow = RAW_LOOP.replace(
-        "    num_steps", "    rank or time.sleep(0.01)\n    num_steps"
+        "    num_steps", "    rank or time.sleep(0.002)\n    num_steps"
     )
     run = begin(lab, end, "raw", "import time" + slow)
     run.stop()

@@ -28,8 +28,16 @@ def start_lab(kernel: Kernel) -> str:
     return token
 
 
-@pytest.mark.parametrize("ending", ["kill", "shutdown", "shutdown now", "restart"])
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize(
+    ("ending", "busy"),
+    [
+        ("kill", False),
+        ("kill", True),
+        ("shutdown", False),
+        ("shutdown now", True),
+        ("restart", True),
+    ],
+)
 def test_nothing_is_left_behind(
     ending: str, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,18 +78,13 @@ def test_losses_and_weights_equal_one_process(
     torch.testing.assert_close(weights, model.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_any_number_of_ranks_gives_the_weights_of_one_process(ranks: int) -> None:
-    with Lab(num_ranks=ranks, group_timeout_s=30) as lab:
+def test_an_odd_number_of_ranks_gives_the_weights_of_one_process() -> None:
+    with Lab(num_ranks=3, group_timeout_s=30) as lab:
         code = PLAIN_LOOP.format(batch_size=100, shuffle=False, epochs=1)
         run = train(lab, "ddp", code)
         model, losses = reference(100, epochs=1)
         np.testing.assert_allclose(global_losses(run), losses, rtol=2e-5)
-        for weights in (
-            lab.pull("model", list(range(ranks)), full=True)
-            if (ranks > 1)
-            else [lab.pull("model", full=True)]
-        ):
+        for weights in lab.pull("model", [0, 1, 2], full=True):
             torch.testing.assert_close(
                 weights, model.state_dict(), rtol=1e-4, atol=1e-6
             )

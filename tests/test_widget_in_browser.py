@@ -189,6 +189,14 @@ class Widget:
         self.wait_for_frame()
         return int(self.page.inner_text(".labkit-step").removeprefix("step "))
 
+    def told_at(self, x: float) -> tuple[int, list[list[str]]]:
+        """A step, and the legend's loss and memory of each rank at it."""
+        while True:  # new steps move what is under the mouse
+            step = self.step_at(x)
+            values = self.values()
+            if self.step_at(x) == step:
+                return step, values
+
     def values(self) -> list[list[str]]:
         """The legend: loss and memory of each rank."""
         return self.page.eval_on_selector_all(
@@ -229,8 +237,7 @@ def test_a_run_can_be_looked_into_while_it_runs(
     widget.wait_for_epoch()
 
     # The mouse tells the values at a step.
-    step = widget.step_at(0.3)
-    told = widget.values()
+    step, told = widget.told_at(0.3)
     assert step > 1
 
     # A click switches a rank off, and on again.
