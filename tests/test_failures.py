@@ -18,6 +18,7 @@ from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
+from labkit.notebook import dispatch
 from labkit.notebook import failure
 
 Captured = pytest.CaptureFixture[str]
@@ -455,6 +456,22 @@ def test_a_rank_without_its_nanny_runs_cells_and_is_started_anew(
     assert lab.restart() == [1]
     assert lab.pull("kept", 0) == 100
     lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_rank_that_requests_do_not_reach_is_stopped_all_the_same(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They go by way of ipyparallel's nanny.
+    [nanny] = psutil.Process(int(lab.status()["pid"][1])).children()
+    nanny.suspend()
+    try:
+        loop = "print('here', flush=True)\nwhile True: pass"
+        seconds = interrupt_cell(lab, loop, monkeypatch)
+    finally:
+        nanny.resume()
+    assert dispatch.SIGNAL_AFTER_S < seconds < dispatch.SILENT_AFTER_S
+    assert list(lab.status()["state"]) == ["idle", "idle"]
     assert_all_is_well(lab)
 
 

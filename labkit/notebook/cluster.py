@@ -359,9 +359,13 @@ class Cluster:
 
     def interrupt(self, rank: int, release_after_s: float) -> "Future[Any]":
         """Ask the rank to stop its cell; the future is done when it has heard that."""
-        if self.is_deaf(rank):  # its Python code can be stopped all the same
-            self._engines[rank].send(signal.SIGINT)
+        if self.is_deaf(rank):
+            self.signal(rank)
         return self.ask(rank, "interrupt", release_after_s=release_after_s)
+
+    def signal(self, rank: int) -> None:
+        """Stop the rank's Python code, but no collective, by a signal of the system."""
+        self._engines[rank].send(signal.SIGINT)
 
     def kill(self, rank: int, why: str = "ended by labkit") -> None:
         """End the rank's process at once; `why` is then the cause of its death."""

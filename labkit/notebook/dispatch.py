@@ -26,6 +26,11 @@ GRACE_S = 0.2
 same line needs no interrupt, and the group then stays as it is."""
 
 REPEAT_S = 0.5
+ASK_AGAIN_S = 2.0
+"""When a rank is asked again that has not answered; a message may be stuck on its way
+until the next one comes."""
+SIGNAL_AFTER_S = 4.0
+"""When one that has not answered gets a signal too, past ipyparallel's channels."""
 KILL_AFTER_S = 30.0
 """A rank that goes on for so long after an interrupt is ended."""
 SILENT_AFTER_S = 10.0
@@ -77,8 +82,10 @@ class Dispatch:
         self._next_interrupt = 0.0
         self._interrupted_at: float | None = None
         self._kill_at: float | None = None
-        self._requests: dict[int, tuple[float, Future[Any]]] = {}
-        """The last interrupt of each rank, and when it was sent."""
+        self._asked_at: dict[int, float] = {}
+        """When each rank was last asked to stop."""
+        self._silent_since: dict[int, float] = {}
+        """When one that has not answered was asked first."""
         self._killed: set[int] = set()
         self._heard_at: dict[int, float] = {}
         """When a rank that is done with the cell was last heard, by rank."""
@@ -112,7 +119,7 @@ class Dispatch:
         self._events = queue.SimpleQueue()  # what comes late is for the old one
         self._order = []
         self._stop_since = None
-        self._requests = {}
+        self._asked_at, self._silent_since = {}, {}
         self._killed = set()
         self._spec = dataclasses.asdict(spec)
 
@@ -311,18 +318,27 @@ class Dispatch:
             return
         self._next_interrupt = now + REPEAT_S
         for rank in self._pending:
-            _, last = self._requests.get(rank, (0.0, None))
-            if last is None or last.done():
-                heard = self._cluster.interrupt(rank, release_after_s=GRACE_S)
-                self._requests[rank] = now, heard
+            silent_since = self._silent_since.get(rank)
+            if silent_since is None or now - self._asked_at[rank] > ASK_AGAIN_S:
+                self._ask_to_stop(rank, now)
+                if silent_since is not None and now - silent_since > SIGNAL_AFTER_S:
+                    self._cluster.signal(rank)
+
+    def _ask_to_stop(self, rank: int, now: float) -> None:
+        self._asked_at[rank] = now
+        self._silent_since.setdefault(rank, now)
+
+        def hear(answer: "Future[Any]") -> None:
+            self._silent_since.pop(rank, None)
+
+        answer = self._cluster.interrupt(rank, release_after_s=GRACE_S)
+        answer.add_done_callback(hear)
 
     def _is_past_stopping(self, rank: int, now: float) -> bool:
         """Whether nothing will stop the rank but the end of its process."""
         assert self._stop_since is not None
-        sent_at, heard = self._requests.get(rank, (now, None))
-        is_silent = heard is not None and not heard.done()
         return (
-            (is_silent and now - sent_at > SILENT_AFTER_S)
+            now - self._silent_since.get(rank, now) > SILENT_AFTER_S
             or now - self._stop_since > KILL_AFTER_S
             or (self._kill_at is not None and now > self._kill_at)
         )
