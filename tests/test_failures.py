@@ -470,7 +470,8 @@ def test_a_rank_that_requests_do_not_reach_is_stopped_all_the_same(
         seconds = interrupt_cell(lab, loop, monkeypatch)
     finally:
         nanny.resume()
-    assert dispatch.SIGNAL_AFTER_S < seconds < dispatch.SILENT_AFTER_S
+    alone_s = dispatch.ASK_AGAIN_S * dispatch.NUM_ASKED_ALONE
+    assert alone_s < seconds < dispatch.ASK_AGAIN_S * dispatch.NUM_ASKED
     assert list(lab.status()["state"]) == ["idle", "idle"]
     assert_all_is_well(lab)
 

@@ -198,7 +198,7 @@ def test_hang_after_is_a_number_of_seconds(lab: Lab, wrong: Any) -> None:
 def test_a_rank_that_holds_the_gil_is_restarted(
     lab: Lab, until_noted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "SILENT_AFTER_S", 1.0)
+    monkeypatch.setattr(dispatch, "ASK_AGAIN_S", 0.2)
     pids = lab.status()["pid"]
     lab.run("kept = 1")
     text = until_noted(lambda: lab.run(HOLD_THE_GIL, hang_after=0.6))
@@ -273,7 +273,7 @@ def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
 def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "SILENT_AFTER_S", 1.0)
+    monkeypatch.setattr(dispatch, "ASK_AGAIN_S", 0.2)
     code = "if rank == 0: raise ValueError('on purpose')" + HOLD_THE_GIL
     with pytest.raises(RankError) as caught:
         lab.run(code)

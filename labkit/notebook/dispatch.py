@@ -26,15 +26,14 @@ GRACE_S = 0.2
 same line needs no interrupt, and the group then stays as it is."""
 
 REPEAT_S = 0.5
-ASK_AGAIN_S = 2.0
-"""When a rank is asked again that has not answered; a message may be stuck on its way
-until the next one comes."""
-SIGNAL_AFTER_S = 4.0
-"""When one that has not answered gets a signal too, past ipyparallel's channels."""
 KILL_AFTER_S = 30.0
 """A rank that goes on for so long after an interrupt is ended."""
-SILENT_AFTER_S = 10.0
-"""And so is one that does not even answer it: native code there holds the GIL."""
+ASK_AGAIN_S = 2.0
+NUM_ASKED = 5
+"""And so is one that does not even answer, asked so often: native code there holds the
+GIL. What counts is not the time alone, which passes for a whole machine that sleeps."""
+NUM_ASKED_ALONE = 2
+"""From then on it gets a signal too: ipyparallel's channels may be stuck."""
 SECOND_AFTER_S = 2.5
 AGAIN_S = 0.5
 """A second interrupt ends what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
@@ -84,8 +83,8 @@ class Dispatch:
         self._kill_at: float | None = None
         self._asked_at: dict[int, float] = {}
         """When each rank was last asked to stop."""
-        self._silent_since: dict[int, float] = {}
-        """When one that has not answered was asked first."""
+        self._num_asked: dict[int, int] = {}
+        """How often, since it last answered."""
         self._killed: set[int] = set()
         self._heard_at: dict[int, float] = {}
         """When a rank that is done with the cell was last heard, by rank."""
@@ -119,7 +118,7 @@ class Dispatch:
         self._events = queue.SimpleQueue()  # what comes late is for the old one
         self._order = []
         self._stop_since = None
-        self._asked_at, self._silent_since = {}, {}
+        self._asked_at, self._num_asked, self._heard_at = {}, {}, {}
         self._killed = set()
         self._spec = dataclasses.asdict(spec)
 
@@ -318,18 +317,18 @@ class Dispatch:
             return
         self._next_interrupt = now + REPEAT_S
         for rank in self._pending:
-            silent_since = self._silent_since.get(rank)
-            if silent_since is None or now - self._asked_at[rank] > ASK_AGAIN_S:
+            num_asked = self._num_asked.get(rank, 0)
+            if num_asked == 0 or now - self._asked_at[rank] > ASK_AGAIN_S:
                 self._ask_to_stop(rank, now)
-                if silent_since is not None and now - silent_since > SIGNAL_AFTER_S:
+                if num_asked >= NUM_ASKED_ALONE:
                     self._cluster.signal(rank)
 
     def _ask_to_stop(self, rank: int, now: float) -> None:
         self._asked_at[rank] = now
-        self._silent_since.setdefault(rank, now)
+        self._num_asked[rank] = self._num_asked.get(rank, 0) + 1
 
         def hear(answer: "Future[Any]") -> None:
-            self._silent_since.pop(rank, None)
+            self._num_asked.pop(rank, None)
 
         answer = self._cluster.interrupt(rank, release_after_s=GRACE_S)
         answer.add_done_callback(hear)
@@ -337,8 +336,12 @@ class Dispatch:
     def _is_past_stopping(self, rank: int, now: float) -> bool:
         """Whether nothing will stop the rank but the end of its process."""
         assert self._stop_since is not None
+        is_silent = (
+            self._num_asked.get(rank, 0) >= NUM_ASKED
+            and now - self._asked_at[rank] > ASK_AGAIN_S
+        )
         return (
-            now - self._silent_since.get(rank, now) > SILENT_AFTER_S
+            is_silent
             or now - self._stop_since > KILL_AFTER_S
             or (self._kill_at is not None and now > self._kill_at)
         )
