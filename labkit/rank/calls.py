@@ -26,12 +26,14 @@ def warm_up() -> None:
     """Load what the first cells would have to wait for, while the user reads.
 
     An optimizer imports torch._dynamo when the first one is made (1.6 s), a checkpoint
-    its planner (0.3 s), and IPython its formatter when the first traceback is shown
+    its planner (0.3 s), what was bound to a former group is rebound by way of DTensor's
+    debug module, and IPython needs its formatter when the first traceback is shown
     (0.5 s). Not in a thread: two threads that import the same modules can leave one
     half made.
     """
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.checkpoint")
+    importlib.import_module("torch.distributed.tensor.debug")
     try:
         raise RuntimeError
     except RuntimeError:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 
 Group = dist.ProcessGroup
@@ -81,8 +80,12 @@ def bind_to_new_groups(
                 holder[place] = successors.get(former.names[value], value)
     for mesh in meshes:
         rename_groups(mesh, successors)
-    # It holds results with meshes of before, for whatever mesh is equal to one.
-    _clear_sharding_prop_cache()
+    if meshes:
+        # It takes 0.8 s to load, which an engine without meshes has no use for.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # It holds results with meshes of before, for whatever mesh is equal to one.
+        _clear_sharding_prop_cache()
     recover_models(found, is_group_new=True)
 
 
