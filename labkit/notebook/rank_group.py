@@ -153,6 +153,8 @@ class RankGroup:
             self._start_again(ranks)
         if not self._is_whole:
             self._form()
+        if ranks:
+            self.cluster.begin(f"{_CALLS}:warm_up", ranks=ranks)
         return list(ranks)
 
     def stop(self) -> None:
