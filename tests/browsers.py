@@ -135,6 +135,7 @@ class NotebookPage:
 
     def __init__(self, browser: Browser, server: LabServer, name: str) -> None:
         self.path = server.notebooks / name
+        self._server = server
         self._page = browser.new_page(viewport={"width": 1280, "height": 1000})
         self._page.set_default_timeout(WAIT_MS)
         # To leave a page with changes is confirmed, where the browser asks.
@@ -157,11 +158,12 @@ class NotebookPage:
         return self.cell(index).locator(".jp-Cell-outputArea")
 
     def reload(self) -> None:
-        """Reload the page; JupyterLab opens the notebook again by itself.
+        """Load the page anew, by the notebook's address.
 
-        What `watch_pictures` noted is gone then.
+        What `watch_pictures` noted is gone then. (To reload it shows what JupyterLab
+        noted last of its layout, which is another notebook now and then.)
         """
-        self._page.reload()
+        self._page.goto(self._server.url(f"lab/tree/{self.path.name}") + "&reset")
         expect(self.cell(0)).to_be_visible()
         expect(self._page.locator(".jp-Spinner")).to_have_count(0)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -238,15 +239,25 @@ def test_what_ends_a_run_while_ranks_come_back_is_heard(
 
 
 def test_a_run_that_is_stopped_while_ranks_come_back_ends_there(
-    lab: Lab, cell: Callable[[str], str], options: dict[str, Any], tmp_path: Path
+    lab: Lab,
+    cell: Callable[[str], str],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    has_begun, bring_back = threading.Event(), RankGroup.bring_back
+
+    def tell(group: RankGroup, ranks: list[int]) -> list[int]:
+        has_begun.set()
+        return bring_back(group, ranks)
+
     death = "die_once(rank == 1 and epoch == 2, 'gone')"
-    run = lab.train("ddp", cell(death), every=3, background=True, **options)
-    is_dead = False
-    while not is_dead and run.state == "running":
-        is_dead = "dead" in list(lab.status()["state"])
-    run.stop()
-    run.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(RankGroup, "bring_back", tell)
+        run = lab.train("ddp", cell(death), every=3, background=True, **options)
+        assert has_begun.wait(60)
+        run.stop()
+        run.wait()
     assert run.state == "interrupted"
     assert [each.ranks for each in run.restarts] == [[1]]
     [*_, last] = all_in(tmp_path / "kept")
