@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from labkit import Lab
 from labkit import RankError
 from labkit import checkpoint
+from labkit.checkpoint.folders import Aside
+from labkit.checkpoint.folders import remove_leftovers
 from labkit.notebook.runs import Run
 
 pytestmark = pytest.mark.timeout(90)
@@ -526,3 +528,22 @@ def test_a_save_waits_for_nobody_to_end(tmp_path: Path) -> None:
         if thread.name == "labkit-save":
             thread.join(timeout=30)
     assert threading.active_count() == threads
+
+
+def test_a_folder_in_the_making_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    # As a save and the removal of old checkpoints do at the same time.
+    has_ended = threading.Event()
+
+    def clean() -> None:
+        while not has_ended.is_set():
+            remove_leftovers(tmp_path)
+
+    cleaner = threading.Thread(target=clean)
+    cleaner.start()
+    try:
+        for number in range(500):
+            with Aside(tmp_path / f"step-{number}") as aside:
+                (aside.path / "file").touch()
+    finally:
+        has_ended.set()
+        cleaner.join()

@@ -57,9 +57,21 @@ class Aside:
         self.path = folder.parent / f".{folder.name}.labkit-{uuid4().hex}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent)
-        self.path.mkdir()
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = self._make()
+
+    def _make(self) -> int:
+        """Make the folder and lock it; the lock.
+
+        Until it is locked, whoever looks for leftovers may take it for one.
+        """
+        while True:
+            self.path.mkdir()
+            with contextlib.suppress(FileNotFoundError):
+                lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return lock
+                os.close(lock)
 
     def __enter__(self) -> "Aside":
         return self
