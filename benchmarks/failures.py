@@ -23,6 +23,7 @@ from _kernel import lab_kernel
 from _measure import parser
 from _measure import print_table
 from _measure import spread
+from chaos import HOLD_THE_GIL
 
 from labkit.notebook import watchdog
 
@@ -77,29 +78,15 @@ for x, y in loader:
     sgd.step()
     sgd.zero_grad()
 """
-# The mutex is locked twice, with the GIL held meanwhile: no signal ends that.
-HOLD_THE_GIL = """if rank == 1:
-    import ctypes
-    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-    c.pthread_mutex_lock(mutex); c.pthread_mutex_lock(mutex)
-time.sleep(60)"""
-
 TRAIN = "%%dist_train {} --no-live"
 
 CASES = [
     Case("one raises, one in all_reduce", f"if rank == 0: {{fail}}\n{ENTER}"),
     Case("one raises, one sleeps", "if rank == 0: {fail}\ntime.sleep(60)"),
     Case("every rank raises", "{fail}"),
-    Case(
-        "one raises in backward, ddp", IN_BACKWARD, magic="%%dist_train ddp --no-live"
-    ),
-    Case(
-        "one raises in backward, fsdp", IN_BACKWARD, magic="%%dist_train fsdp --no-live"
-    ),
-    Case(
-        "one raises in backward, zero3",
-        IN_BACKWARD,
-        magic="%%dist_train zero3 --no-live",
+    *(
+        Case(f"one raises in backward, {name}", IN_BACKWARD, magic=TRAIN.format(name))
+        for name in ("ddp", "fsdp", "zero3")
     ),
     Case("interrupt, Python loop", "while True: sum(range(1000))", 1),
     Case(
@@ -117,7 +104,12 @@ CASES = [
         "dist.new_group([0, 1]) if rank == 0 else dist.recv(torch.ones(1), 0)",
         1,
     ),
-    Case("two interrupts, the GIL is held", HOLD_THE_GIL, 2, loses=1),
+    Case(
+        "two interrupts, the GIL is held",
+        f"if rank == 1:{HOLD_THE_GIL}\ntime.sleep(60)",
+        2,
+        loses=1,
+    ),
     Case(
         "SIGKILL of rank 1, the other sleeps",
         "if rank == 1: {die}\ntime.sleep(60)",

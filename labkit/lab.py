@@ -1,4 +1,4 @@
-"""Lab: the notebook-side session. Joins cluster, collector, view and runs."""
+"""Lab: the notebook-side session. Joins the ranks and their runs."""
 
 import contextlib
 import itertools
