@@ -1,6 +1,5 @@
 """Sees a run with `--elastic` to its end: brings dead ranks back, and goes on."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from labkit.notebook import saved_runs
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
+from labkit.notebook.output import say
 from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.runs import Restart
@@ -159,7 +159,3 @@ class Elastic:
 
 def cause_of(died: Outcome) -> str:
     return died.evalue.split("; ")[0]
-
-
-def say(text: str) -> None:
-    print(f"labkit: {text}", file=sys.stderr)

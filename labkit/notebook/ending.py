@@ -1,6 +1,5 @@
 """Sees a cell to its end on every rank, mends the group, and says how it ended."""
 
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from labkit.notebook.failure import CellTimeoutError
 from labkit.notebook.failure import Interrupted
 from labkit.notebook.failure import RankError
 from labkit.notebook.failure import first_failure
+from labkit.notebook.output import say
 from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.runs import Run
@@ -91,6 +91,6 @@ def settle(
     if not lost:
         group.settle(outcomes)
         return
-    print(f"labkit: {format_ranks(lost)} did not stop: restarting", file=sys.stderr)
+    say(f"{format_ranks(lost)} did not stop: restarting")
     with dispatch.noting_interrupts():
         group.settle(outcomes)

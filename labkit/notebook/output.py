@@ -31,6 +31,11 @@ class Item:
     transient: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
+def say(text: str) -> None:
+    """Write a line of labkit's own to stderr."""
+    print(f"labkit: {text}", file=sys.stderr)
+
+
 def is_notebook() -> bool:
     """Whether this process is a kernel that shows rich output."""
     if "IPython" not in sys.modules:

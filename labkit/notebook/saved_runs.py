@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import psutil
 
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
+from labkit.notebook.output import say
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
 from labkit.records import COMPONENTS
@@ -160,12 +160,12 @@ def _take_outcome(run: Run, outcome: Outcome) -> None:
     if not has_died:
         collector.finish(rank, outcome.num_records)
     if collector.lost[rank]:
-        _say(
+        say(
             f"{collector.lost[rank]:,} records of rank {rank} never came, and are in "
             "no journal"
         )
     if outcome.num_not_on_disk:
-        _say(
+        say(
             f"rank {rank} had {outcome.num_not_on_disk:,} of its "
             f"{outcome.num_records:,} records in memory alone while it ran: "
             f"{outcome.disk_error}"
@@ -176,11 +176,7 @@ def warn_once(folder: Path, text: str) -> None:
     """Say it on stderr, but once for each folder."""
     if folder not in _warned:
         _warned.add(folder)
-        _say(text)
-
-
-def _say(text: str) -> None:
-    print(f"labkit: {text}", file=sys.stderr)
+        say(text)
 
 
 def summarize(run: Run) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """One training run on a lab's ranks: sent, shown, and seen to its end."""
 
-import sys
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from labkit.notebook.functions import source_of
 from labkit.notebook.live_view import LiveView
 from labkit.notebook.options import first_step_of
 from labkit.notebook.output import execution_count
+from labkit.notebook.output import say
 from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Run
 from labkit.records import FUNCTION_NAME
@@ -112,7 +112,7 @@ class Training:
             if self._view:
                 self._view.close()
         for mismatch in self.run.mismatches:
-            print(f"labkit: {mismatch}", file=sys.stderr)
+            say(mismatch)
 
     def _send_work(self) -> None:
         call = partial(self._group.cluster.call, ranks=self._targets)
