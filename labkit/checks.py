@@ -9,6 +9,14 @@ from typing import Any
 
 from labkit.records import RANK_NAMES
 
+
+class UnsupportedLoopError(ValueError):
+    """A loop whose result would not be that of one process on the same batches.
+
+    Its message says what was found, and what to write instead.
+    """
+
+
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxlong = 40

@@ -248,6 +248,14 @@ class ReplicaNotes:
 
 
 @dataclass(frozen=True)
+class Note:
+    """A sentence about the cell's loop, to be shown under the run: what may not be what
+    one process computes, or what labkit did otherwise than the cell says."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Frame:
     """One call on a stack."""
 
@@ -405,4 +413,8 @@ def is_message(value: Any) -> bool:
     )
 
 
-_CONTENT = {"batch": Batch, "report": Measurement | ReplicaNotes, "outcome": Outcome}
+_CONTENT = {
+    "batch": Batch,
+    "report": Measurement | ReplicaNotes | Note,
+    "outcome": Outcome,
+}

@@ -16,6 +16,7 @@ from labkit.records import RECORD
 from labkit.records import STEP_TAKEN
 from labkit.records import Batch
 from labkit.records import Measurement
+from labkit.records import Note
 from labkit.records import Progress
 from labkit.records import ReplicaNotes
 
@@ -42,6 +43,8 @@ class Collector:
         self.measurements: dict[int, list[Measurement]] = {rank: [] for rank in ranks}
         """Of the steps that were measured, in order."""
         self.replica_notes: dict[int, ReplicaNotes] = {}
+        self.notes: list[str] = []
+        """What ranks said of the cell's loop, each sentence once."""
         self._notices_steps: set[int] = set()
         """Ranks whose optimizer steps are noticed; of the others `log` tells them."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
@@ -154,12 +157,14 @@ class Collector:
             if before <= num_records
         }
 
-    def add_report(self, rank: int, report: Measurement | ReplicaNotes) -> None:
-        """Take what a rank measured in one step, or its notes at the end."""
+    def add_report(self, rank: int, report: Measurement | ReplicaNotes | Note) -> None:
+        """Take what a rank measured in one step, or says of the loop."""
         if isinstance(report, Measurement):
             self.measurements[rank].append(report)
-        else:
+        elif isinstance(report, ReplicaNotes):
             self.replica_notes[rank] = report
+        elif report.text not in self.notes:
+            self.notes.append(report.text)
 
     def finish(self, rank: int, num_records: int) -> None:
         """Take a rank's last word: how many records it sent."""

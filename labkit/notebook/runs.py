@@ -223,6 +223,11 @@ class Run:
         return find_mismatches(self.collector.replica_notes, self.strategy)
 
     @property
+    def notes(self) -> list[str]:
+        """What is to be known of the cell's loop under this strategy, in sentences."""
+        return list(self.collector.notes)
+
+    @property
     def not_on_disk(self) -> int:
         """Records that ranks could not write to disk while they ran, as it was full."""
         outcomes = self.info.get("outcomes", [])

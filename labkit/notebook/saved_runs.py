@@ -226,6 +226,7 @@ def describe(run: Run) -> dict[str, Any]:
         "progress": {rank: asdict(p) for rank, p in collector.progress.items()},
         "lost": collector.lost,
         "mismatches": run.mismatches,
+        "notes": run.notes,
         "measurements": {
             rank: [asdict(each) for each in measured]
             for rank, measured in collector.measurements.items()
@@ -268,6 +269,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
     other = info.keys() - describe(Run("", "", "", Collector([]))).keys()
     run.info = {key: info[key] for key in info if key in other}
     run._mismatches = [str(each) for each in info["mismatches"]]
+    collector.notes = [str(each) for each in info.get("notes", [])]
     for rank in collector.ranks:
         collector.measurements[rank] = [
             Measurement(

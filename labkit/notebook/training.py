@@ -111,8 +111,8 @@ class Training:
         finally:
             if self._view:
                 self._view.close()
-        for mismatch in self.run.mismatches:
-            say(mismatch)
+        for sentence in [*self.run.notes, *self.run.mismatches]:
+            say(sentence)
 
     def _send_work(self) -> None:
         call = partial(self._group.cluster.call, ranks=self._targets)

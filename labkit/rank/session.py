@@ -42,6 +42,7 @@ from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
 from labkit.records import STEP_TAKEN
 from labkit.records import CheckpointPlan
+from labkit.records import Note
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.model_options import BatchNorm
@@ -111,6 +112,7 @@ class Session:
         """Of this step so far; 0 where samples are no sequences of tokens."""
         self._step_ended: float | None = None
         """When the step before this one did; None in the first of an epoch."""
+        self._noted: set[str] = set()
         self._optimizer_steps = 0
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
@@ -159,6 +161,12 @@ class Session:
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""
         return [optimizer.prepared for optimizer in self._optimizers]
+
+    def note(self, text: str) -> None:
+        """Have a sentence about the cell's loop shown under the run, once."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self._report(Note(text))
 
     # ---- the three names a cell has ----
 
