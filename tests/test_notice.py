@@ -11,6 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
+from labkit.strategies import backward
 
 
 class Notes:
@@ -18,7 +19,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.steps: list[Loss | None] = []
-        self.noticer = Noticer(self.steps.append)
+        self.noticer = Noticer(lambda loss, number: self.steps.append(loss))
 
 
 @pytest.fixture
@@ -52,12 +53,12 @@ def test_the_loss_of_a_plain_loop_is_noticed(notes: Notes, x: nn.Parameter) -> N
     assert notes.steps == losses
 
 
-def test_accumulation_gives_the_mean_of_all_microbatches(
+def test_accumulation_gives_what_the_step_descends(
     notes: Notes, x: nn.Parameter
 ) -> None:
     optimizer = sgd(x)
     for number in range(1, 7):
-        (number * x.sum() / 7).backward()
+        (number * x.sum() / 7 / 3).backward()
         if number % 3 == 0:
             optimizer.step()
     assert notes.steps[0] == pytest.approx(2.0)
@@ -87,12 +88,51 @@ def test_an_optimizer_from_before_the_cell_is_watched(x: nn.Parameter) -> None:
     assert notes.steps == [7.0]
 
 
-def test_a_backward_of_more_than_a_scalar_is_no_loss(
+@pytest.mark.parametrize(
+    ("gradient", "loss"), [([1.0, 1.0], 14.0), ([0.5, 0.5], 7.0), ([1.0, 0.5], None)]
+)
+def test_a_vector_is_a_loss_where_its_gradient_is_that_of_a_sum(
+    gradient: list[float], loss: float | None, notes: Notes, x: nn.Parameter
+) -> None:
+    (2 * x).backward(torch.tensor(gradient))
+    sgd(x).step()
+    assert notes.steps == [loss]
+
+
+def test_backward_by_any_name_is_noticed(notes: Notes, x: nn.Parameter) -> None:
+    torch.autograd.backward([x.sum(), 2 * x.sum()])
+    sgd(x).step()
+    assert notes.steps == [21.0]
+
+
+def test_a_step_that_calls_another_is_one_step(notes: Notes, x: nn.Parameter) -> None:
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    optimizer = Lookahead(sgd(x))
+    x.sum().backward()
+    optimizer.step()
+    assert notes.steps == [7.0]
+
+
+def test_a_step_of_several_evaluations_has_the_first_loss(
     notes: Notes, x: nn.Parameter
 ) -> None:
-    (2 * x).backward(torch.ones(2))
-    sgd(x).step()
-    assert notes.steps == [None]
+    optimizer = torch.optim.LBFGS([x], lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (x**2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert notes.steps == [25.0]
 
 
 def test_a_noticed_loss_stays_when_the_tensor_is_changed(
@@ -202,8 +242,9 @@ def test_scale_gives_what_it_gave(notes: Notes) -> None:
 
 def patched_places() -> list[Any]:
     return [
-        torch.Tensor.backward,
+        list(backward._watchers),
         torch.amp.GradScaler.scale,
+        dict(torch_optimizer._global_optimizer_pre_hooks),
         dict(torch_optimizer._global_optimizer_post_hooks),
     ]
 

@@ -138,7 +138,7 @@ class Checkpoints:
                 f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer"
             )
         for part in self._prepared():
-            if model is part.model or model is part.module:
+            if model is part.module:
                 return [part]
         if is_zero(model):
             raise ValueError(

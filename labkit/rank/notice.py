@@ -1,74 +1,99 @@
-"""Notices the loss given to `backward()` and the optimizer's steps in any loop."""
+"""Notices the losses of backward passes and the optimizers' steps in any loop."""
 
 import contextlib
+import sys
 from collections.abc import Callable
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from labkit.strategies import backward
+from labkit.strategies.backward import Roots
+from labkit.strategies.backward import Seeds
 
 Loss = float | torch.Tensor
 Result = TypeVar("Result")
 
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+"""What torch wraps the `step` of every optimizer in."""
+
 
 class Noticer:
-    """Watches one run: `on_step(loss)` is called after every optimizer step.
+    """Watches one run: `on_step(loss, number)` is called after every optimizer step,
+    with the number of the optimizer, counted from 0 as they come.
 
-    `loss` is the weighted mean of those given to `backward()` since the last step, one
-    a microbatch; None if there was none, or none that counts.
+    `loss` is what the step descends: the sum of what was given to backward passes since
+    the last step, each times the gradient that it began with; where the loop has its
+    batches from labkit's loader, microbatches count with their weights. None if there
+    was no loss, or none that counts.
     """
 
-    def __init__(self, on_step: Callable[[Loss | None], None]) -> None:
+    def __init__(self, on_step: Callable[[Loss | None, int], None]) -> None:
         self.weight = 1.0
         """What a backward pass is scaled by: see `labkit.rank.loader.Share`."""
-        self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
-        """Makes of a loss what the backward pass begins with: see `Prepared.scale`."""
+        self.batch = 0
+        """The number of the global batch that the loop has."""
+        self.microbatch = 0
+        """The number of the part of it."""
+        self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda seed: seed
+        """Makes of the gradient of a loss what the backward pass begins with: see
+        `Prepared.scale`."""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         """Called before (True) and after a backward pass."""
+        self.check_gradients_of: Callable[[Roots], None] = lambda inputs: None
+        """Called with what `torch.autograd.grad` is asked for."""
+        self.check_graph: Callable[[], None] = lambda: None
+        """Called before a backward pass that is to be differentiated itself."""
+        self.check_optimizer: Callable[[torch.optim.Optimizer], None] = lambda o: None
+        """Called before the step of an optimizer that is none of `prepare`'s."""
         self._on_step = on_step
-        self._losses: list[tuple[Loss, float]] = []
+        self._losses: list[tuple[Loss, float, int, int]] = []
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._is_inside_step = False
 
-    def step(self, take: Callable[[], Result]) -> Result:
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many optimizers came before this one."""
+        return self._numbers.setdefault(optimizer, len(self._numbers))
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, take: Callable[[], Result]
+    ) -> Result:
         """Take one step, however often `take` calls the `step` of optimizers."""
         self._is_inside_step = True
         try:
             result = take()
         finally:
             self._is_inside_step = False
-        self._report()
+        self._report(optimizer)
         return result
 
-    def _report(self) -> None:
+    def begin_microbatch(self, *, is_first: bool) -> None:
+        """The loop has another microbatch: of the same global batch, or the first of
+        the next."""
+        self.batch += is_first
+        self.microbatch += 1
+
+    def _report(self, optimizer: torch.optim.Optimizer) -> None:
         losses, self._losses = self._losses, []
-        total = sum(weight for _, weight in losses)
-        mean = None
-        if total:
-            mean = sum(loss * (weight / total) for loss, weight in losses if weight)
-        self._on_step(mean)
+        total: Loss | None = None
+        for batch in dict.fromkeys(number for _, _, number, _ in losses):
+            ours = [each for each in losses if each[2] == batch]
+            weights = {microbatch: weight for _, weight, _, microbatch in ours}
+            if whole := sum(weights.values()):
+                mean = sum(loss * (weight / whole) for loss, weight, _, _ in ours)
+                total = mean if total is None else total + mean
+        self._on_step(total, self.number_of(optimizer))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch `Tensor.backward`, `GradScaler.scale` and every optimizer's step."""
-        backward = torch.Tensor.backward
+        """Watch backward passes, `GradScaler.scale` and every optimizer's step."""
         scale = torch.amp.GradScaler.scale
-        noticer = self
-
-        def noticed_backward(
-            self: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: Any
-        ) -> None:
-            if self.numel() == 1:
-                loss = snapshot(getattr(self, "_unscaled_loss", self))
-                noticer._losses.append((loss, noticer.weight))
-                if noticer.weight != 1.0:
-                    ones = torch.ones_like(self) if gradient is None else gradient
-                    gradient = noticer.weight * ones
-                self = noticer.scale(self)
-            noticer.on_backward(True)
-            backward(self, gradient, *args, **kwargs)
-            noticer.on_backward(False)
 
         def noticed_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = scale(self, outputs)
@@ -76,19 +101,78 @@ class Noticer:
                 scaled._unscaled_loss = outputs.detach()
             return scaled
 
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
-            if not self._is_inside_step:
-                self._report()
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
+            if not self._is_inside_step and num_steps_under_way() == 1:
+                self.check_optimizer(optimizer)
 
-        torch.Tensor.backward = noticed_backward  # type: ignore[method-assign]
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
+            if not self._is_inside_step and num_steps_under_way() == 1:
+                self._report(optimizer)
+
         torch.amp.GradScaler.scale = noticed_scale  # type: ignore[method-assign]
-        handle = register_optimizer_step_post_hook(after_step)
+        handles = [
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        ]
         try:
-            yield
+            with backward.watching(self):
+                yield
         finally:
-            handle.remove()
-            torch.Tensor.backward = backward  # type: ignore[method-assign]
+            for handle in handles:
+                handle.remove()
             torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+    # ---- what `labkit.strategies.backward` tells ----
+
+    def begin(self, roots: Roots, seeds: Seeds, create_graph: bool) -> Seeds:
+        if create_graph:
+            self.check_graph()
+        values = [value_of(*each) for each in zip(roots, seeds, strict=True)]
+        found = [value for value in values if value is not None]
+        # Of a step that evaluates its loss several times the first one counts.
+        is_again = self._losses and (self._is_inside_step or num_steps_under_way())
+        if found and not is_again:
+            place = self.batch, self.microbatch
+            self._losses.append((sum(found[1:], found[0]), self.weight, *place))
+        seeds = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
+        self.on_backward(True)
+        return seeds
+
+    def end(self) -> None:
+        self.on_backward(False)
+
+    def differentiating(self, inputs: Roots) -> None:
+        self.check_gradients_of(inputs)
+
+    def _scaled(self, seed: torch.Tensor) -> torch.Tensor:
+        return self.scale(seed if self.weight == 1.0 else self.weight * seed)
+
+
+def num_steps_under_way() -> int:
+    """How many optimizers' `step` are on the stack, one calling the other."""
+    frame: FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None:
+        found += frame.f_code is _STEP
+        frame = frame.f_back
+    return found
+
+
+def value_of(root: Any, seed: torch.Tensor | None) -> Loss | None:
+    """What a loss adds to what a step descends; None for what is no loss: the gradient
+    of a tensor of several elements is that of a mean or a sum only where it is the same
+    for all of them."""
+    if not isinstance(root, torch.Tensor) or seed is None:
+        return None
+    root = getattr(root, "_unscaled_loss", root)
+    root = root.detach()
+    # On a GPU the values are not looked at, for the loop would wait for them.
+    is_here = seed.device.type == "cpu"
+    if root.numel() == 1:
+        return snapshot(root if is_here and seed.item() == 1.0 else root * seed)
+    if is_here and root.numel() and bool((seed == seed.flatten()[0]).all()):
+        return snapshot((root * seed).sum())
+    return None
 
 
 def snapshot(value: Any) -> Loss:

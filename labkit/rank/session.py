@@ -3,17 +3,20 @@
 import contextlib
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
+from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import shown
@@ -45,10 +48,13 @@ from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
+from labkit.strategies.backward import Roots
+from labkit.strategies.backward import release_former
 from labkit.strategies.model_options import BatchNorm
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.model_options import compile_blocks
 from labkit.strategies.model_options import replace_batchnorm
+from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero
 
@@ -87,6 +93,11 @@ class Session:
         self._emitter = emitter
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
+        self._noticer.on_backward = self._on_backward
+        if strategy.technique is not None and not strategy.is_single:
+            self._noticer.check_optimizer = self._check_optimizer
+            self._noticer.check_gradients_of = self._check_gradients_of
+            self._noticer.check_graph = self._check_graph
         self._report = report
         self._after_step = after_step
         self._probe: StepProbe | None = None
@@ -114,6 +125,9 @@ class Session:
         """When the step before this one did; None in the first of an epoch."""
         self._noted: set[str] = set()
         self._optimizer_steps = 0
+        self._steps_by_optimizer: Counter[int] = Counter()
+        self._is_first_microbatch = True
+        """Whether the loop's next one is of another global batch."""
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
 
@@ -153,7 +167,7 @@ class Session:
         for undo in reversed(self._undo):
             undo()
         for optimizer in self._optimizers:
-            optimizer.take_step = lambda prepared: prepared.step()
+            optimizer.take_step = take_plain_step
         self._has_ended = True
         self._undo.clear()
         self._optimizers.clear()
@@ -194,7 +208,10 @@ class Session:
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
                 "fit use another strategy, as %%dist_train ddp"
             )
+        if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
+            optimizer = optimizer.prepared.optimizer
         check_prepared(model, optimizer)
+        self._check_ownership(model, optimizer)
         check_flag("shuffle", shuffle)
         options = self.options
         loader, batches = deal_out(
@@ -217,15 +234,19 @@ class Session:
             self._undo += compile_blocks(model)
         technique = self.strategy.load()
         prepared = technique(model.to(self.device), optimizer, self.device, options)
+        prepared.note = self.note
         self._undo.append(prepared.close)
-        note = prepared.model.register_forward_pre_hook(step.note_input)
+        note = model.register_forward_pre_hook(step.note_input)
         self._undo.append(note.remove)
         self.forecastable = step
         self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
         self._noticer.weight = 1.0 / options.accumulate
         stepping = PreparedOptimizer(prepared, self._take_step)
+        stepping.mean_loss = self._mean_over_ranks
+        self._noticer.number_of(stepping)
         self._optimizers.append(stepping)
+        speak_as_ddp(model)
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
         rank_loader = RankLoader(
@@ -241,7 +262,7 @@ class Session:
         self._keeper.add(stepping, rank_loader)
         if not self._optimizer_steps:
             self._optimizer_steps = self._keeper.first_step
-        return prepared.model, stepping, rank_loader
+        return model, stepping, rank_loader
 
     def fit(
         self,
@@ -332,6 +353,7 @@ class Session:
     # ---- what the loop tells the session ----
 
     def _begin_epoch(self, epoch: int, num_batches: int) -> None:
+        self._is_first_microbatch = True
         self._keeper.begin_epoch()
         self._note_progress(epoch=epoch, steps_per_epoch=num_batches)
 
@@ -356,6 +378,8 @@ class Session:
         if self._has_ended:
             return
         assert self._num_samples is not None
+        self._noticer.begin_microbatch(is_first=self._is_first_microbatch)
+        self._is_first_microbatch = share.is_last  # is the next one
         self._num_samples += share.num_samples
         self._num_tokens += share.num_tokens
         self._noticer.weight = share.weight
@@ -374,8 +398,99 @@ class Session:
         BatchNorm.counts_here = True
         self._noticer.weight = 1.0 / self.options.accumulate
 
-    def _take_step(self, prepared: Prepared) -> None:
-        norm = self._noticer.step(prepared.step)
+    # ---- what a strategy cannot do ----
+
+    def _check_ownership(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """UnsupportedLoopError unless the optimizer's parameters are the model's, and
+        of no other that was prepared."""
+        ours = self._prepared_ids()
+        if any(id(parameter) in ours for parameter in model.parameters()):
+            raise UnsupportedLoopError(
+                "the model has parameters that were prepared in this cell already: a "
+                "parameter has one optimizer. Give prepare one optimizer with a "
+                "parameter group for each part"
+            )
+        owned = {id(parameter) for parameter in model.parameters()}
+        names = [shown_shape(p) for p in parameters_of(optimizer) if id(p) not in owned]
+        if names and not self.strategy.is_single:
+            raise UnsupportedLoopError(
+                f"the optimizer has {len(names)} parameters that are not the model's "
+                f"({names[0]} is the first), which {self.strategy.name} would not "
+                "synchronize; make both part of one module and prepare that: "
+                "both = torch.nn.ModuleList([model, other])"
+            )
+        release_former(model.parameters())
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that `prepare` did not return is about to step."""
+        kind, strategy = type(optimizer).__name__, self.strategy.name
+        if not self._optimizers:
+            raise UnsupportedLoopError(
+                f"the cell trains without prepare, so {strategy} distributes nothing "
+                "and every rank would train a model of its own; call model, optimizer, "
+                "loader = prepare(model, optimizer, dataset, batch_size=B), or use "
+                "%%dist_train raw, where the cell does all of it"
+            )
+        if any(optimizer is each.prepared.optimizer for each in self._optimizers):
+            raise UnsupportedLoopError(
+                f"{kind} steps by itself, and not by what prepare returned for it; "
+                "write model, optimizer, loader = prepare(model, optimizer, ...) and "
+                "step that optimizer"
+            )
+        ours = self._prepared_ids()
+        if any(id(parameter) in ours for parameter in parameters_of(optimizer)):
+            raise UnsupportedLoopError(
+                f"{kind} has parameters of a model that was prepared with another "
+                f"optimizer, and under {strategy} only that one can step them; give "
+                "prepare one optimizer with a parameter group for each part"
+            )
+        self.note(
+            f"{kind} was not prepared: under {strategy} what it trains is not "
+            "synchronized, and every rank has its own. prepare takes several models, "
+            "each with its optimizer"
+        )
+
+    def _check_gradients_of(self, inputs: Roots) -> None:
+        ours = self._prepared_ids()
+        if self.world_size > 1 and any(id(each) in ours for each in inputs):
+            raise UnsupportedLoopError(
+                "torch.autograd.grad gives this rank's gradients of the parameters, "
+                f"which {self.strategy.name} does not average; use loss.backward() and "
+                "parameter.grad, which are of all ranks, or %%dist_train raw"
+            )
+
+    def _check_graph(self) -> None:
+        if self.world_size > 1 and self._optimizers:
+            raise UnsupportedLoopError(
+                "backward(create_graph=True) is to be differentiated again, which "
+                f"gradients that {self.strategy.name} averages over the ranks cannot "
+                "be; take torch.autograd.grad(..., create_graph=True) with respect to "
+                "the inputs, or use %%dist_train single"
+            )
+
+    def _prepared_ids(self) -> set[int]:
+        return {
+            id(parameter)
+            for each in self.prepared()
+            for parameter in (*each.given_parameters, *each.module.parameters())
+        }
+
+    def _mean_over_ranks(self, loss: Any) -> Any:
+        """The loss of the whole batch, of this rank's: the weights of all ranks add up
+        to their number."""
+        if self.world_size == 1:
+            return loss
+        total = self._noticer.weight / self.world_size * torch.as_tensor(loss).detach()
+        dist.all_reduce(total)
+        return total
+
+    # ---- the step ----
+
+    def _take_step(self, optimizer: PreparedOptimizer, closure: Closure | None) -> None:
+        step = optimizer.prepared.step
+        norm = self._noticer.step(optimizer, lambda: step(closure))
         if norm is not None:
             self._emitter.put(
                 "gradient_norm", norm, self._optimizer_steps, self._read_memory()
@@ -396,35 +511,44 @@ class Session:
             began=self._step_ended,
         )
         self._probe.start()
-        self._noticer.on_backward = self._probe_backward
 
-    def _probe_backward(self, begins: bool) -> None:
-        assert self._probe is not None
-        if begins:
+    def _on_backward(self, begins: bool) -> None:
+        """Before and after every backward pass."""
+        for optimizer in self._optimizers if begins else ():
+            optimizer.begin_backward()
+        if self._probe is not None and begins:
             self._probe.begin_backward()
-        else:
+        elif self._probe is not None:
             self._probe.end_backward()
+        for optimizer in self._optimizers if not begins else ():
+            optimizer.end_backward()
 
     def _end_probe(self, *, is_complete: bool = True) -> None:
         if self._probe is None:
             return
-        self._noticer.on_backward = lambda begins: None
         if measured := self._probe.stop():
             self._probe = None
             if is_complete:
                 self._report(measured)
 
-    def _after_optimizer_step(self, loss: Loss | None) -> None:
+    def _after_optimizer_step(self, loss: Loss | None, number: int) -> None:
+        """The optimizer of this number has taken a step. Where there are several, the
+        run has taken as many as the one that has taken most."""
         self._end_probe()
-        self._optimizer_steps += 1
-        if self._watch.is_due(self._optimizer_steps):
-            self._check_replicas()
-        step = self._optimizer_steps
+        self._steps_by_optimizer[number] += 1
+        taken = self._steps_by_optimizer[number] + self._keeper.first_step
+        is_next = taken > self._optimizer_steps
+        step = self._optimizer_steps = max(self._optimizer_steps, taken)
         memory_bytes = self._read_memory()
         if loss is None:
-            self._emitter.put(STEP_TAKEN, step, step, memory_bytes)
+            self._emitter.put(STEP_TAKEN, taken, taken, memory_bytes)
         else:
-            self._emitter.put(NOTICED_LOSS, loss, step, memory_bytes)
+            name = f"loss {number + 1}" if number else NOTICED_LOSS
+            self._emitter.put(name, loss, taken, memory_bytes)
+        if not is_next:
+            return
+        if self._watch.is_due(step):
+            self._check_replicas()
         if self._num_samples is not None:
             self._emitter.put("samples", self._num_samples, step, memory_bytes)
             self._num_samples = 0
@@ -444,6 +568,27 @@ class Session:
                 self._emitter.put(
                     PROGRESS[field], value, self._optimizer_steps, self._read_memory()
                 )
+
+
+def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:
+    """After the run, in which steps are counted."""
+    optimizer.prepared.step(closure)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def shown_shape(tensor: torch.Tensor) -> str:
+    return f"one of shape {tuple(tensor.shape)}"
+
+
+def speak_as_ddp(model: nn.Module) -> None:
+    """A loop that was written for DDP says `model.module`, and `model.no_sync()`."""
+    # Not as an attribute: that would make it a part of itself.
+    vars(model).setdefault("module", model)
+    vars(model).setdefault("no_sync", contextlib.nullcontext)
 
 
 def is_sampled(step: int) -> bool:

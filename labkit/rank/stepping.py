@@ -9,27 +9,34 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from labkit.checks import UnsupportedLoopError
+from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
+
+TakeStep = Callable[["PreparedOptimizer", Closure | None], Any]
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
     """Stands for the user's optimizer: the same groups and state.
 
     With `--accumulate K` a `step()` or `zero_grad()` between the microbatches of one
-    step does nothing. Clipping, loss scaling and the strategy's own step are in
+    step does nothing, and the loop sees no gradients there: `parameter.grad` is None
+    until they are whole. Clipping, loss scaling and the strategy's own step are in
     `Prepared.step`, which `take_step` runs.
     """
 
-    def __init__(
-        self, prepared: Prepared, take_step: Callable[[Prepared], Any]
-    ) -> None:
+    def __init__(self, prepared: Prepared, take_step: TakeStep) -> None:
         # Not the base's __init__: groups and state are the inner optimizer's.
         self.prepared = prepared
         self.held_back = False
         """Whether the last `step()` waits for further microbatches."""
         self.take_step = take_step
+        self.mean_loss: Callable[[Any], Any] = lambda loss: loss
+        """The mean over all ranks of a loss that a closure returns."""
         self._is_last = True
         self._num_held = 0
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose gradients the loop does not see as yet, and those."""
         self.begin_microbatch()
 
     def is_of(self, scheduler: LRScheduler) -> bool:
@@ -45,22 +52,67 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._is_last = is_last
         self.prepared.begin_microbatch(is_last=is_last)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    # ---- around every backward pass, of this or another model ----
+
+    def begin_backward(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+        self.prepared.scale_gradients()
+
+    def end_backward(self) -> None:
+        if self._is_last:
+            self.prepared.unscale_gradients()
+            return
+        for parameter in self.prepared.updated():
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    # ---- the step ----
+
+    def step(self, closure: Closure | None = None) -> Any:
+        loss = None
+        if closure is not None and not steps_once(self.prepared.optimizer):
+            self._step_with(closure)
+            return None
         if closure is not None:
-            raise ValueError(
-                "optimizer.step(closure) evaluates the loss itself, which prepare "
-                "cannot divide among ranks; use %%dist_train raw"
-            )
+            with torch.enable_grad():
+                loss = closure()
         self.held_back = not self._is_last
         if self.held_back:
             self._num_held += 1
         else:
             self._num_held = 0
-            self.take_step(self.prepared)
+            self.take_step(self, None)
         self.begin_microbatch()
+        return loss
+
+    def _step_with(self, closure: Closure) -> None:
+        """For an optimizer that evaluates the loss as often as it likes."""
+        kind, options = type(self.prepared.optimizer).__name__, self.prepared.options
+        if self.prepared.is_partitioned:
+            raise UnsupportedLoopError(
+                f"{kind}.step(closure) computes with all parameters and gradients at "
+                "once, and this strategy has them in parts; use ddp, or an optimizer "
+                "that evaluates the loss once a step"
+            )
+        for name, is_given in {
+            "--accumulate": options.accumulate > 1,
+            "--clip": options.clip is not None,
+            "--precision fp16": self.prepared.scaler is not None,
+        }.items():
+            if is_given:
+                raise UnsupportedLoopError(
+                    f"{kind}.step(closure) evaluates the loss several times a step, "
+                    f"which {name} cannot be part of; leave it out, or do it within "
+                    "the closure"
+                )
+        self.take_step(self, lambda: self.mean_loss(closure()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._num_held:
+            self._hidden.clear()
             self.prepared.zero_grad(set_to_none)
 
     @property
@@ -76,7 +128,27 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.prepared.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError("add parameter groups to the optimizer before prepare")
+        raise UnsupportedLoopError(
+            "add_param_group after prepare: the strategy has laid out its parameters "
+            "by then; add parameter groups to the optimizer before prepare"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's optimizer has besides, as `optimizer.train()`."""
+        if name in ("prepared", "__setstate__"):
+            raise AttributeError(name)
+        found = getattr(self.prepared.optimizer, name)
+        if (
+            callable(found)
+            and self.prepared.is_partitioned
+            and not name.startswith("_")
+        ):
+            raise UnsupportedMethodError(
+                f"{type(self.prepared.optimizer).__name__}.{name}: this strategy has "
+                "the parameters in parts, which a method of the optimizer's own does "
+                "not know of; write what it does into the loop, or use ddp"
+            )
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return self.prepared.optimizer.state_dict()
@@ -89,6 +161,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
+
+
+class UnsupportedMethodError(UnsupportedLoopError, AttributeError):
+    """For `hasattr` there is no such method."""
+
+
+def steps_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step(closure)` of this optimizer evaluates the closure, and then does
+    what `step()` does, as all of torch.optim but LBFGS."""
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim")
+    return is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 @contextlib.contextmanager

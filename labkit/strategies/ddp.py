@@ -1,10 +1,19 @@
 """Data parallelism: a replica on every rank, gradients averaged over the ranks."""
 
 import inspect
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.checks import UnsupportedLoopError
+from labkit.strategies.backward import Roots
+from labkit.strategies.backward import follow
+from labkit.strategies.backward import unfollow
+from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_keys
@@ -15,6 +24,9 @@ class DDP(Prepared):
 
     Forward: identity. Backward: all-reduce of the gradients, in buckets, while the
     rest of the backward pass still runs; only in a step's last microbatch.
+
+    The reducer is DistributedDataParallel's own. It is told of a backward pass when
+    that begins, and not in `forward`, so that a step may have several of either.
 
     `--config` takes the arguments of DistributedDataParallel.
 
@@ -35,29 +47,83 @@ class DDP(Prepared):
             )
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ValueError("ddp has nothing to do: no parameter requires a gradient")
-        on_gpu = self.device.type == "cuda"
-        settings = {
-            "device_ids": [self.device.index] if on_gpu else None,
+        self._settings: dict[str, Any] = {
             # Gradients live in the buckets: one copy less of them in memory.
             "gradient_as_bucket_view": True,
             **self.options.config,
         }
-        self.model = DistributedDataParallel(self.module, **settings)
+        self._make_reducer()
+        self._has_agreed = False
+        follow(self)
         self.autocast()
 
-    def begin_microbatch(self, *, is_last: bool) -> None:
-        if self.model.require_backward_grad_sync != is_last:  # a module is slow to set
-            self.model.require_backward_grad_sync = is_last  # what no_sync() sets
+    def _make_reducer(self) -> None:
+        """For the parameters that require gradients now. Collective."""
+        self._ddp = DistributedDataParallel(self.module, **self._settings)
+        self._reduced = {id(p) for p in self.given_parameters if p.requires_grad}
+
+    def before_backward(self) -> None:
+        if self.is_last:
+            self._ddp.reducer.prepare_for_forward()
+            self._ddp.reducer._rebuild_buckets()
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        if not self.is_last:
+            return
+        if {id(parameter) for parameter, _ in self._accumulators} != self._reduced:
+            self._make_reducer()  # the loop has frozen some, or unfrozen
+        if not self._has_agreed:
+            self._agree_on_unused(len(used) < len(self._reduced))
+        ddp: Any = self._ddp
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(ddp.reducer._delay_all_reduce)
+            ddp._static_graph_delay_allreduce_enqueued = True
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            ddp.reducer.prepare_for_backward([r for r in roots if is_tensor(r)])
+            return
+        if len(used) < len(self._reduced) and not ddp.static_graph:
+            ours = {id(parameter) for parameter in used}
+            name = next(
+                name
+                for name, p in self.module.named_parameters()
+                if id(p) in self._reduced and id(p) not in ours
+            )
+            raise UnsupportedLoopError(
+                f"{name} takes no part in this backward pass, and did in the first: "
+                "under ddp all ranks would wait for its gradient. Give "
+                '--config with {"find_unused_parameters": True}'
+            )
+        ddp.reducer.prepare_for_backward([])
+
+    def _agree_on_unused(self, has_unused: bool) -> None:
+        """Look for unused parameters in every pass if the first one has any, on any
+        rank: to look is a search of the graph, and one more all-reduce."""
+        self._has_agreed = True
+        if "find_unused_parameters" in self._settings or self._ddp.static_graph:
+            return
+        flag = torch.tensor(float(has_unused), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if flag.item():
+            self._settings["find_unused_parameters"] = True
+            self._make_reducer()
+
+    def step(self, closure: Closure | None = None) -> float | None:
+        norm = super().step(closure)
+        if self._ddp.will_sync_module_buffers():
+            # Of BatchNorm: here, for a forward pass may be one rank's alone.
+            self._ddp._sync_buffers()
+        return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.options.accumulate > 1 and self.model.gradient_as_bucket_view:
+        if self.options.accumulate > 1 and self._ddp.gradient_as_bucket_view:
             # Or the next microbatch would make gradients outside of the buckets.
             set_to_none = False
         super().zero_grad(set_to_none)
 
     def memory(self) -> dict[str, Tensors]:
         held = super().memory()
-        if not self.model.gradient_as_bucket_view:
+        if not self._ddp.gradient_as_bucket_view:
             # The reducer's buckets are out of reach, and as large as the gradients.
             gradients = [p.grad for p in self.module.parameters()]
             held["communication_buffers"] = [
@@ -65,5 +131,13 @@ class DDP(Prepared):
             ]
         return held
 
+    def release(self) -> None:
+        unfollow(self)
+        del self._ddp
+
     def replicas(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_parameters())
+
+
+def is_tensor(root: Any) -> bool:
+    return isinstance(root, torch.Tensor)

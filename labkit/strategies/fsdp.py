@@ -35,6 +35,8 @@ class FSDP(Prepared):
     `torch.distributed.fsdp.fully_shard`.
     """
 
+    is_partitioned = is_sharded = True
+
     def wrap(self) -> None:
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
@@ -55,7 +57,7 @@ class FSDP(Prepared):
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
         for block in blocks(self.module):
             fully_shard(block, **settings)
-        self.model = fully_shard(self.module, **{**settings, **at_root})
+        self._root = fully_shard(self.module, **{**settings, **at_root})
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
         self._hand_shards_to_optimizer(whole)
@@ -71,7 +73,8 @@ class FSDP(Prepared):
         )
 
     def begin_microbatch(self, *, is_last: bool) -> None:
-        self.model.set_requires_gradient_sync(is_last)
+        super().begin_microbatch(is_last=is_last)
+        self._root.set_requires_gradient_sync(is_last)
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())

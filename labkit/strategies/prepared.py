@@ -1,23 +1,28 @@
 """What every strategy makes of a model and its optimizer; on its own, `single`."""
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
+from labkit.strategies.backward import Roots
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
 
+Closure = Callable[[], Any]
 Tensors = Iterable[torch.Tensor | None]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,10 +31,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Prepared:
     """A model and its optimizer under a strategy.
 
-    `model` is what the loop calls, `module` the user's own inside of it, `optimizer`
-    the user's own, over what of the parameters this rank updates. This class is the
-    strategy `single`; the others change the methods that they do otherwise.
+    `module` is the user's own model, which the loop goes on to call: what a strategy
+    has to do, it does in the model's hooks, in backward passes and in the step, so that
+    whatever the model has besides `forward` is at hand. `optimizer` is the user's own,
+    over what of the parameters this rank updates. This class is the strategy `single`;
+    the others change the methods that they do otherwise.
     """
+
+    is_partitioned = False
+    """Whether a rank updates a part of the parameters."""
+    is_sharded = False
+    """Whether it has only a part of them, but where a pass needs the whole."""
 
     keeps_gradients = False
     """Whether all gradients are there at once only within the backward pass."""
@@ -42,19 +54,27 @@ class Prepared:
         options: TrainOptions,
     ) -> None:
         self.module = module
-        self.model: Any = module
         self.optimizer = optimizer
         self.device = device
         self.options = options
         self.dtype = DTYPES[options.precision]
         self.scaler: torch.amp.GradScaler | None = None
         """Scales an fp16 loss, so that small gradients do not vanish."""
+        self._is_unscaled = False
+        """Whether the gradients are those of the loss as it is."""
         self.num_shards = 1
         """Ranks that share one copy of what this strategy shards."""
         self.replica_group = 0
         """Ranks of the same group hold replicas of each other."""
+        self.note: Callable[[str], None] = lambda text: None
+        """Has a sentence shown under the run."""
+        self.is_last = True
+        """Whether the next backward pass is of its step's last microbatch."""
         self._handles: list[Any] = []
         parameters = list(module.parameters())
+        self.given_parameters = parameters
+        self._pattern: list[bool] = []
+        self._accumulators: list[tuple[nn.Parameter, Any]] = []
         self._num_parameters = sum(p.numel() for p in parameters)
         self._num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
         # Now, for the strategy may put others in the place of the parameters.
@@ -62,29 +82,81 @@ class Prepared:
         self.wrap()
 
     def wrap(self) -> None:
-        """Make `model` of `module`, and `optimizer` fit it. May be collective."""
+        """Make `module` and `optimizer` what they are to be. May be collective."""
         check_keys(self.options.config, [], "single")
         self.autocast()
 
     def begin_microbatch(self, *, is_last: bool) -> None:
-        """The next forward and backward pass is, or is not, its step's last one."""
+        """The next backward passes are, or are not, of their step's last microbatch."""
+        self.is_last = is_last
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` as the backward pass is to begin with it."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    # ---- what `labkit.strategies.backward` tells a strategy that follows it ----
 
-    def step(self) -> float | None:
-        """Clip the gradients and update the parameters; the norm before clipping."""
-        norm = None
-        if self.scaler is not None:
+    def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+        """The parameters that may be given gradients, each with the node of autograd
+        that adds to its gradient."""
+        pattern = [parameter.requires_grad for parameter in self.given_parameters]
+        if pattern != self._pattern:
+            self._pattern = pattern
+            self._accumulators = [
+                (parameter, get_gradient_edge(parameter).node)
+                for parameter in self.given_parameters
+                if parameter.requires_grad
+            ]
+        return self._accumulators
+
+    def before_backward(self) -> None:
+        """A backward pass is about to begin, of this or another model."""
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        """It gives gradients to `used`, some of this model's parameters."""
+
+    def end_backward(self) -> None:
+        """It has ended."""
+
+    # ---- the step ----
+
+    def scale(self, seed: torch.Tensor) -> torch.Tensor:
+        """The gradient that a backward pass begins with, as this strategy wants it."""
+        return seed if self.scaler is None else self.scaler.scale(seed)
+
+    def unscale_gradients(self) -> None:
+        """Let the loop see gradients as they are, and not as an fp16 loss scales them.
+        They are whole."""
+        if self.scaler is not None and any(p.grad is not None for p in self.updated()):
             self.scaler.unscale_(self.optimizer)
+            self._is_unscaled = True
+
+    def scale_gradients(self) -> None:
+        """Another backward pass is to add to them."""
+        if self.scaler is not None and self._is_unscaled:
+            for parameter in self.updated():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.scaler.get_scale())
+            self._forget_unscaling()
+
+    def _forget_unscaling(self) -> None:
+        if self.scaler is not None:
+            self._is_unscaled = False
+            self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+
+    def step(self, closure: Closure | None = None) -> float | None:
+        """Clip the gradients and update the parameters; the norm before clipping.
+
+        `closure` is for an optimizer that evaluates the loss several times in a step.
+        """
+        if closure is not None:
+            self.optimizer.step(closure)
+            return None
+        norm = None
         if self.options.clip is not None:
             norm = self.clip(self.options.clip)
         if self.scaler is None:
             self.optimizer.step()
-        else:
+        elif self._is_unscaled:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            self._is_unscaled = False
         return norm
 
     def clip(self, max_norm: float) -> float:
@@ -92,7 +164,7 @@ class Prepared:
 
         The norm is that of the whole gradient, also where a rank has only a shard.
         """
-        parameters = list(self.model.parameters())
+        parameters = list(self.updated())
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
@@ -101,6 +173,7 @@ class Prepared:
         return norm.item()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._forget_unscaling()
         self.optimizer.zero_grad(set_to_none)
 
     def memory(self) -> dict[str, Tensors]:
@@ -178,6 +251,9 @@ class Prepared:
             saved = {**self.scaler.state_dict(), **values["scaler"]}
             self.scaler.load_state_dict(saved)
 
+    def release(self) -> None:
+        """Let go of the model, which is prepared again."""
+
     def close(self) -> None:
         """Take back what only this run needed of the model."""
         for handle in self._handles:
@@ -202,8 +278,8 @@ class Prepared:
             return cast_floats(output, torch.float32)
 
         self._handles += [
-            self.model.register_forward_pre_hook(enter),
-            self.model.register_forward_hook(leave, always_call=True),
+            self.module.register_forward_pre_hook(enter),
+            self.module.register_forward_hook(leave, always_call=True),
         ]
 
 

@@ -7,11 +7,18 @@ import sys
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from labkit.checks import UnsupportedLoopError
+from labkit.strategies.backward import Roots
+from labkit.strategies.backward import follow
+from labkit.strategies.backward import unfollow
+from labkit.strategies.gradients import CellGradients
+from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import cast_floats
@@ -24,6 +31,7 @@ from labkit.strategies.states import check_hyperparameters
 from labkit.strategies.states import set_hyperparameters
 from labkit.strategies.zero_states import Partitions
 from labkit.strategies.zero_states import ZeROStates
+from labkit.strategies.zero_states import own_part
 
 BUCKET_ELEMENTS = 2_000_000
 """DeepSpeed's own 5e8 would take 2 GB for a bucket of fp32."""
@@ -75,10 +83,15 @@ class ZeRO(Prepared):
     Source: Rajbhandari et al., "ZeRO", SC 2020; `deepspeed.initialize`.
     """
 
+    is_partitioned = True
     stage: int
 
     def wrap(self) -> None:
         config = self._config()
+        self._given_groups = [
+            {**group, "params": list(group["params"])}
+            for group in self.optimizer.param_groups
+        ]
         destroy_former_engines()
         self.num_shards = torch.distributed.get_world_size()
         deepspeed = import_deepspeed(self.device)
@@ -91,21 +104,40 @@ class ZeRO(Prepared):
         if self.stage == 3:
             agree_on_ids(self.device)
         with quiet():
-            self.model, self._zero, _, _ = deepspeed.initialize(
+            self.engine, self._zero, _, _ = deepspeed.initialize(
                 model=self.module,
                 optimizer=self.optimizer,
                 config=config,
                 dist_init_required=False,
             )
+        # The step reduces what is left to reduce, whatever number of backward passes
+        # there were; until then each of them adds to what the ranks have in parts.
+        self.engine.set_gradient_accumulation_boundary(False)
+        self._has_gradients = False
+        """Whether there was a backward pass since the last step."""
+        self.hides_gradients = False
+        """Whether they are partial sums, which no loop is to see."""
+        self._is_reduced = False
+        """Whether the gradients so far are averaged over the ranks."""
+        self._used: set[int] = set()
+        self._ever_used: set[int] = set()
+        """Ids of parameters that have had gradients, in this step and before."""
+        trained = [p for p in self.given_parameters if p.requires_grad]
+        self._trained_ids = {id(parameter) for parameter in trained}
+        self._gradients = CellGradients(self, trained, self._note_look)
+        self._lay_out()
+        follow(self)
         if self.options.precision != "fp32":
             # DeepSpeed keeps the model itself in this precision, not its inputs.
             dtype = self.dtype
             self._handles += [
-                self.model.register_forward_pre_hook(
-                    lambda model, args: cast_floats(args, dtype)
+                self.module.register_forward_pre_hook(
+                    lambda module, args, kwargs: cast_floats((args, kwargs), dtype),
+                    with_kwargs=True,
+                    prepend=True,
                 ),
-                self.model.register_forward_hook(
-                    lambda model, args, output: cast_floats(output, torch.float32)
+                self.module.register_forward_hook(
+                    lambda module, args, output: cast_floats(output, torch.float32)
                 ),
             ]
 
@@ -149,19 +181,147 @@ class ZeRO(Prepared):
             )
         return merged
 
-    def begin_microbatch(self, *, is_last: bool) -> None:
-        self.model.set_gradient_accumulation_boundary(is_last)
+    # ---- backward passes ----
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return self.model.scale(loss) if self.options.precision == "fp16" else loss
+    def scale(self, seed: torch.Tensor) -> torch.Tensor:
+        return seed * self._loss_scale if self._loss_scale != 1.0 else seed
 
-    def step(self) -> float | None:
-        self.model.step()  # clips, and clears the gradients
-        norm = self.model.get_global_grad_norm()
+    def before_backward(self) -> None:
+        self._check_trained(only_new=True)
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        if self._is_reduced:
+            self._gradients.hand_back()
+            self._carry()
+        self._gradients.forget()
+        self._used.update(map(id, used))
+        self._has_gradients = True
+        self.hides_gradients = not self.is_last
+        # What else the engine's `forward` would do, which need not be called once for
+        # every backward pass.
+        self._zero.clear_backward_seen_flag()
+        self.engine._manual_backward_expected = True
+        self.engine._backward_prologue()
+        self._gradients.begin_ours()
+
+    def end_backward(self) -> None:
+        self._gradients.end_ours()
+
+    def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient of all ranks, whole; None if there is none. Collective."""
+        if not self._has_gradients:
+            return None
+        self._reduce()
+        return self._gather_gradient(parameter) / self._loss_scale
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Put `value`, which is whole and equal on all ranks, in its place."""
+        self._has_gradients = True
+        self._reduce()
+        self._partition_gradient(parameter, value * self._loss_scale)
+
+    def _note_look(self) -> None:
+        self.note(
+            f"the loop reads or changes gradients, which {self.name} has in parts: "
+            "they are gathered for it. --clip NORM clips without that"
+        )
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.stage}"
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._zero.loss_scale) if self.options.precision == "fp16" else 1.0
+
+    def _reduce(self) -> None:
+        """Average the gradients so far over the ranks, in parts. Collective."""
+        if not self._is_reduced:
+            with self._gradients.ours():
+                self._reduce_gradients()
+            self._is_reduced = True
+
+    def _check_trained(self, *, only_new: bool = False) -> None:
+        now = {id(p): p for p in self.given_parameters if p.requires_grad}
+        if now.keys() == self._trained_ids or (
+            only_new and now.keys() < self._trained_ids
+        ):
+            return
+        changed = now.keys() ^ self._trained_ids
+        name, is_trained = next(
+            (name, parameter.requires_grad)
+            for name, parameter in self.module.named_parameters()
+            if id(parameter) in changed
+        )
+        raise UnsupportedLoopError(
+            f"{name}.requires_grad was {not is_trained} at prepare and is "
+            f"{is_trained} now: {self.name} has laid out its parts by then. Freeze and "
+            "unfreeze before prepare, in a %%dist_train cell for each phase, which "
+            "goes on with the model; or use ddp"
+        )
+
+    # ---- the step ----
+
+    def step(self, closure: Closure | None = None) -> float | None:
+        self._check_trained()
+        if not self._gradients.hand_back():
+            self.zero_grad()
+        if not self._has_gradients:
+            return None  # as an optimizer that finds no gradient
+        self._note_unused()
+        with self._gradients.ours():
+            self._reduce()
+            self._take_weights()
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.engine.step()  # clips, and clears the gradients
+            self.engine.set_gradient_accumulation_boundary(False)
+        self.zero_grad()
+        norm = self.engine.get_global_grad_norm()
         return None if self.options.clip is None or norm is None else float(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._zero.zero_grad(set_to_none)
+        self._gradients.forget()
+        self._has_gradients = self._is_reduced = self.hides_gradients = False
+        with self._gradients.ours():
+            self._zero.zero_grad(set_to_none=True)
+            self._discard()
+
+    def _note_unused(self) -> None:
+        """DeepSpeed steps a parameter without a gradient as if that were 0."""
+        for group, names in zip(self._given_groups, self._names, strict=True):
+            for parameter, name in zip(group["params"], names, strict=True):
+                if id(parameter) in self._used or not parameter.requires_grad:
+                    continue
+                if group.get("weight_decay") or id(parameter) in self._ever_used:
+                    self.note(
+                        f"{name} takes no part in some steps; {self.name} steps it "
+                        "with a gradient of 0, which weight decay and momentum turn "
+                        "into an update, where one process leaves it as it is"
+                    )
+                    break
+        self._ever_used |= self._used
+        self._used.clear()
+
+    def _take_weights(self) -> None:
+        """Step from the weights that the model has, which the loop may have changed:
+        DeepSpeed steps from a copy of its own. Nothing is lost of a copy in fp32 whose
+        rounded value the model still has."""
+
+    def _reduce_gradients(self) -> None:
+        raise NotImplementedError
+
+    def _gather_gradient(self, parameter: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _carry(self) -> None:
+        """Another backward pass adds to gradients that are reduced already."""
+        self._is_reduced = False
+
+    def _discard(self) -> None:
+        """Forget the gradients that are in parts."""
 
     def checkpoint(
         self, *, with_optimizer: bool = True
@@ -200,7 +360,7 @@ class ZeRO(Prepared):
             self._zero.loss_scale = values["scaler"]["scale"]
 
     def _states(self) -> ZeROStates:
-        land_parameters(self.model)
+        land_parameters(self.engine)
         return ZeROStates(self.module, self._zero, self.partitions())
 
     def partitions(self) -> Partitions:
@@ -210,9 +370,17 @@ class ZeRO(Prepared):
             zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
         )
 
+    def _lay_out(self) -> None:
+        """Note what is where, once DeepSpeed has put it there."""
+
+    def release(self) -> None:
+        unfollow(self)
+        self._gradients.close()
+        destroy_former_engines()
+
     def close(self) -> None:
         super().close()
-        _former.append(self.model)
+        _former.append(self.engine)
         restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
@@ -222,6 +390,75 @@ class ZeRO(Prepared):
 class ZeRO1(ZeRO):
     stage = 1
     keeps_gradients = True  # until the backward pass ends, in which they are reduced
+
+    def _lay_out(self) -> None:
+        self._views = [
+            (parameter, parameter.data)
+            for group in self._zero.bit16_groups
+            for parameter in group
+        ]
+        self._carried: dict[int, list[torch.Tensor]] = {}
+        """Gradients that were reduced before another backward pass, by group."""
+
+    def _reduce_gradients(self) -> None:
+        zero = self._zero
+        zero.set_gradient_accumulation_boundary(True)
+        zero.setup_buckets()
+        if self.stage == 1:
+            zero.reduce_gradients()
+        else:
+            if any(zero.all_grad_tensors.get(i) is None for i in self._groups()):
+                zero.set_gradient_accumulation_boundary(False)
+                zero.independent_gradient_partition_epilogue()  # there were none: zeros
+            zero.finalize_gradient_accumulation_boundary()
+        zero.set_gradient_accumulation_boundary(False)
+        for number, carried in self._carried.items():
+            for tensor, more in zip(
+                zero.averaged_gradients[number], carried, strict=True
+            ):
+                tensor.add_(more)
+        self._carried.clear()
+
+    def _groups(self) -> range:
+        return range(len(self._zero.bit16_groups))
+
+    def _carry(self) -> None:
+        super()._carry()
+        for number in self._groups():
+            self._carried[number] = self._zero.averaged_gradients[number]
+            self._zero.averaged_gradients[number] = None
+
+    def _discard(self) -> None:
+        self._carried.clear()
+        for number in self._groups():
+            self._zero.averaged_gradients[number] = None
+            self._zero.all_grad_tensors[number] = None
+
+    def _gather_gradient(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = parameter.get_full_hp_grad()
+        return whole.to(parameter.dtype) if self.dtype == torch.float32 else whole
+
+    def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
+        parameter.set_full_hp_grad(value)
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        for parameter, view in self._views:
+            if parameter.data_ptr() != view.data_ptr():  # it was given another tensor
+                view.copy_(parameter.data)
+                parameter.data = view
+        rank = torch.distributed.get_rank()
+        for parts, master in zip(
+            self._zero.parallel_partitioned_bit16_groups,
+            self._zero.single_partition_of_fp32_groups,
+            strict=True,
+        ):
+            ours = parts[rank]
+            if ours.dtype == master.dtype:
+                master.data.copy_(ours)
+            else:
+                is_same = ours == master.data.to(ours.dtype)
+                master.data.copy_(torch.where(is_same, master.data, ours.to(master)))
 
     def memory(self) -> dict[str, Tensors]:
         zero = self._zero
@@ -250,6 +487,24 @@ class ZeRO2(ZeRO1):
 
 class ZeRO3(ZeRO):
     stage = 3
+    is_sharded = True
+
+    def _reduce_gradients(self) -> None:
+        self._zero.finalize_gradient_accumulation_boundary()
+
+    def _discard(self) -> None:
+        # Or a parameter that the next step does not use would have those of this one.
+        if self._zero.grad_partitions_flat_buffer is not None:
+            self._zero.grad_partitions_flat_buffer.zero_()
+
+    def _gather_gradient(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = self._zero.get_fp32_grad_for_param(parameter)
+        return whole.clone()  # for it may be a view of what it was gathered in
+
+    def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_local_grad
+
+        safe_set_local_grad(parameter, own_part(parameter, value))
 
     def updated(self) -> Iterable[torch.Tensor]:
         partitions: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat

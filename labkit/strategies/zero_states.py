@@ -201,12 +201,20 @@ def set_full(parameter: Any, whole: torch.Tensor, key: str | None) -> None:
         else:
             utils.safe_set_full_optimizer_state(parameter, whole, key)
         return
-    # By parts, for its own safe_set_full_* have no room for an uneven last part.
-    size = parameter.ds_tensor.numel()
-    part = torch.zeros(size, dtype=whole.dtype)
-    mine = whole.flatten()[size * dist.get_rank() :][:size]
-    part[: mine.numel()] = mine
+    part = own_part(parameter, whole)
     if key is None:
         utils.safe_set_local_fp32_param(parameter, part)
     else:
         utils.safe_set_local_optimizer_state(parameter, part, key)
+
+
+def own_part(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that stage 3 partitions as `parameter`.
+
+    By parts, for DeepSpeed's own safe_set_full_* have no room for an uneven last one.
+    """
+    size = parameter.ds_tensor.numel()
+    part = torch.zeros(size, dtype=whole.dtype, device=whole.device)
+    mine = whole.flatten()[size * dist.get_rank() :][:size]
+    part[: mine.numel()] = mine
+    return part

@@ -1,0 +1,171 @@
+"""Backward passes as autograd runs them, whatever a loop calls them by.
+
+`Tensor.backward`, `torch.autograd.backward` and what calls these all come through one
+function of torch. Here it is told to a watcher, and to every strategy whose parameters
+the pass will give gradients to. So a strategy needs no forward pass of its own: the
+model that a cell has is the user's.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
+
+import torch
+from torch import nn
+
+Roots = Sequence[Any]
+"""The tensors, or graph edges, that a backward pass begins with."""
+Seeds = tuple[torch.Tensor | None, ...]
+"""Their gradients."""
+
+
+class Follower(Protocol):
+    """What wants to know of backward passes that reach its parameters."""
+
+    @property
+    def given_parameters(self) -> Sequence[nn.Parameter]:
+        """Those that the user's model has."""
+
+    def release(self) -> None:
+        """Let go of them, and follow no more."""
+
+    def accumulators(self) -> Iterable[tuple[nn.Parameter, Any]]:
+        """The parameters that may be given gradients, each with the node of autograd
+        that adds to its gradient."""
+
+    def before_backward(self) -> None:
+        """A backward pass is about to begin, of this or another model."""
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        """It has begun, and gives gradients to `used`, at least one. It is called
+        within the pass, before any gradient is there."""
+
+    def end_backward(self) -> None:
+        """It has ended, with all gradients there, or failed."""
+
+
+class Watcher(Protocol):
+    """What sees every backward pass of a run."""
+
+    def begin(self, roots: Roots, seeds: Seeds, create_graph: bool) -> Seeds:
+        """The gradients that it is to begin with."""
+
+    def end(self) -> None:
+        """It has ended, or failed."""
+
+    def differentiating(self, inputs: Roots) -> None:
+        """`torch.autograd.grad` is called for `inputs`."""
+
+
+_followers: weakref.WeakSet[Any] = weakref.WeakSet()
+_watchers: list[Watcher] = []
+_is_inside = False
+
+
+def follow(follower: Follower) -> None:
+    """Tell `follower` of backward passes as long as it lives."""
+    install()
+    _followers.add(follower)
+
+
+def unfollow(follower: Follower) -> None:
+    """Tell it no more."""
+    _followers.discard(follower)
+
+
+def release_former(parameters: Iterable[nn.Parameter]) -> None:
+    """Have those that follow any of `parameters` let go of them: they are prepared
+    again."""
+    ids = {id(parameter) for parameter in parameters}
+    for follower in list(_followers):
+        if any(id(parameter) in ids for parameter in follower.given_parameters):
+            follower.release()
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell `watcher` of every backward pass."""
+    install()
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def install() -> None:
+    """Put ourselves between `torch.autograd` and its engine, once in a process."""
+    original = torch.autograd._engine_run_backward
+    if not hasattr(original, "__wrapped__"):
+        torch.autograd._engine_run_backward = functools.wraps(original)(
+            functools.partial(_run, original)
+        )
+
+
+def _run(
+    run: Callable[..., Any], roots: Roots, seeds: Any, *args: Any, **kwargs: Any
+) -> Any:
+    global _is_inside
+    if _is_inside or not (_followers or _watchers):  # as of a checkpointed block
+        return run(roots, seeds, *args, **kwargs)
+    if not kwargs.get("accumulate_grad", True):
+        for watcher in _watchers:
+            watcher.differentiating(args[2])
+        return run(roots, seeds, *args, **kwargs)
+    _is_inside = True
+    begun: list[Watcher] = []
+    reached: list[Follower] = []
+    hooks: list[Any] = []
+    try:
+        for watcher in _watchers:
+            begun.append(watcher)
+            seeds = watcher.begin(roots, seeds, args[1])
+        followers = list(_followers)
+        for follower in followers:
+            follower.before_backward()
+        if followers:
+            reach = _Reach(followers, roots, reached)
+            for node in {*map(_node_of, roots)} - {None}:
+                hooks.append(node.register_prehook(reach))
+        return run(roots, seeds, *args, **kwargs)
+    finally:
+        _is_inside = False
+        for follower in reached:
+            follower.end_backward()
+        for hook in hooks:
+            hook.remove()
+        for watcher in begun:
+            watcher.end()
+
+
+class _Reach:
+    """Finds, as a pass begins, which parameters it will give gradients to."""
+
+    def __init__(
+        self, followers: Sequence[Follower], roots: Roots, reached: list[Follower]
+    ) -> None:
+        self._followers = followers
+        self._roots = roots
+        self._reached = reached
+        self._is_done = False
+
+    def __call__(self, gradients: Any) -> None:
+        if self._is_done:  # for another root
+            return
+        self._is_done = True
+        will_execute = torch._C._will_engine_execute_node
+        for follower in self._followers:
+            used = [p for p, node in follower.accumulators() if will_execute(node)]
+            if used:
+                follower.begin_backward(self._roots, used)
+                self._reached.append(follower)
+
+
+def _node_of(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, torch.Tensor) else root.node
