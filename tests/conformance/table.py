@@ -5,14 +5,15 @@ import functools
 import io
 import tempfile
 import time
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.failure import CellTimeoutError
@@ -25,7 +26,9 @@ from .judge import is_same_error
 from .judge import what_was_said
 from .reference import run_plainly
 
-LOOPS = {file.stem: file for file in sorted((Path(__file__).parent / "loops").iterdir()) if file.suffix == ".py"}
+LOOPS = {
+    file.stem: file for file in sorted((Path(__file__).parent / "loops").glob("*.py"))
+}
 ALL_STRATEGIES = [name for name, each in STRATEGIES.items() if each.technique]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -118,10 +121,7 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
             return ended("refused", f"ValueError: {error}")
         seconds = time.monotonic() - began
         results = [torch.load(file) for file in sorted(Path(folder).iterdir())]
-    away = max(
-        deviation(result, wanted, untrained(loop))
-        for result in results
-    )
+    away = max(deviation(result, wanted, untrained(loop)) for result in results)
     notes = " ".join([*run.notes, *run.mismatches])
     ended = functools.partial(ended, deviation=away, seconds=seconds)
     if away <= WITHIN[options.get("precision", "fp32")]:
@@ -134,12 +134,10 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
 def run_cells(
     lab: Lab,
     loops: Iterable[str],
-    strategies: Iterable[str],
-    options: Iterable[str],
-    on_cell: Callable[[Cell], None] = lambda cell: None,
+    strategies: Sequence[str] = ALL_STRATEGIES,
+    options: Sequence[str] = tuple(OPTIONS),
 ) -> Iterator[Cell]:
     """Every loop under every strategy and option."""
-    strategies, options = list(strategies), list(options)
     for loop in loops:
         for strategy in strategies:
             for option in options:

@@ -1,7 +1,6 @@
 """An actor and a critic with a common body, both losses summed (A2C, PPO)."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,7 +24,11 @@ returns = torch.randn(32)
 model = ActorCritic()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 model, optimizer, loader = prepare(
-    model, optimizer, TensorDataset(states, actions, returns), batch_size=8, shuffle=False
+    model,
+    optimizer,
+    TensorDataset(states, actions, returns),
+    batch_size=8,
+    shuffle=False,
 )
 
 for s, a, r in loader:

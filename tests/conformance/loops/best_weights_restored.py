@@ -1,4 +1,4 @@
-"""The best state dict is kept and loaded at the end (torchvision's transfer tutorial)."""
+"""The best state dict is kept, and loaded at the end (torchvision's tutorial)."""
 
 import copy
 

@@ -32,7 +32,9 @@ for epoch in range(2):
     for inputs, labels in loader:
         optimizer.zero_grad()
         logits = model(inputs)
-        loss = F.cross_entropy(logits.view(-1, model.config.num_labels), labels.view(-1))
+        loss = F.cross_entropy(
+            logits.view(-1, model.config.num_labels), labels.view(-1)
+        )
         loss.backward()
         optimizer.step()
 

@@ -15,7 +15,9 @@ easy = (x[:, 0] - x[:, 1]).abs().argsort(descending=True)[:8].tolist()
 model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 easy_loader = DataLoader(Subset(dataset, easy), batch_size=8)
-model, optimizer, loader = prepare(model, optimizer, dataset, batch_size=8, shuffle=False)
+model, optimizer, loader = prepare(
+    model, optimizer, dataset, batch_size=8, shuffle=False
+)
 
 for stage in (easy_loader, loader, loader):
     for inputs, labels in stage:

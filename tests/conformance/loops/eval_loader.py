@@ -1,4 +1,4 @@
-"""A test loader under no_grad, its mean loss over the dataset (PyTorch's quickstart)."""
+"""A test loader under no_grad, its mean loss over the dataset (the quickstart)."""
 
 import torch
 from torch import nn

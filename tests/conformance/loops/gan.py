@@ -24,7 +24,9 @@ for epoch in range(2):
         netD.zero_grad()
         fake = netG(z)
         real_loss = criterion(netD(real), torch.ones(len(z), 1, device=device))
-        fake_loss = criterion(netD(fake.detach()), torch.zeros(len(z), 1, device=device))
+        fake_loss = criterion(
+            netD(fake.detach()), torch.zeros(len(z), 1, device=device)
+        )
         (real_loss + fake_loss).backward()
         optimizerD.step()
         # (2) Update G: maximize log(D(G(z)))

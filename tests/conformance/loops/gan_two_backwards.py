@@ -24,7 +24,9 @@ for epoch in range(2):
         errD_real = criterion(netD(real), torch.ones(len(z), 1, device=device))
         errD_real.backward()
         fake = netG(z)
-        errD_fake = criterion(netD(fake.detach()), torch.zeros(len(z), 1, device=device))
+        errD_fake = criterion(
+            netD(fake.detach()), torch.zeros(len(z), 1, device=device)
+        )
         errD_fake.backward()
         optimizerD.step()
 

@@ -27,7 +27,11 @@ ids = torch.arange(24).unsqueeze(1).add(torch.arange(6)) % 5
 model = Bigram(5)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 model, optimizer, loader = prepare(
-    model, optimizer, TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=8, shuffle=False
+    model,
+    optimizer,
+    TensorDataset(ids[:, :-1], ids[:, 1:]),
+    batch_size=8,
+    shuffle=False,
 )
 
 for epoch in range(2):

@@ -8,7 +8,9 @@ from torch.utils.data import TensorDataset
 x = torch.randn(24, 6)
 y = (x[:, 0] > x[:, 1]).long()
 
-model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+model = nn.Sequential(
+    nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)
+)
 layers = [layer for layer in model if isinstance(layer, nn.Linear)]
 optimizer = torch.optim.SGD(
     [

@@ -1,4 +1,4 @@
-"""An optimizer class of the user's own that looks at whole tensors (LARS's trust ratio)."""
+"""An optimizer of the user's own that looks at whole tensors (LARS's trust ratio)."""
 
 import torch
 import torch.nn.functional as F

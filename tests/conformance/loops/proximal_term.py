@@ -18,7 +18,9 @@ model, optimizer, loader = prepare(
 for epoch in range(2):
     for inputs, labels in loader:
         optimizer.zero_grad()
-        distance = sum((p - p0).pow(2).sum() for p, p0 in zip(model.parameters(), start))
+        distance = sum(
+            (p - p0).pow(2).sum() for p, p0 in zip(model.parameters(), start)
+        )
         loss = F.cross_entropy(model(inputs), labels) + 0.5 * distance
         loss.backward()
         optimizer.step()

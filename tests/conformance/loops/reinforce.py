@@ -12,7 +12,11 @@ returns = torch.randn(32)
 policy = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2), nn.Softmax(-1))
 optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
 policy, optimizer, loader = prepare(
-    policy, optimizer, TensorDataset(states, actions, returns), batch_size=8, shuffle=False
+    policy,
+    optimizer,
+    TensorDataset(states, actions, returns),
+    batch_size=8,
+    shuffle=False,
 )
 
 for state, action, value in loader:

@@ -14,7 +14,9 @@ biases = [p for p in net.parameters() if p.dim() < 2]
 opt_weights = torch.optim.SGD(weights, lr=0.3)
 opt_biases = torch.optim.SGD(biases, lr=0.1, momentum=0.9)
 data = TensorDataset(x, y)
-model, opt_weights, loader = prepare(net, opt_weights, data, batch_size=8, shuffle=False)
+model, opt_weights, loader = prepare(
+    net, opt_weights, data, batch_size=8, shuffle=False
+)
 model, opt_biases, _ = prepare(model, opt_biases, data, batch_size=8, shuffle=False)
 
 for epoch in range(2):

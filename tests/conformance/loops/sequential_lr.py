@@ -1,4 +1,4 @@
-"""SequentialLR of a LinearLR (warm-up) and a CosineAnnealingLR, as torchvision has it."""
+"""SequentialLR of a LinearLR (warm-up) and a CosineAnnealingLR (torchvision)."""
 
 import torch
 import torch.nn.functional as F

@@ -25,7 +25,11 @@ ids = torch.arange(24).unsqueeze(1).add(2 * torch.arange(7)) % 11
 model = LanguageModel()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer, loader = prepare(
-    model, optimizer, TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=8, shuffle=False
+    model,
+    optimizer,
+    TensorDataset(ids[:, :-1], ids[:, 1:]),
+    batch_size=8,
+    shuffle=False,
 )
 
 for epoch in range(2):

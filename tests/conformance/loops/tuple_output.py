@@ -32,7 +32,9 @@ for epoch in range(2):
     for inputs, labels in loader:
         optimizer.zero_grad()
         output, auxiliary = model(inputs)
-        loss = F.cross_entropy(output, labels) + 0.4 * F.cross_entropy(auxiliary, labels)
+        loss = F.cross_entropy(output, labels) + 0.4 * F.cross_entropy(
+            auxiliary, labels
+        )
         loss.backward()
         optimizer.step()
 

@@ -1,4 +1,4 @@
-"""PyTorch's seq2seq tutorial: encoder and decoder, each with an optimizer of its own."""
+"""PyTorch's seq2seq tutorial: encoder and decoder, each with its own optimizer."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Batches in a UserDict, as Hugging Face's tokenizers and collators give (BatchEncoding)."""
+"""Batches in a UserDict, as Hugging Face's tokenizers and collators give."""
 
 from collections import UserDict
 

@@ -22,7 +22,11 @@ ids = torch.randint(0, 11, (24, 6))
 model = TiedModel(11, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 model, optimizer, loader = prepare(
-    model, optimizer, TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=8, shuffle=False
+    model,
+    optimizer,
+    TensorDataset(ids[:, :-1], ids[:, 1:]),
+    batch_size=8,
+    shuffle=False,
 )
 
 for epoch in range(2):
