@@ -1,0 +1,48 @@
+"""`python -m tests.conformance`: runs the table and prints it."""
+
+import argparse
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from labkit import Lab
+
+from .table import ALL_STRATEGIES
+from .table import LOOPS
+from .table import OPTIONS
+from .table import Cell
+from .table import row
+from .table import run_cells
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance")
+    parser.add_argument("--loops", type=words, default=list(LOOPS))
+    parser.add_argument("--strategies", type=words, default=ALL_STRATEGIES)
+    parser.add_argument("--options", type=words, default=list(OPTIONS))
+    parser.add_argument("--json", type=Path, help="every cell, one a line")
+    given = parser.parse_args()
+    began = time.monotonic()
+    cells: list[Cell] = []
+    with Lab(num_ranks=2, group_timeout_s=60) as lab:
+        print("| loop | " + " | ".join(given.strategies) + " |", flush=True)
+        for loop in given.loops:
+            found = list(run_cells(lab, [loop], given.strategies, given.options))
+            cells += found
+            print(row(loop, found), flush=True)
+            if given.json:
+                with given.json.open("a") as file:
+                    for cell in found:
+                        print(json.dumps(asdict(cell)), file=file)
+    print(dict(Counter(cell.kind for cell in cells)))
+    print(f"{len(cells)} runs in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

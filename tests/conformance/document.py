@@ -1,0 +1,83 @@
+"""The table as a page: `docs/conformance.md`."""
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+
+from .table import ALL_STRATEGIES
+from .table import MARKS
+from .table import OPTIONS
+from .table import Cell
+from .table import row
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+
+_INTRODUCTION = """\
+# Any loop: right, or refused in words
+
+Every loop in [`tests/conformance/loops`](../tests/conformance/loops) is written as
+people write theirs, and run on two ranks under every strategy. What it computes is
+compared with one process of plain PyTorch on the same batches.
+
+- `✓` right: the result of one process.
+- `r` refused: an error, before anything is changed, that says what was found and what
+  to write instead.
+- `n` noted: another result, and a note under the run that says so.
+
+Each place in the table has a mark for each of: {options}.
+
+Not in the table is what no division of a batch gives back: a loss over the batch as a
+whole (negatives in the batch, mixup by a permutation, the statistics of BatchNorm
+without `--sync-batchnorm`), and random numbers that the loop draws after `prepare`,
+which differ from rank to rank as dropout wants it.
+
+`make conformance` writes this page.
+"""
+
+
+def page(cells: Sequence[Cell]) -> str:
+    """The whole page. Of two cells alike in all but their result the last counts."""
+    by_loop: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_loop.setdefault(cell.loop, []).append(cell)
+    totals = Counter(cell.kind for cell in cells)
+    lines = [
+        _INTRODUCTION.format(options=", ".join(title(name) for name in OPTIONS)),
+        f"{len(by_loop)} loops, {len(cells)} runs: "
+        + ", ".join(f"{totals[kind]} {kind}" for kind in MARKS if totals[kind])
+        + ".",
+        "",
+        head(ALL_STRATEGIES),
+        *(row(loop, found) for loop, found in by_loop.items()),
+        *listed("Refused", [cell for cell in cells if cell.kind == "refused"]),
+        *listed("Noted", [cell for cell in cells if cell.kind == "noted"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def title(option: str) -> str:
+    """An option as it is written on a magic line."""
+    settings: Mapping[str, object] = OPTIONS[option]
+    if not settings:
+        return "plain"
+    return " ".join(f"`--{name} {value}`" for name, value in settings.items())
+
+
+def head(strategies: Iterable[str]) -> str:
+    names = ["loop", *strategies]
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+
+
+def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
+    """Each sentence once, with the loops to which it was said."""
+    loops: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        loops.setdefault(cell.said, {})[cell.loop] = None
+    if not loops:
+        return []
+    return [
+        f"\n## {heading}\n",
+        *(f"- {said}\n  ({', '.join(names)})" for said, names in loops.items()),
+    ]

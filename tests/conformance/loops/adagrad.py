@@ -1,0 +1,26 @@
+"""Adagrad, whose state is there before the first step."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.Adagrad(
+    model.parameters(), lr=0.1, initial_accumulator_value=0.01
+)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

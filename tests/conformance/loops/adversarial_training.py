@@ -1,0 +1,29 @@
+"""Fast gradient sign: inputs are moved along their gradient, then trained on."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        inputs = inputs.clone().requires_grad_(True)
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        attacked = (inputs + 0.1 * inputs.grad.sign()).detach()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(attacked), labels)
+        loss.backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

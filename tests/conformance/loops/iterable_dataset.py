@@ -1,0 +1,30 @@
+"""A stream: an IterableDataset in a DataLoader."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(x, y)
+
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+loader = DataLoader(Stream(), batch_size=8)
+model, optimizer, loader = prepare(model, optimizer, loader, shuffle=False)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

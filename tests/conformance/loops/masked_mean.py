@@ -1,0 +1,27 @@
+"""A mean over a mask, written out: (loss * mask).sum() / mask.sum()."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = x @ torch.randn(6, 3)
+mask = (torch.rand(24, 3) > torch.rand(24, 1)).float()
+mask[:, 0] = 1
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y, mask), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, targets, known in loader:
+        optimizer.zero_grad()
+        squared = (model(inputs) - targets).pow(2)
+        loss = (squared * known).sum() / known.sum()
+        loss.backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

@@ -1,0 +1,29 @@
+"""FedProx, L2-SP: the distance to the weights at the start is added to the loss."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2)).to(device)
+start = [p.detach().clone() for p in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        distance = sum(
+            (p - p0).pow(2).sum() for p, p0 in zip(model.parameters(), start)
+        )
+        loss = F.cross_entropy(model(inputs), labels) + 0.5 * distance
+        loss.backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

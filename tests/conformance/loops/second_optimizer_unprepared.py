@@ -1,0 +1,29 @@
+"""Two optimizers of one model (Muon and AdamW share it so); one of them is prepared."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+weights = [p for p in model.parameters() if p.dim() > 1]
+biases = [p for p in model.parameters() if p.dim() < 2]
+optimizer = torch.optim.SGD(weights, lr=0.3)
+opt_biases = torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        opt_biases.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        opt_biases.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

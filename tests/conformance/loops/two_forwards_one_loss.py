@@ -1,0 +1,27 @@
+"""R-Drop and consistency losses: the model is called twice, then one backward."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        first = model(inputs)
+        second = model(inputs.flip(1))
+        loss = F.cross_entropy(first, labels) + 0.5 * F.mse_loss(first, second)
+        loss.backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

@@ -1,0 +1,34 @@
+"""A layer that forward never uses: its parameters have no gradient at all."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.left_over = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

@@ -1,0 +1,28 @@
+"""Classes of unequal size: a WeightedRandomSampler, with a generator of its own."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import TensorDataset
+from torch.utils.data import WeightedRandomSampler
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > 0.8).long()
+sampler = WeightedRandomSampler(
+    torch.where(y == 1, 3.0, 1.0), 24, generator=torch.Generator().manual_seed(3)
+)
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, sampler=sampler)
+model, optimizer, loader = prepare(model, optimizer, loader, shuffle=False)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

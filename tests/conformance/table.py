@@ -1,0 +1,164 @@
+"""The loops of `loops/`, each under every strategy and option, as one table."""
+
+import contextlib
+import functools
+import io
+import tempfile
+import time
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labkit import Lab
+from labkit import RankError
+from labkit.notebook.failure import CellTimeoutError
+from labkit.strategies import STRATEGIES
+
+from .judge import WITHIN
+from .judge import deviation
+from .judge import is_refusal
+from .judge import is_same_error
+from .judge import what_was_said
+from .reference import run_plainly
+
+LOOPS = {
+    file.stem: file for file in sorted((Path(__file__).parent / "loops").glob("*.py"))
+}
+ALL_STRATEGIES = [name for name, each in STRATEGIES.items() if each.technique]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "bf16": {"precision": "bf16"},
+    "clip": {"clip": 0.2},
+}
+TIMEOUT_S = 30.0
+"""Of one run: a hang is named, and does not stop the rest."""
+
+KEEP = """
+torch.save(
+    torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), result),
+    f"{folder}/{{rank}}.pt",
+)
+"""
+
+MARKS = {
+    "right": "✓",
+    "refused": "r",
+    "noted": "n",
+    "WRONG": "W",
+    "BROKEN": "B",
+    "HANG": "H",
+}
+ACCEPTED = ("right", "refused", "noted")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How one loop ended under one strategy with one option."""
+
+    loop: str
+    strategy: str
+    option: str
+    kind: str
+    """One of `MARKS`."""
+    said: str = ""
+    """The refusal, the notes or the error; or by how much the result is wrong."""
+    deviation: float = float("nan")
+    seconds: float = 0.0
+
+
+def code_of(loop: str) -> str:
+    return LOOPS[loop].read_text()
+
+
+@functools.cache
+def expected(loop: str, option: str) -> Any:
+    """What one process gives: a result, or an exception."""
+    try:
+        return run_plainly(code_of(loop), clip=OPTIONS[option].get("clip"))
+    except Exception as error:
+        return error
+
+
+@functools.cache
+def untrained(loop: str) -> Any:
+    """The result where no gradient ever changes anything."""
+    return run_plainly(code_of(loop), gradient_scale=0.0)
+
+
+def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
+    """Run a loop on the ranks of `lab`, and judge its result."""
+    options, wanted = OPTIONS[option], expected(loop, option)
+    ended = functools.partial(Cell, loop, strategy, option)
+    began = time.monotonic()
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        code = code_of(loop) + KEEP.format(folder=folder)
+        try:
+            with (
+                contextlib.redirect_stdout(printed),
+                contextlib.redirect_stderr(printed),
+            ):
+                run = lab.train(
+                    strategy,
+                    code,
+                    live=False,
+                    timeout=TIMEOUT_S,
+                    hang_after=0,
+                    **options,
+                )
+        except RankError as error:
+            is_known = is_refusal(error) or is_same_error(error, wanted)
+            return ended("refused" if is_known else "BROKEN", what_was_said(error))
+        except CellTimeoutError as error:
+            return ended("HANG", " ".join(str(error).split()))
+        except ValueError as error:
+            return ended("refused", f"ValueError: {error}")
+        seconds = time.monotonic() - began
+        results = [torch.load(file) for file in sorted(Path(folder).iterdir())]
+    away = max(deviation(result, wanted, untrained(loop)) for result in results)
+    notes = " ".join([*run.notes, *run.mismatches])
+    ended = functools.partial(ended, deviation=away, seconds=seconds)
+    if away <= WITHIN[options.get("precision", "fp32")]:
+        return ended("right", notes)
+    if notes:
+        return ended("noted", notes)
+    return ended("WRONG", f"{away:.2g} of what training moved it")
+
+
+def run_cells(
+    lab: Lab,
+    loops: Iterable[str],
+    strategies: Sequence[str] = ALL_STRATEGIES,
+    options: Sequence[str] = tuple(OPTIONS),
+) -> Iterator[Cell]:
+    """Every loop under every strategy and option."""
+    for loop in loops:
+        for strategy in strategies:
+            for option in options:
+                cell = run_cell(lab, loop, strategy, option)
+                if cell.kind in ("BROKEN", "HANG"):
+                    with contextlib.redirect_stderr(io.StringIO()):
+                        mend(lab)
+                yield cell
+
+
+def mend(lab: Lab) -> None:
+    """Have all ranks alive, and in a group that works, for the next loop."""
+    try:
+        lab.restart()
+    except RuntimeError:
+        lab.restart(everyone=True)
+
+
+def row(loop: str, cells: Iterable[Cell]) -> str:
+    """One line of the table: a mark for each option, by strategy."""
+    marks: dict[str, str] = {}
+    for cell in cells:
+        marks[cell.strategy] = marks.get(cell.strategy, "") + MARKS[cell.kind]
+    return "| " + " | ".join([loop, *marks.values()]) + " |"
