@@ -48,6 +48,8 @@ class Noticer:
         """Called before (True) and after a backward pass."""
         self.check_gradients_of: Callable[[Roots], None] = lambda inputs: None
         """Called with what `torch.autograd.grad` is asked for."""
+        self.check_scaler: Callable[[], None] = lambda: None
+        """Called before a loop scales its loss itself."""
         self.check_graph: Callable[[], None] = lambda: None
         """Called before a backward pass that is to be differentiated itself."""
         self.check_optimizer: Callable[[torch.optim.Optimizer], None] = lambda o: None
@@ -95,8 +97,10 @@ class Noticer:
         """Watch backward passes, `GradScaler.scale` and every optimizer's step."""
         scale = torch.amp.GradScaler.scale
 
-        def noticed_scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-            scaled = scale(self, outputs)
+        def noticed_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            if scaler.is_enabled():
+                self.check_scaler()
+            scaled = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor):
                 scaled._unscaled_loss = outputs.detach()
             return scaled
@@ -109,7 +113,7 @@ class Noticer:
             if not self._is_inside_step and num_steps_under_way() == 1:
                 self._report(optimizer)
 
-        torch.amp.GradScaler.scale = noticed_scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = noticed_scale  # type: ignore[method-assign,assignment]
         handles = [
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),

@@ -98,6 +98,7 @@ class Session:
             self._noticer.check_optimizer = self._check_optimizer
             self._noticer.check_gradients_of = self._check_gradients_of
             self._noticer.check_graph = self._check_graph
+            self._noticer.check_scaler = self._check_scaler
         self._report = report
         self._after_step = after_step
         self._probe: StepProbe | None = None
@@ -468,6 +469,19 @@ class Session:
                 f"gradients that {self.strategy.name} averages over the ranks cannot "
                 "be; take torch.autograd.grad(..., create_graph=True) with respect to "
                 "the inputs, or use %%dist_train single"
+            )
+
+    def _check_scaler(self) -> None:
+        partitioned = [each for each in self.prepared() if each.has_own_gradients]
+        if partitioned or self.options.accumulate > 1:
+            why = (
+                f"looks at gradients that {self.strategy.name} has in parts"
+                if partitioned
+                else "is to step after every microbatch of --accumulate"
+            )
+            raise UnsupportedLoopError(
+                f"torch.amp.GradScaler {why}; leave it out and give --precision fp16, "
+                "which scales the loss and skips steps that overflow"
             )
 
     def _prepared_ids(self) -> set[int]:

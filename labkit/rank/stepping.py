@@ -55,6 +55,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # ---- around every backward pass, of this or another model ----
 
     def begin_backward(self) -> None:
+        self.prepared.check_layout()
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()

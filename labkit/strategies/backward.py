@@ -39,9 +39,6 @@ class Follower(Protocol):
         """The parameters that may be given gradients, each with the node of autograd
         that adds to its gradient."""
 
-    def before_backward(self) -> None:
-        """A backward pass is about to begin, of this or another model."""
-
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It has begun, and gives gradients to `used`, at least one. It is called
         within the pass, before any gradient is there."""
@@ -63,7 +60,8 @@ class Watcher(Protocol):
         """`torch.autograd.grad` is called for `inputs`."""
 
 
-_followers: weakref.WeakSet[Any] = weakref.WeakSet()
+_followers: list[weakref.ref[Any]] = []
+"""In an order that is the same on all ranks, as what they do is collective."""
 _watchers: list[Watcher] = []
 _is_inside = False
 
@@ -71,19 +69,23 @@ _is_inside = False
 def follow(follower: Follower) -> None:
     """Tell `follower` of backward passes as long as it lives."""
     install()
-    _followers.add(follower)
+    _followers.append(weakref.ref(follower, _followers.remove))
 
 
 def unfollow(follower: Follower) -> None:
     """Tell it no more."""
-    _followers.discard(follower)
+    _followers[:] = [each for each in _followers if each() is not follower]
+
+
+def living() -> list[Follower]:
+    return [follower for each in _followers if (follower := each()) is not None]
 
 
 def release_former(parameters: Iterable[nn.Parameter]) -> None:
     """Have those that follow any of `parameters` let go of them: they are prepared
     again."""
     ids = {id(parameter) for parameter in parameters}
-    for follower in list(_followers):
+    for follower in living():
         if any(id(parameter) in ids for parameter in follower.given_parameters):
             follower.release()
 
@@ -126,10 +128,7 @@ def _run(
         for watcher in _watchers:
             begun.append(watcher)
             seeds = watcher.begin(roots, seeds, args[1])
-        followers = list(_followers)
-        for follower in followers:
-            follower.before_backward()
-        if followers:
+        if followers := living():
             reach = _Reach(followers, roots, reached)
             for node in {*map(_node_of, roots)} - {None}:
                 hooks.append(node.register_prehook(reach))

@@ -60,12 +60,9 @@ class DDP(Prepared):
     def _make_reducer(self) -> None:
         """For the parameters that require gradients now. Collective."""
         self._ddp = DistributedDataParallel(self.module, **self._settings)
+        # Later ones are made within a backward pass, which has saved the parameters.
+        self._settings["init_sync"] = False
         self._reduced = {id(p) for p in self.given_parameters if p.requires_grad}
-
-    def before_backward(self) -> None:
-        if self.is_last:
-            self._ddp.reducer.prepare_for_forward()
-            self._ddp.reducer._rebuild_buckets()
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         if not self.is_last:
@@ -75,6 +72,8 @@ class DDP(Prepared):
         if not self._has_agreed:
             self._agree_on_unused(len(used) < len(self._reduced))
         ddp: Any = self._ddp
+        ddp.reducer.prepare_for_forward()
+        ddp.reducer._rebuild_buckets()
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(ddp.reducer._delay_all_reduce)

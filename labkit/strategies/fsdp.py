@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: every rank keeps a shard of everything."""
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from labkit.checks import UnsupportedLoopError
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import blocks
+from labkit.strategies.prepared import check_dimensions
+from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
 
@@ -38,6 +42,9 @@ class FSDP(Prepared):
     is_partitioned = is_sharded = True
 
     def wrap(self) -> None:
+        check_dimensions(self.module, "fully_shard")
+        check_elementwise(self.optimizer)
+        whole_scalars()
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
         settings = dict(self.options.config)
@@ -60,7 +67,10 @@ class FSDP(Prepared):
         self._root = fully_shard(self.module, **{**settings, **at_root})
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
+        self._shapes = {n: p._local_tensor.shape for n, p in self._shards.items()}
         self._hand_shards_to_optimizer(whole)
+        # Or the part of the model that is called first would take itself for the root.
+        self._root._get_fsdp_state()._lazy_init()
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
         """One dimension: everything is sharded over all ranks."""
@@ -75,6 +85,16 @@ class FSDP(Prepared):
     def begin_microbatch(self, *, is_last: bool) -> None:
         super().begin_microbatch(is_last=is_last)
         self._root.set_requires_gradient_sync(is_last)
+
+    def check_layout(self) -> None:
+        for name, shard in self._shards.items():
+            if shard._local_tensor.shape != self._shapes[name]:
+                raise UnsupportedLoopError(
+                    f"the loop has given {name} a tensor that is no part of it, of "
+                    f"shape {tuple(shard._local_tensor.shape)}: some functions that "
+                    "write into a tensor, as torch.nn.init.eye_, do so to one that "
+                    "fsdp has in parts. Do it before prepare, or use ddp"
+                )
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
@@ -128,6 +148,21 @@ class HSDP(FSDP):
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return {name: shard._local_tensor for name, shard in self._shards.items()}
+
+
+def whole_scalars() -> None:
+    """Have `item()` and the like of a DTensor be of the whole: torch's own takes this
+    rank's part of a sum or a norm, without a word."""
+
+    def of_whole(method: Callable[..., Any]) -> Callable[..., Any]:
+        def take(self: DTensor) -> Any:
+            return method(self.full_tensor())
+
+        return take
+
+    if "item" not in vars(DTensor):
+        for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+            setattr(DTensor, name, of_whole(getattr(torch.Tensor, name)))
 
 
 def replicas_and_shards(world_size: int) -> tuple[int, int]:

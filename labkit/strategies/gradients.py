@@ -1,15 +1,19 @@
-"""What a cell sees as `parameter.grad` where a strategy has gradients in parts."""
+"""What a cell sees of parameters and gradients where a strategy has them in parts."""
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from labkit.strategies.states import plain_shape
 
 _grad: Any = torch.Tensor.grad
 
@@ -27,6 +31,9 @@ class Owner(Protocol):
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Put `value`, which is whole and equal on all ranks, in its place."""
 
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have these whole on every rank, and keep them so. Collective."""
+
 
 class CellGradients:
     """Gathers the gradients that a cell looks at, and hands back what it makes of them.
@@ -36,22 +43,16 @@ class CellGradients:
     memory for the whole of a gradient, it costs only a loop that looks.
     """
 
-    def __init__(
-        self,
-        owner: Owner,
-        parameters: Iterable[nn.Parameter],
-        on_look: Callable[[], None],
-    ) -> None:
-        """`on_look()` is called when a gradient is gathered."""
-        self._owner = owner
+    def __init__(self, owner: Owner, parameters: Iterable[nn.Parameter]) -> None:
+        self.owner = owner
         self._parameters = list(parameters)
-        self._on_look = on_look
-        self._given: dict[int, tuple[nn.Parameter, torch.Tensor | None, int]] = {}
-        """By the parameter's id: what the cell was given, and its version then; -1 for
-        what the cell has put in its place."""
+        self._given: dict[int, tuple[nn.Parameter, torch.Tensor | None]] = {}
+        """By the parameter's id: what the cell was given, or has put in its place."""
         self._depth = 0
         for parameter in self._parameters:
-            parameter.__class__ = PartitionedParameter
+            is_sharded = hasattr(parameter, "ds_tensor")
+            kind = ShardedParameter if is_sharded else PartitionedParameter
+            parameter.__class__ = kind
             _of[id(parameter)] = self
 
     @contextlib.contextmanager
@@ -74,39 +75,36 @@ class CellGradients:
         return self._depth > 0
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if self._owner.hides_gradients:
+        if self.owner.hides_gradients:
             return None
         if id(parameter) not in self._given:
             with self.ours():
-                whole = self._owner.full_gradient(parameter)
+                whole = self.owner.full_gradient(parameter)
             if whole is None:
                 return None
-            self._on_look()
-            self._given[id(parameter)] = parameter, whole, whole._version
+            self._given[id(parameter)] = parameter, whole
         return self._given[id(parameter)][1]
 
     def set(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-        if not self._owner.hides_gradients:
-            self._given[id(parameter)] = parameter, value, -1
+        if not self.owner.hides_gradients:
+            self._given[id(parameter)] = parameter, value
 
     def hand_back(self) -> bool:
-        """Put what the cell has changed where the strategy steps from. Collective.
+        """Put what the cell has seen, and may have changed, where the strategy steps
+        from. Collective. (A tensor's version does not tell: under a dispatch mode some
+        operators in place leave it as it is.)
 
         False where it has taken all of them away, and there is nothing to step with.
         """
         given, self._given = [*self._given.values()], {}
-        changed = [
-            (parameter, value)
-            for parameter, value, version in given
-            if value is None or value._version != version
-        ]
-        if len(changed) == len(self._parameters) and all(v is None for _, v in changed):
+        taken = {id(parameter) for parameter, value in given if value is None}
+        if given and all(id(p) in taken for p in self._parameters if p.requires_grad):
             return False
         with self.ours():
-            for parameter, value in changed:
-                self._owner.set_gradient(
-                    parameter, torch.zeros_like(parameter) if value is None else value
-                )
+            for parameter, value in given:
+                if value is None:
+                    value = torch.zeros(plain_shape(parameter), device=parameter.device)
+                self.owner.set_gradient(parameter, value)
         return True
 
     def forget(self) -> None:
@@ -153,6 +151,84 @@ class PartitionedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
+            if is_absent(self) and (gradients := _of.get(id(self))) is not None:
+                gradients.owner.gather([self])
             copy = self.detach().clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(copy, self.requires_grad)
         return memo[id(self)]
+
+
+class ShardedParameter(PartitionedParameter):
+    """A parameter of ZeRO-3, empty but where a pass needs it.
+
+    A cell that computes with it, as for a penalty or an average of weights, would get
+    nothing, without a word. So it is gathered, and stays whole. Its shape is known.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            fleeting = [
+                leaf
+                for leaf in tree_leaves((args, kwargs))
+                if type(leaf) is cls and is_fleeting(leaf)
+            ]
+            if fleeting and func not in _HARMLESS and is_of_cell(sys._getframe(1)):
+                if func in _SHAPES:
+                    shape = torch.empty(plain_shape(args[0]), device="meta")
+                    return func(shape, *args[1:], **kwargs)
+                if (gradients := _of.get(id(fleeting[0]))) is not None:
+                    gradients.owner.gather(fleeting)
+            return func(*args, **kwargs)
+
+
+_tensor: Any = torch.Tensor
+_HARMLESS = {
+    _tensor.requires_grad_,
+    _tensor.register_hook,
+    _tensor.register_post_accumulate_grad_hook,
+    _tensor.requires_grad.__set__,
+    *(
+        getattr(_tensor, name).__get__
+        for name in (
+            *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "layout"),
+            *("requires_grad", "_backward_hooks", "_version"),
+        )
+    ),
+}
+_SHAPES = {
+    _tensor.dim,
+    _tensor.nelement,
+    _tensor.numel,
+    _tensor.size,
+    _tensor.__len__,
+    _tensor.ndim.__get__,
+    _tensor.shape.__get__,
+}
+
+
+def is_absent(parameter: Any) -> bool:
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
+
+
+def is_fleeting(parameter: Any) -> bool:
+    """Whether it is empty, or may be before what a cell computes with it is over:
+    within a module's forward pass it is there."""
+    return is_absent(parameter) or not (
+        getattr(parameter, "ds_active_sub_modules", True)
+        or getattr(parameter, "is_external_param", True)
+    )
+
+
+def is_of_cell(frame: Any) -> bool:
+    """Whether this is not code of DeepSpeed or labkit, if by way of torch."""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch":
+            return package not in ("deepspeed", "labkit")
+        frame = frame.f_back
+    return False

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
@@ -40,6 +41,8 @@ class Prepared:
 
     is_partitioned = False
     """Whether a rank updates a part of the parameters."""
+    has_own_gradients = False
+    """Whether the optimizer steps from gradients that are not `parameter.grad`."""
     is_sharded = False
     """Whether it has only a part of them, but where a pass needs the whole."""
 
@@ -105,9 +108,6 @@ class Prepared:
             ]
         return self._accumulators
 
-    def before_backward(self) -> None:
-        """A backward pass is about to begin, of this or another model."""
-
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It gives gradients to `used`, some of this model's parameters."""
 
@@ -119,6 +119,10 @@ class Prepared:
     def scale(self, seed: torch.Tensor) -> torch.Tensor:
         """The gradient that a backward pass begins with, as this strategy wants it."""
         return seed if self.scaler is None else self.scaler.scale(seed)
+
+    def check_layout(self) -> None:
+        """UnsupportedLoopError if the loop has put other tensors in the place of this
+        rank's parts."""
 
     def unscale_gradients(self) -> None:
         """Let the loop see gradients as they are, and not as an fp16 loss scales them.
@@ -304,6 +308,32 @@ def check_keys(config: Mapping[str, Any], known: Iterable[str], taker: str) -> N
     if unknown := [key for key in config if key not in known]:
         says = f"it knows: {', '.join(sorted(known))}" if known else "it takes none"
         raise ValueError(f"--config: {taker} has no {unknown[0]!r}; {says}")
+
+
+WHOLE_PARAMETER_OPTIMIZERS = ("ADAFACTOR", "LAMB", "LARS", "MUON", "SHAMPOO", "SOAP")
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError for an optimizer that looks at a parameter as a whole: of
+    parts of it, it would make something else."""
+    kind = type(optimizer).__name__
+    if kind.upper() in WHOLE_PARAMETER_OPTIMIZERS:
+        raise UnsupportedLoopError(
+            f"{kind} steps a parameter by what the whole of it is, and a rank has but "
+            "a part of it under this strategy; use ddp, or an optimizer that steps "
+            "every element by itself, as AdamW"
+        )
+
+
+def check_dimensions(module: nn.Module, library: str) -> None:
+    """UnsupportedLoopError for a parameter that is a single number."""
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise UnsupportedLoopError(
+                f"{name} is a parameter without dimensions, which {library} cannot "
+                "cut into parts; give it one, as torch.nn.Parameter(x.reshape(1)), or "
+                "use ddp"
+            )
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -49,6 +49,11 @@ def model_states(module: nn.Module) -> Named:
     return found
 
 
+def plain_shape(tensor: Any) -> tuple[int, ...]:
+    """A parameter's shape, also where stage 3 has put it in parts."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
 def parameter_names(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[list[str]]:

@@ -1,13 +1,16 @@
 """ZeRO: what every replica would hold twice is partitioned over the ranks."""
 
 import contextlib
+import copy
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +21,20 @@ from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
 from labkit.strategies.gradients import CellGradients
+from labkit.strategies.gradients import is_absent
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import cast_floats
+from labkit.strategies.prepared import check_dimensions
+from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
 from labkit.strategies.states import check_hyperparameters
+from labkit.strategies.states import plain_shape
 from labkit.strategies.states import set_hyperparameters
 from labkit.strategies.zero_states import Partitions
 from labkit.strategies.zero_states import ZeROStates
@@ -83,7 +90,7 @@ class ZeRO(Prepared):
     Source: Rajbhandari et al., "ZeRO", SC 2020; `deepspeed.initialize`.
     """
 
-    is_partitioned = True
+    is_partitioned = has_own_gradients = True
     stage: int
 
     def wrap(self) -> None:
@@ -122,9 +129,11 @@ class ZeRO(Prepared):
         self._used: set[int] = set()
         self._ever_used: set[int] = set()
         """Ids of parameters that have had gradients, in this step and before."""
-        trained = [p for p in self.given_parameters if p.requires_grad]
+        trained = [p for p in self._owned() if p.requires_grad]
         self._trained_ids = {id(parameter) for parameter in trained}
-        self._gradients = CellGradients(self, trained, self._note_look)
+        of_cell = self.given_parameters if self.is_sharded else trained
+        self._gradients = CellGradients(self, of_cell)
+        vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
         self._lay_out()
         follow(self)
         if self.options.precision != "fp32":
@@ -144,6 +153,8 @@ class ZeRO(Prepared):
     def _config(self) -> dict[str, Any]:
         """DeepSpeed's configuration: ours, under what `--config` says."""
         given = self.options.config
+        check_elementwise(self.optimizer)
+        check_dimensions(self.module, "DeepSpeed")
         for key, option in SET_BY_OPTION.items():
             if key in given:
                 raise ValueError(f"--config: {key!r} is for {option} to say")
@@ -186,14 +197,12 @@ class ZeRO(Prepared):
     def scale(self, seed: torch.Tensor) -> torch.Tensor:
         return seed * self._loss_scale if self._loss_scale != 1.0 else seed
 
-    def before_backward(self) -> None:
-        self._check_trained(only_new=True)
-
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
-        if self._is_reduced:
-            self._gradients.hand_back()
+        self._check_trained(only_new=True)
+        if not self._gradients.hand_back():
+            self.zero_grad()
+        elif self._is_reduced:
             self._carry()
-        self._gradients.forget()
         self._used.update(map(id, used))
         self._has_gradients = True
         self.hides_gradients = not self.is_last
@@ -220,12 +229,6 @@ class ZeRO(Prepared):
         self._reduce()
         self._partition_gradient(parameter, value * self._loss_scale)
 
-    def _note_look(self) -> None:
-        self.note(
-            f"the loop reads or changes gradients, which {self.name} has in parts: "
-            "they are gathered for it. --clip NORM clips without that"
-        )
-
     @property
     def name(self) -> str:
         return f"zero{self.stage}"
@@ -241,8 +244,12 @@ class ZeRO(Prepared):
                 self._reduce_gradients()
             self._is_reduced = True
 
+    def _owned(self) -> list[nn.Parameter]:
+        """The parameters that the user's optimizer has."""
+        return [p for group in self._given_groups for p in group["params"]]
+
     def _check_trained(self, *, only_new: bool = False) -> None:
-        now = {id(p): p for p in self.given_parameters if p.requires_grad}
+        now = {id(p): p for p in self._owned() if p.requires_grad}
         if now.keys() == self._trained_ids or (
             only_new and now.keys() < self._trained_ids
         ):
@@ -307,6 +314,9 @@ class ZeRO(Prepared):
         DeepSpeed steps from a copy of its own. Nothing is lost of a copy in fp32 whose
         rounded value the model still has."""
 
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have these whole on every rank, and keep them so. Collective."""
+
     def _reduce_gradients(self) -> None:
         raise NotImplementedError
 
@@ -322,6 +332,14 @@ class ZeRO(Prepared):
 
     def _discard(self) -> None:
         """Forget the gradients that are in parts."""
+
+    def memory(self) -> dict[str, Tensors]:
+        with self._gradients.ours():
+            return {name: list(held) for name, held in self.tensors().items()}
+
+    def tensors(self) -> dict[str, Tensors]:
+        """What `memory` gives."""
+        raise NotImplementedError
 
     def checkpoint(
         self, *, with_optimizer: bool = True
@@ -360,6 +378,8 @@ class ZeRO(Prepared):
             self._zero.loss_scale = values["scaler"]["scale"]
 
     def _states(self) -> ZeROStates:
+        with self._gradients.ours():
+            self._take_weights()
         land_parameters(self.engine)
         return ZeROStates(self.module, self._zero, self.partitions())
 
@@ -380,6 +400,9 @@ class ZeRO(Prepared):
 
     def close(self) -> None:
         super().close()
+        with contextlib.suppress(Exception):  # of a run that failed half-way
+            self._take_weights()
+        vars(self.module).pop("__deepcopy__", None)
         _former.append(self.engine)
         restore_linear()
 
@@ -453,14 +476,9 @@ class ZeRO1(ZeRO):
             self._zero.single_partition_of_fp32_groups,
             strict=True,
         ):
-            ours = parts[rank]
-            if ours.dtype == master.dtype:
-                master.data.copy_(ours)
-            else:
-                is_same = ours == master.data.to(ours.dtype)
-                master.data.copy_(torch.where(is_same, master.data, ours.to(master)))
+            take(parts[rank], master.data)
 
-    def memory(self) -> dict[str, Tensors]:
+    def tensors(self) -> dict[str, Tensors]:
         zero = self._zero
         masters = zero.single_partition_of_fp32_groups
         whole = [p.grad for p in self.module.parameters() if has_own_storage(p.grad)]
@@ -492,6 +510,60 @@ class ZeRO3(ZeRO):
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
 
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have these whole on every rank, and keep them so. Collective."""
+        # DeepSpeed gathers these again after every step, and frees none in between.
+        kept = self._zero.persistent_parameters
+        known = {id(parameter) for parameter in kept}
+        touched: list[Any] = list(parameters)
+        kept += [parameter for parameter in touched if id(parameter) not in known]
+        for parameter in kept:
+            parameter.ds_persist = parameter.is_external_param = True
+        if any(parameter.ds_status.name == "INFLIGHT" for parameter in touched):
+            self._take_weights()
+            land_parameters(self.engine)
+        absent = [parameter for parameter in kept if is_absent(parameter)]
+        if absent:
+            absent[0].all_gather(absent)
+        if not self._has_said_so and torch.distributed.get_rank() == 0:
+            self._has_said_so = True
+            print(
+                "labkit: the loop computes with parameters outside of the model's "
+                "forward pass. zero3 has them in parts: those are whole on every rank "
+                "from here on",
+                file=sys.stderr,
+            )
+
+    _has_said_so = False
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        for parameter in self._zero.persistent_parameters:
+            if is_absent(parameter):
+                continue
+            ours = own_part(parameter, parameter.data)
+            parameter.ds_tensor.data.copy_(ours.view_as(parameter.ds_tensor))
+            if id(parameter) in self._trained_ids:
+                master = safe_get_local_fp32_param(parameter)
+                take(ours[: master.numel()].view_as(master), master)
+
+    def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+        # A node of autograd remembers the shape of its parameter.
+        absent = [p for p in self.given_parameters if is_absent(p) and p.requires_grad]
+        with self._gradients.ours():
+            for parameter in absent:
+                blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+                parameter.data = blank.expand(plain_shape(parameter))
+            try:
+                return super().accumulators()
+            finally:
+                for parameter in absent:
+                    parameter.data = torch.empty(
+                        0, dtype=parameter.dtype, device=parameter.device
+                    )
+
     def _discard(self) -> None:
         # Or a parameter that the next step does not use would have those of this one.
         if self._zero.grad_partitions_flat_buffer is not None:
@@ -516,7 +588,7 @@ class ZeRO3(ZeRO):
             zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
         )
 
-    def memory(self) -> dict[str, Tensors]:
+    def tensors(self) -> dict[str, Tensors]:
         zero = self._zero
         parameters: list[Any] = list(self.module.parameters())
         return {
@@ -532,6 +604,36 @@ class ZeRO3(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
         }
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a model, as for an average of weights: without what DeepSpeed
+    has hooked to it."""
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for each in module.modules():
+        own = vars(each)
+        kept.append((own, dict(own)))
+        own.pop("__deepcopy__", None)
+        own["_parameters"] = dict(own["_parameters"])
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            own[name] = OrderedDict(
+                (key, hook)
+                for key, hook in own[name].items()
+                if not str(getattr(hook, "__module__", "")).startswith("deepspeed")
+            )
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        for own, before in kept:
+            own.update(before)
+
+
+def take(weights: torch.Tensor, master: torch.Tensor) -> None:
+    """Set the copy in fp32 to weights, but where these are what it is rounded to."""
+    if weights.dtype != master.dtype:
+        is_same = weights == master.to(weights.dtype)
+        weights = torch.where(is_same, master, weights.to(master.dtype))
+    master.copy_(weights)
 
 
 def bucket_elements(num_parameters: int) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 from labkit.strategies import states
 from labkit.strategies.states import Named
 from labkit.strategies.states import Source
+from labkit.strategies.states import plain_shape
 
 Partitions = list[tuple[torch.Tensor, list[nn.Parameter]]]
 """This rank's flat partition of a group of parameters, and those parameters."""
@@ -176,11 +177,6 @@ class Share:
 def is_like(value: Any, flat: torch.Tensor) -> bool:
     """Whether this state has an element for every one of a partition."""
     return isinstance(value, torch.Tensor) and value.shape == flat.shape
-
-
-def plain_shape(tensor: Any) -> tuple[int, ...]:
-    """A parameter's shape, also where stage 3 has put it in parts."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def full_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
