@@ -36,7 +36,7 @@ class Noticer:
 
     def __init__(self, on_step: Callable[[Loss | None, int], None]) -> None:
         self.weight = 1.0
-        """What a backward pass is scaled by: see `labkit.rank.loader.Share`."""
+        """What a backward pass is scaled by: see `labkit.rank.dealing.Share`."""
         self.batch = 0
         """The number of the global batch that the loop has."""
         self.microbatch = 0
