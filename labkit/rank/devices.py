@@ -25,7 +25,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             for key, each in value.items():
                 found[key] = to_device(each, device)
             return found
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             found = copy.copy(value)
             for field in dataclasses.fields(value):
                 each = to_device(getattr(value, field.name), device)

@@ -234,7 +234,9 @@ def as_bytes(value: Any) -> bytes:
     found = b""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            leaf = leaf.detach().cpu().flatten()
+            leaf = leaf.clone(memory_format=torch.contiguous_format)
+            leaf = leaf.view(torch.uint8).numpy()
         if isinstance(leaf, np.ndarray):
             found += leaf.tobytes()
         elif isinstance(leaf, int | float | complex | str | bytes):
