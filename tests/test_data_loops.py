@@ -1,14 +1,11 @@
 """Data of every kind on real ranks: the reference is one process in plain PyTorch."""
 
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from labkit import Lab
 from labkit import RankError
@@ -111,7 +108,7 @@ def test_a_shuffled_set_that_drops_its_last_batch_is_no_mismatch(lab: Lab) -> No
 REFUSED = {
     "DataLoader(data, 4, sampler=DistributedSampler(data))": "a DistributedSampler",
     "DataLoader(data, 4, sampler=range(rank, 22, 2))": "range does not draw the same",
-    "DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(rank))": (
+    "DataLoader(data, 4, shuffle=True, generator=seeded.manual_seed(rank))": (
         "RandomSampler does not draw the same samples on every rank"
     ),
     "DataLoader(Subset(data, range(rank, 22, 2)), 4)": "is not the same on every rank",
@@ -360,3 +357,30 @@ fit(
     assert_same_weights(lab, expected)
     found = run.history["val_loss"].dropna()
     np.testing.assert_allclose(list(found)[-1], expected["val_loss"], rtol=1e-4)
+
+
+# ---- notes ----
+
+NOTED = {
+    "F.cross_entropy(model(a), b)": None,
+    "F.cross_entropy(model(a), b.masked_fill(a[:, 0] > 0, -100))": "weigh=lambda batch",
+    "F.cross_entropy(model(a), b, reduction='sum')": 'prepare(..., reduction="sum")',
+}
+
+
+@pytest.mark.parametrize("loss", NOTED)
+def test_a_loss_that_is_no_mean_over_samples_is_noted(lab: Lab, loss: str) -> None:
+    prepare = "model, optimizer, loader = prepare(model, optimizer, data, {options})\n"
+    loop = LOOP.replace("F.cross_entropy(model(a), b)", loss)
+    run = train(lab, "ddp", SETUP + prepare.format(options="batch_size=8") + loop)
+    if NOTED[loss] is None:
+        assert run.notes == []
+        return
+    [note] = run.notes
+    assert NOTED[loss] in note
+    for option in ("reduction='sum'", "weigh=len"):
+        options = f"batch_size=8, {option}"
+        run = train(lab, "ddp", SETUP + prepare.format(options=options) + loop)
+        assert run.notes == []
+    run = train(lab, "single", SETUP + prepare.format(options="batch_size=8") + loop)
+    assert run.notes == []

@@ -59,6 +59,11 @@ class Share:
     """Whether the optimizer steps after this microbatch."""
     num_tokens: int = 0
     """Of all its samples, where these are sequences of tokens."""
+    is_sum: bool = False
+    """Whether the loss is a sum over the samples, no mean."""
+    loss_weight: float | None = None
+    """What this rank's loss counts for in the mean over the ranks; None where that is
+    the number of its samples."""
     fingerprint: int = 0
     """Of the pass up to this global batch: see `labkit.rank.orders.Order`."""
 
@@ -87,7 +92,7 @@ class Dealer:
     accumulate: int = 1
     least: int = 1
     """Samples of a part, unless it is empty or all there is."""
-    by_sum: bool = False
+    is_sum: bool = False
     """Whether losses are sums over the samples, not means."""
 
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
@@ -108,10 +113,21 @@ class Dealer:
     ) -> Share:
         """Of microbatch `number` of a global batch of `size` samples."""
         weight = num_samples * self.peers.world_size / size
-        if self.by_sum:
+        if self.is_sum:
             weight = float(self.peers.world_size if num_samples else 0)
-        is_last = number == self.accumulate - 1
-        return Share(num_samples, weight, is_last, fingerprint=fingerprint)
+        return Share(
+            num_samples,
+            weight,
+            is_last=number == self.accumulate - 1,
+            is_sum=self.is_sum,
+            loss_weight=1.0 if self.is_sum else None,
+            fingerprint=fingerprint,
+        )
+
+    @property
+    def weight_outside(self) -> float:
+        """As `Share.weight`, for microbatches that the loop has from elsewhere."""
+        return self.peers.world_size if self.is_sum else 1.0 / self.accumulate
 
 
 def stand_in(batch: Any) -> Any:

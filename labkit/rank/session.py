@@ -33,6 +33,8 @@ from labkit.rank.evaluation import Scores
 from labkit.rank.evaluation import evaluate
 from labkit.rank.loader import RankLoader
 from labkit.rank.loader import Weigh
+from labkit.rank.loss_kind import LossWatch
+from labkit.rank.loss_kind import is_looked_at
 from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
@@ -47,6 +49,7 @@ from labkit.rank.resume import Keeper
 from labkit.rank.resume import seed_everything
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.records import CHECKPOINT
+from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
@@ -69,7 +72,7 @@ from labkit.strategies.zero import is_zero
 
 RESERVED = frozenset(
     {
-        *("rank", "seconds", "memory_bytes", "samples", "tokens"),
+        *("rank", "seconds", "memory_bytes", "samples", "tokens", LOSS_WEIGHT),
         *NOTES,
         NOTICED_LOSS,
     }
@@ -103,6 +106,7 @@ class Session:
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
         self._noticer.on_backward = self._on_backward
+        self._noticer.check_loss = self._check_loss
         if strategy.technique is not None and not strategy.is_single:
             self._noticer.check_optimizer = self._check_optimizer
             self._noticer.check_gradients_of = self._check_gradients_of
@@ -130,8 +134,16 @@ class Session:
         """Of this step so far; None in a loop over data of its own."""
         self._num_tokens = 0
         """Of this step so far; 0 where samples are no sequences of tokens."""
+        self._loss_watch: LossWatch | None = None
+        """Until it has found something to note."""
+        self._share: Share | None = None
+        """What the loop has at the moment; None in one over data of its own."""
+        self._loss_weight: float | None = None
+        """Of this step so far; None where losses count by the number of samples."""
         self._step_ended: float | None = None
         """When the step before this one did; None in the first of an epoch."""
+        self._weight_outside = 1.0
+        """What a backward pass is scaled by in a loop over data of its own."""
         self._noted: set[str] = set()
         self._optimizer_steps = 0
         self._steps_by_optimizer: Counter[int] = Counter()
@@ -245,7 +257,7 @@ class Session:
             self.peers,
             accumulate=options.accumulate,
             least=2 if is_own else 1,  # samples, of which BatchNorm has a variance
-            by_sum=reduction == "sum",
+            is_sum=reduction == "sum",
         )
         loader, batches = deal_out(
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
@@ -276,7 +288,10 @@ class Session:
         self.forecastable = step
         self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
-        self._noticer.weight = 1.0 / options.accumulate
+        self._noticer.weight = self._weight_outside = dealer.weight_outside
+        self._noticer.is_sum = dealer.is_sum
+        if self.world_size * options.accumulate > 1 and weigh is None:
+            self._loss_watch = None if dealer.is_sum else LossWatch()
         stepping = PreparedOptimizer(prepared, self._take_step)
         stepping.mean_loss = self._mean_over_ranks
         self._noticer.number_of(stepping)
@@ -431,6 +446,10 @@ class Session:
         self._num_samples += share.num_samples
         self._num_tokens += share.num_tokens
         self._noticer.weight = share.weight
+        self._noticer.is_sum = share.is_sum
+        self._share = share
+        if share.loss_weight is not None:
+            self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
@@ -442,9 +461,10 @@ class Session:
     def _end_batches(self) -> None:
         self._num_samples = None
         self._num_tokens = 0
+        self._loss_weight = self._share = None
         self._step_ended = None
         BatchNorm.counts_here = True
-        self._noticer.weight = 1.0 / self.options.accumulate
+        self._noticer.weight = self._weight_outside
 
     # ---- what a strategy cannot do ----
 
@@ -499,6 +519,18 @@ class Session:
             "synchronized, and every rank has its own. prepare takes several models, "
             "each with its optimizer"
         )
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """Note a loss that is not the mean of those of ranks and microbatches."""
+        number, is_on_gpu = self._noticer.microbatch, loss.device.type != "cpu"
+        if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
+            return
+        num_samples = None if self._share is None else self._share.num_samples
+        if num_samples == 0:  # a stand-in
+            return
+        if text := self._loss_watch.look(loss, num_samples, number):
+            self.note(text)
+            self._loss_watch = None
 
     def _check_gradients_of(self, inputs: Roots) -> None:
         ours = self._prepared_ids()
@@ -603,6 +635,9 @@ class Session:
         if self._num_tokens:
             self._emitter.put("tokens", self._num_tokens, step, memory_bytes)
             self._num_tokens = 0
+        if self._loss_weight is not None:
+            self._emitter.put(LOSS_WEIGHT, self._loss_weight, step, memory_bytes)
+            self._loss_weight = None
         self._step_ended = time.perf_counter()
         if self._num_samples is None:  # in a loop over data of its own
             self._keeper.between_steps(step)
