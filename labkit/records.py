@@ -26,6 +26,10 @@ the cell logs one itself."""
 STEP_TAKEN = "(step taken)"
 """The metric that notes an optimizer step for which no loss was noticed."""
 
+LOSS_WEIGHT = "loss_weight"
+"""The metric of what a rank's loss counts for in the mean over the ranks, where that is
+not the number of its samples."""
+
 CHECKPOINT = "(checkpoint)"
 """The metric that notes, by its step, that a checkpoint was taken here: what was logged
 before is in it, what comes after is not."""

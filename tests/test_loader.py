@@ -1,24 +1,43 @@
 """All ranks of a world are made in this process: dealing out takes no communication."""
 
+import itertools
+import random
+from collections import UserDict
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import BatchSampler
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
+from torch.utils.data import DistributedSampler
 from torch.utils.data import IterableDataset
+from torch.utils.data import RandomSampler
+from torch.utils.data import Sampler
+from torch.utils.data import SequentialSampler
 from torch.utils.data import SubsetRandomSampler
 from torch.utils.data import TensorDataset
 from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import get_worker_info
 
-from labkit.rank.loader import GlobalBatches
+from labkit.checks import UnsupportedLoopError
+from labkit.rank.dealing import Dealer
+from labkit.rank.dealing import GlobalBatches
+from labkit.rank.dealing import Share
+from labkit.rank.dealing import Stream
+from labkit.rank.dealing import deal_out
+from labkit.rank.dealing import part_of
+from labkit.rank.devices import to_device
 from labkit.rank.loader import RankLoader
-from labkit.rank.loader import Share
-from labkit.rank.loader import deal_out
+from labkit.rank.loader import count_of
+from labkit.rank.orders import Peers
 
 CPU = torch.device("cpu")
 
@@ -57,7 +76,9 @@ def collate_by_name(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 class Announced(RankLoader):
     """A rank's loader that remembers what it announced."""
 
-    def __init__(self, loader: DataLoader[Any], batches: GlobalBatches) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], batches: GlobalBatches | Stream
+    ) -> None:
         self.shares: list[Share] = []
         self.epochs: list[int] = []
         super().__init__(
@@ -70,13 +91,23 @@ class Announced(RankLoader):
         )
 
 
-def all_ranks(source: Any, world_size: int, **options: Any) -> list[Announced]:
+class Trusting(Peers):
+    """A rank that takes the others to have what it has."""
+
+    def agree_on(self, value: int) -> bool:
+        return True
+
+
+def all_ranks(
+    source: Any, world_size: int, accumulate: int = 1, least: int = 1, **options: Any
+) -> list[Announced]:
     """The loader of each rank."""
     options = {"batch_size": None, "shuffle": False, "seed": 0, **options}
-    return [
-        Announced(*deal_out(source, rank=rank, world_size=world_size, **options))
+    dealers = [
+        Dealer(Trusting(rank, world_size, CPU), accumulate, least)
         for rank in range(world_size)
     ]
+    return [Announced(*deal_out(source, dealer, **options)) for dealer in dealers]
 
 
 def one_epoch(loaders: list[Announced]) -> list[list[list[int]]]:
@@ -89,7 +120,7 @@ def one_epoch(loaders: list[Announced]) -> list[list[list[int]]]:
             if number == len(batches):
                 batches.append([])
             num_samples = loader.shares[-1].num_samples
-            assert len(x) == max(num_samples, 1)
+            assert len(x) == (num_samples or 2)  # a stand-in, twice
             batches[number].append(x.long().tolist()[:num_samples])
     return batches
 
@@ -203,8 +234,8 @@ def test_a_rank_without_samples_takes_part_with_weight_0() -> None:
     loaders = all_ranks(Squares(2), 4, batch_size=2)
     parts = [[x.tolist() for x, _ in loader] for loader in loaders]
     shares = [loader.shares[0] for loader in loaders]
-    assert shares == [Share(0, 0.0), Share(1, 2.0), Share(0, 0.0), Share(1, 2.0)]
-    assert parts == [[[0.0]], [[0.0]], [[0.0]], [[1.0]]]
+    assert shares == [Share(1, 2.0), Share(1, 2.0), Share(0, 0.0), Share(0, 0.0)]
+    assert parts == [[[0.0]], [[1.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
 
 
 def test_epochs_are_announced_from_one_and_shares_before_their_batch() -> None:
@@ -221,7 +252,13 @@ def test_epochs_are_announced_from_one_and_shares_before_their_batch() -> None:
 def test_tensors_in_any_structure_go_to_the_device() -> None:
     source = DataLoader(Squares(4), batch_size=2, collate_fn=collate_by_name)
     loader = RankLoader(
-        *deal_out(source, batch_size=None, shuffle=False, rank=0, world_size=1, seed=0),
+        *deal_out(
+            source,
+            Dealer(Peers(0, 1, CPU)),
+            batch_size=None,
+            shuffle=False,
+            seed=0,
+        ),
         torch.device("meta"),
         on_epoch=lambda epoch: None,
         on_batch=lambda share: None,
@@ -337,17 +374,398 @@ def test_the_same_batch_size_twice_is_no_contradiction() -> None:
     assert joined(one_epoch(loaders)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# ---- what cannot be dealt out ----
+# ---- a sampler of the user's own ----
 
 
-class Stream(IterableDataset[int]):
+def plain_batches(loader: Any) -> list[list[int]]:
+    """What a plain loop over a DataLoader has."""
+    return [x.long().tolist() for x, _ in loader]
+
+
+class EverySecond(SequentialSampler):
     def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
+        return iter(range(0, len(self.data_source), 2))
+
+    def __len__(self) -> int:
+        return len(self.data_source) // 2
+
+
+class Forever(Sampler[int]):
+    """Shuffles again and again, from torch's global random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(8).tolist()
+
+
+class BySize(Sampler[list[int]]):
+    """Batches of different sizes, as buckets by length have them."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[5, 1], [0, 2, 4, 6, 7], [3]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+SAMPLED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffle with a generator": lambda: DataLoader(
+        Squares(8), 3, shuffle=True, generator=seeded()
+    ),
+    "with replacement": lambda: DataLoader(
+        Squares(8),
+        3,
+        sampler=RandomSampler(
+            Squares(8), replacement=True, num_samples=20, generator=seeded()
+        ),
+    ),
+    "fewer": lambda: DataLoader(
+        Squares(8),
+        3,
+        sampler=RandomSampler(Squares(8), num_samples=5, generator=seeded()),
+    ),
+    "subset": lambda: DataLoader(
+        Squares(8), 2, sampler=SubsetRandomSampler([1, 3, 5], seeded())
+    ),
+    "weighted": lambda: DataLoader(
+        Squares(8),
+        2,
+        sampler=WeightedRandomSampler([1.0] * 8, 5, generator=seeded()),
+        drop_last=True,
+    ),
+    "subclass": lambda: DataLoader(Squares(8), 3, sampler=EverySecond(Squares(8))),
+    "a list": lambda: DataLoader(Squares(8), 3, sampler=[7, 7, 1, 0]),
+    "TensorDataset": lambda: DataLoader(squares(8), 3, sampler=[7, 7, 1, 0]),
+    "batch sampler": lambda: DataLoader(Squares(8), batch_sampler=BySize()),
+    "torch's batch sampler": lambda: DataLoader(
+        Squares(8),
+        batch_sampler=BatchSampler(
+            RandomSampler(Squares(8), generator=seeded()), 3, True
+        ),
+    ),
+    "batches fetched at once": lambda: DataLoader(
+        squares(8), batch_size=None, sampler=BatchSampler([7, 3, 2, 2, 1], 3, False)
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_order_of_a_sampler_is_that_of_a_plain_loop(
+    name: str, world_size: int
+) -> None:
+    make = SAMPLED[name]
+    # Each rank has made its own, and each pass draws anew.
+    loaders = [all_ranks(make(), world_size)[rank] for rank in range(world_size)]
+    plain = make()
+    for _ in range(2):
+        expected = plain_batches(plain)
+        assert joined(one_epoch(loaders)) == expected
+    assert {len(loader) for loader in loaders} == {len(expected)}
+
+
+def test_a_sampler_without_a_generator_draws_the_same_on_every_rank() -> None:
+    def dealt_to(rank: int, seed: int = 0) -> list[list[int]]:
+        sampler = WeightedRandomSampler([1.0] * 50, 20)
+        loader = all_ranks(a_loader(sampler=sampler, batch_size=5), 2, seed=seed)[rank]
+        torch.manual_seed(rank)  # as prepare leaves it
+        found = [plain_batches(loader) for _ in range(2)]
+        assert torch.initial_seed() == rank
+        assert found[0] != found[1]
+        return [batch for epoch in found for batch in epoch]
+
+    halves = [dealt_to(0), dealt_to(1)]
+    assert [len(a) + len(b) for a, b in zip(*halves, strict=True)] == [5] * 8
+    assert dealt_to(0) == halves[0]
+    assert dealt_to(0, seed=1) != halves[0]
+    [alone] = all_ranks(
+        a_loader(sampler=WeightedRandomSampler([1.0] * 50, 20), batch_size=5), 1
+    )
+    whole = [a + b for a, b in zip(*halves, strict=True)]
+    assert [*plain_batches(alone), *plain_batches(alone)] == whole
+
+
+def test_a_sampler_without_an_end_has_no_length() -> None:
+    loaders = all_ranks(DataLoader(Squares(8), 4, sampler=Forever()), 2)
+    with pytest.raises(TypeError):
+        len(loaders[0])
+    passes = [itertools.islice(loader, 300) for loader in loaders]
+    batches = [
+        x.tolist() + y.tolist()
+        for (x, _), (y, _) in zip(*map(list, passes), strict=True)
+    ]
+    assert len(batches) == 300
+    for first, second in itertools.pairwise(batches):
+        if batches.index(first) % 2 == 0:
+            assert len(first + second) == 8
+    assert len({tuple(batch) for batch in batches}) > 100
+
+
+# ---- a stream ----
+
+
+class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
+    """Squares one after the other, from `first` on, shuffled in pairs if asked to."""
+
+    def __init__(self, num_samples: int, *, shuffle: bool = False) -> None:
+        self.num_samples = num_samples
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(first, self.num_samples, step):
+            if self.shuffle:
+                number = random.randrange(self.num_samples)
+            yield torch.tensor(float(number)), torch.tensor(number**2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_stream_gives_the_batches_of_a_plain_loop(
+    world_size: int, drop_last: bool, num_workers: int
+) -> None:
+    source = DataLoader(
+        Numbers(11), batch_size=4, drop_last=drop_last, num_workers=num_workers
+    )
+    expected = [sorted(x.long().tolist()) for x, _ in source]
+    loaders = all_ranks(source, world_size)
+    for _ in range(2):
+        found = joined(one_epoch(loaders))
+        assert [sorted(batch) for batch in found] == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_shuffles_does_so_alike_on_every_rank(num_workers: int) -> None:
+    def stream_of(world_size: int) -> list[list[int]]:
+        source = DataLoader(
+            Numbers(20, shuffle=True), batch_size=4, num_workers=num_workers
+        )
+        loaders = all_ranks(source, world_size)
+        torch.manual_seed(world_size)
+        return [*joined(one_epoch(loaders)), *joined(one_epoch(loaders))]
+
+    found = stream_of(1)
+    assert stream_of(2) == stream_of(3) == found
+    assert found[:5] != found[5:]
+
+
+def test_a_stream_has_weights_and_microbatches_as_any_data() -> None:
+    streams = all_ranks(Numbers(22), 2, accumulate=2, batch_size=5)
+    sampled = all_ranks(Squares(22), 2, accumulate=2, batch_size=5)
+    assert one_epoch(streams) == one_epoch(sampled)
+    for a, b in zip(streams, sampled, strict=True):
+        assert [(s.num_samples, s.weight, s.is_last) for s in a.shares] == [
+            (s.num_samples, s.weight, s.is_last) for s in b.shares
+        ]
+
+
+def test_a_stream_without_a_length_has_none() -> None:
+    [loader] = all_ranks(Numbers(8), 1, batch_size=4)
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+# ---- where a pass goes on ----
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SAMPLED["with replacement"],
+        SAMPLED["batch sampler"],
+        lambda: DataLoader(Squares(8), 3, sampler=WeightedRandomSampler([1.0] * 8, 9)),
+        lambda: DataLoader(Numbers(9, shuffle=True), 3),
+        lambda: DataLoader(Numbers(9, shuffle=True), 3, num_workers=2),
+    ],
+)
+def test_a_pass_goes_on_where_it_was(make: Callable[[], DataLoader[Any]]) -> None:
+    [whole] = all_ranks(make(), 1)
+    list(whole)
+    batches = iter(whole)
+    next(batches)
+    position = whole.position
+    assert (position.epoch, position.batch) == (2, 1)
+    expected = [x.tolist() for x, _ in batches]
+    [resumed] = all_ranks(make(), 1)
+    resumed.resume_at = position
+    assert list(resumed) == []
+    assert [x.tolist() for x, _ in resumed] == expected
+
+
+def test_a_pass_does_not_go_on_with_other_samples() -> None:
+    [whole] = all_ranks(SAMPLED["weighted"](), 1)
+    batches = iter(whole)
+    next(batches)
+    other = DataLoader(Squares(8), 2, sampler=WeightedRandomSampler([1.0] * 8, 5))
+    [resumed] = all_ranks(other, 1, seed=9)
+    resumed.resume_at = whole.position
+    with pytest.raises(UnsupportedLoopError, match="--resume: epoch 1 does not begin"):
+        list(resumed)
+
+
+# ---- parts ----
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", range(12))
+def test_parts_are_of_two_samples_at_least_where_that_is_asked(
+    length: int, num_parts: int
+) -> None:
+    parts = [
+        list(range(length))[part_of(length, part, num_parts, 2)]
+        for part in range(num_parts)
+    ]
+    assert list(chain.from_iterable(parts)) == list(range(length))
+    assert all(len(part) != 1 for part in parts) or length == 1
+    assert parts[0] or not length
+
+
+# ---- weights ----
+
+
+def test_microbatches_count_by_what_weigh_gives() -> None:
+    loaders = all_ranks(Squares(6), 1, accumulate=2, batch_size=4)
+    [loader] = [
+        RankLoader(
+            each.loader,
+            each.batches,
+            CPU,
+            on_epoch=lambda epoch: None,
+            on_batch=loaders[0].shares.append,
+            on_end=lambda: None,
+            weigh=lambda batch: batch[1].sum(),
+        )
+        for each in loaders
+    ]
+    assert len(list(loader)) == 4
+    weights = [share.weight for share in loaders[0].shares]
+    assert weights == [1 / 14, 13 / 14, 16 / 41, 25 / 41]
+
+
+@pytest.mark.parametrize(
+    "found", [-1, float("nan"), float("inf"), "x", None, torch.ones(2)]
+)
+def test_what_weigh_must_give_is_said(found: Any) -> None:
+    with pytest.raises(ValueError, match="it must give what its mean loss divides by"):
+        count_of(lambda batch: found, None)
+
+
+# ---- a share of another dataset ----
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("num_samples", [4, 5, 7, 12, 23])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_share_has_every_sample_once_in_equally_many_batches(
+    world_size: int, num_samples: int, batch_size: int
+) -> None:
+    shares = [
+        loader.share(Squares(num_samples), batch_size=batch_size)
+        for loader in all_ranks(Squares(4), world_size, batch_size=4)
+    ]
+    found = [[x.long().tolist() for x, _ in share] for share in shares]
+    flat = [sample for batches in found for batch in batches for sample in batch]
+    assert flat == list(range(num_samples))
+    assert {len(batches) for batches in found} == {len(share) for share in shares}
+    assert len({len(batches) for batches in found}) == 1
+    assert all(batch for batches in found for batch in batches)
+
+
+def test_a_share_keeps_the_options_of_a_dataloader() -> None:
+    source = DataLoader(
+        Squares(8), batch_size=4, collate_fn=collate_by_name, num_workers=1
+    )
+    first, second = all_ranks(Squares(8), 2, batch_size=4)
+    assert [batch["indices"] for batch in first.share(source)] == [[0, 1], [2, 3]]
+    assert [batch["indices"] for batch in second.share(source)] == [[4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("source", "batch_size", "message"),
+    [
+        (Squares(8), None, "batch_size is None"),
+        (Squares(1), 4, "cannot give each of 2 ranks one of 1 samples"),
+        (Numbers(8), 4, "of a map-style dataset among the ranks"),
+        (DataLoader(Squares(8), 4, shuffle=True), None, "all samples in their order"),
+        (DataLoader(Squares(8), 4, drop_last=True), None, "all samples in their"),
+        (DataLoader(Squares(8), batch_sampler=BySize()), None, "all samples in their"),
+    ],
+)
+def test_what_cannot_be_shared_is_explained(
+    source: Any, batch_size: Any, message: str
+) -> None:
+    [loader, _] = all_ranks(Squares(8), 2, batch_size=4)
+    with pytest.raises(ValueError, match=message):
+        loader.share(source, batch_size=batch_size)
+
+
+# ---- devices ----
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    name: str = "a"
+
+
+@dataclass
+class Movable:
+    device: str = "cpu"
+
+    def to(self, device: torch.device) -> "Movable":
+        return Movable(device.type)
+
+
+class Batch(dict[str, Any]):
+    """A mapping of a class of its own."""
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: int
+
+
+@pytest.mark.parametrize(
+    ("batch", "tensor_of"),
+    [
+        (UserDict(x=torch.ones(2)), lambda b: b["x"]),
+        (Batch(x=torch.ones(2)), lambda b: b["x"]),
+        ([{"a": UserDict(x=[torch.ones(2)])}], lambda b: b[0]["a"]["x"][0]),
+        (Pair(torch.ones(2)), lambda b: b.x),
+        (Point(torch.ones(2), 1), lambda b: b.x),
+        (pack_sequence([torch.ones(2)]), lambda b: b.data),
+        (Movable(), lambda b: torch.ones(1, device=b.device)),
+        ([Pair, "text", None, torch.ones(2)], lambda b: b[3]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_batches_of_any_class_go_to_the_device(
+    batch: Any, tensor_of: Callable[[Any], Tensor]
+) -> None:
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert tensor_of(moved).device.type == "meta"
+    if not isinstance(batch, Movable):
+        assert tensor_of(batch).device.type == "cpu"  # the user's own stays
+
+
+# ---- what cannot be dealt out ----
 
 
 class Unsized(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Repeating(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return itertools.chain(super().__iter__(), super().__iter__())
 
 
 def a_loader(**options: Any) -> DataLoader[Any]:
@@ -367,18 +785,27 @@ def a_loader(**options: Any) -> DataLoader[Any]:
         (Squares(8), 0, "batch_size is 0; it must be a whole number from 1"),
         (Squares(8), -4, "batch_size is -4; it must be a whole number from 1"),
         (Squares(0), 4, "the dataset is empty"),
-        (Stream(), 4, "Stream has no length. Give it a map-style dataset"),
+        (Numbers(8), None, "batch_size is None"),
         (Unsized(), 4, "Unsized has no length. Give it a map-style dataset"),
-        (DataLoader(Stream(), batch_size=4), None, "Stream has no length"),
-        (a_loader(batch_size=None), 4, "batch_size=None or a batch_sampler"),
+        (DataLoader(Numbers(8), batch_size=None), None, "has batch_size=None"),
+        (a_loader(batch_size=None), 4, "has batch_size=None, so each item is a batch"),
+        (a_loader(batch_size=4), 2, "batch_size is 2, the DataLoader's own is 4"),
+        (a_loader(batch_sampler=BySize()), 2, "own is that of its batch sampler"),
+        (Repeating(Squares(8), 4), None, "Repeating makes its batches in an __iter__"),
+        (
+            a_loader(batch_size=2, sampler=DistributedSampler(Squares(8), 2, 0)),
+            None,
+            "has a DistributedSampler, and prepare deals the samples out",
+        ),
         (
             a_loader(
-                batch_sampler=GlobalBatches(8, 2, rank=0, world_size=1, shuffle=False)
+                batch_sampler=BatchSampler(
+                    DistributedSampler(Squares(8), 2, 0), 2, True
+                )
             ),
             None,
-            "pass its dataset and batch_size=N instead",
+            "has a DistributedSampler, and prepare deals the samples out",
         ),
-        (a_loader(batch_size=4), 2, "batch_size is 2, the DataLoader's own is 4"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_explained(
@@ -386,18 +813,3 @@ def test_what_cannot_be_dealt_out_is_explained(
 ) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         all_ranks(source, 2, batch_size=batch_size)
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        SubsetRandomSampler([1, 3]),
-        WeightedRandomSampler([1.0] * 8, num_samples=4),
-    ],
-    ids=lambda sampler: type(sampler).__name__,
-)
-def test_samples_that_a_dataloaders_sampler_leaves_out_are_never_dealt(
-    sampler: Any,
-) -> None:
-    with pytest.raises(ValueError, match=type(sampler).__name__):
-        all_ranks(a_loader(batch_size=2, sampler=sampler), 2)

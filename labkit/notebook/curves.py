@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ MAX_RANK_LINES = 8
 """More ranks are drawn as a band."""
 MAX_POINTS = 1000
 """Points of one curve: three for each pixel that a panel is wide."""
-UNSEEN = frozenset({"samples", "tokens"})
-"""Metrics that the session puts for the progress line. They are not drawn, nor are
+UNSEEN = frozenset({"samples", "tokens", LOSS_WEIGHT})
+"""Metrics that the session puts to count by. They are not drawn, nor are
 those with a name in parentheses."""
 MEMORY = "(memory)"
 """What the bytes in use, the greatest of each step, go by here; no metric can be called

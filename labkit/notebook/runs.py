@@ -21,6 +21,7 @@ from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.replicas import find_mismatches
 from labkit.notebook.stragglers import lag_by_rank
 from labkit.records import COMPONENTS
+from labkit.records import LOSS_WEIGHT
 from labkit.records import Collective
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
@@ -132,14 +133,16 @@ class Run:
     def mean_loss(self) -> pd.DataFrame:
         """The loss of each global batch: step, seconds, loss.
 
-        Ranks count with the number of their samples, where that is known. While a run
-        goes on, or where it did not finish, a step that some have yet to come to, or
-        never will, is not in it.
+        Ranks count with the number of their samples, where that is known, or by what
+        `prepare(..., weigh=...)` gives. While a run goes on, or where it did not
+        finish, a step that some have yet to come to, or never will, is not in it.
         """
         history = self.history.dropna(subset=["loss"])
         if self.state != "finished":
             history = self._in_whole_steps(history)
-        weights = history.get("samples", pd.Series(1.0, history.index)).fillna(1.0)
+        weights = pd.Series(1.0, history.index)
+        for metric in ("samples", LOSS_WEIGHT):
+            weights = history.get(metric, weights).fillna(weights)
         sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
             "step", as_index=False
         )

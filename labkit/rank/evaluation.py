@@ -1,5 +1,6 @@
-"""Evaluates a model on all ranks' shares of a dataset."""
+"""What `fit` does with a batch, and evaluation on all ranks' shares of a dataset."""
 
+import inspect
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,61 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
+from labkit.rank.dealing import Dealer
+from labkit.rank.dealing import Share
+from labkit.rank.dealing import deal_out
 from labkit.rank.loader import RankLoader
-from labkit.rank.loader import Share
-from labkit.rank.loader import deal_out
+from labkit.rank.orders import Peers
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = Callable[..., torch.Tensor]
+"""`f(output, y)`, or `f(output)`: a batch's mean."""
+
+
+class Scores:
+    """A batch's loss and metrics, by name.
+
+    Of a list or tuple the last element is `y`, and the others are the model's
+    arguments; a mapping holds its keyword arguments, and is `y`, and so is a batch of
+    another kind. Where all functions take the output alone the model gets it all.
+    """
+
+    def __init__(self, functions: Mapping[str, LossFunction]) -> None:
+        self.functions = functions
+        self._alone = {name for name in functions if takes_one(functions[name])}
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        has_target = len(self._alone) < len(self.functions)
+        if isinstance(batch, Mapping):
+            output, y = model(**batch), batch
+        elif not isinstance(batch, list | tuple):
+            output, y = model(batch), batch
+        elif has_target and len(batch) > 1:
+            *inputs, y = batch
+            output = model(*inputs)
+        else:
+            output, y = model(*batch), batch[-1]
+        return {
+            name: function(output) if name in self._alone else function(output, y)
+            for name, function in self.functions.items()
+        }
+
+
+def takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function has one argument, and no second."""
+    if isinstance(function, nn.Module):
+        function = function.forward
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one that is not written in Python
+        return False
+    kinds = [p.kind for p in parameters]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return False
+    by_place = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return sum(kind in by_place for kind in kinds) == 1
 
 
 @torch.no_grad()
@@ -24,38 +75,35 @@ def evaluate(
     functions: Mapping[str, LossFunction],
     *,
     batch_size: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
+    peers: Peers,
 ) -> dict[str, float]:
     """Means over the whole of `source`, as `val_<name>`. Collective: each rank
     evaluates its share."""
     loader, batches = deal_out(
         source,
+        Dealer(peers),
         batch_size=None if isinstance(source, DataLoader) else batch_size,
         shuffle=False,
-        rank=rank,
-        world_size=world_size,
         seed=0,
+        keep_last=True,
     )
-    batches.drop_last = False
     shares: list[Share] = []
+    scores = Scores(functions)
     was_training = model.training
     model.eval()
-    sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=device)
-    for x, y in RankLoader(
+    sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=peers.device)
+    for batch in RankLoader(
         loader,
         batches,
-        device,
+        peers.device,
         on_epoch=lambda epoch: None,
         on_batch=shares.append,
         on_end=lambda: None,
     ):
         num_samples = shares[-1].num_samples
-        output = model(x)
-        values = [float(function(output, y)) for function in functions.values()]
+        values = [float(value) for value in scores(model, batch).values()]
         if num_samples:
-            sums += num_samples * torch.tensor([*values, 1.0], device=device)
+            sums += num_samples * torch.tensor([*values, 1.0], device=peers.device)
     model.train(was_training)
     dist.all_reduce(sums)
     *totals, count = sums.tolist()

@@ -36,7 +36,9 @@ class Noticer:
 
     def __init__(self, on_step: Callable[[Loss | None, int], None]) -> None:
         self.weight = 1.0
-        """What a backward pass is scaled by: see `labkit.rank.loader.Share`."""
+        """What a backward pass is scaled by: see `labkit.rank.dealing.Share`."""
+        self.is_sum = False
+        """Whether losses are sums over the samples, no means."""
         self.batch = 0
         """The number of the global batch that the loop has."""
         self.microbatch = 0
@@ -46,6 +48,8 @@ class Noticer:
         `Prepared.scale`."""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         """Called before (True) and after a backward pass."""
+        self.check_loss: Callable[[torch.Tensor], None] = lambda loss: None
+        """Called with a loss that a backward pass begins with."""
         self.check_gradients_of: Callable[[Roots], None] = lambda inputs: None
         """Called with what `torch.autograd.grad` is asked for."""
         self.check_scaler: Callable[[], None] = lambda: None
@@ -87,9 +91,10 @@ class Noticer:
         for batch in dict.fromkeys(number for _, _, number, _ in losses):
             ours = [each for each in losses if each[2] == batch]
             weights = {microbatch: weight for _, weight, _, microbatch in ours}
-            if whole := sum(weights.values()):
-                mean = sum(loss * (weight / whole) for loss, weight, _, _ in ours)
-                total = mean if total is None else total + mean
+            if whole := 1.0 if self.is_sum else sum(weights.values()):
+                # A loss that counts for nothing may be NaN.
+                parts = (loss * (w / whole) for loss, w, _, _ in ours if w)
+                total = sum(parts, 0.0 if total is None else total)
         self._on_step(total, self.number_of(optimizer))
 
     @contextlib.contextmanager
@@ -139,6 +144,9 @@ class Noticer:
             place = self.batch, self.microbatch
             self._losses.append((sum(found[1:], found[0]), self.weight, *place))
         seeds = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
+        for root in roots:
+            if isinstance(root, torch.Tensor):
+                self.check_loss(root)
         self.on_backward(True)
         return seeds
 

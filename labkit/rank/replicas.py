@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,14 @@ class ReplicaWatch:
                 if step % self._interval == 0
             }
 
-    def note_draw(self, indices: Iterable[int], num_samples: int, epoch: int) -> None:
-        """Note the samples that this rank drew of a dataset's in one epoch."""
+    def note_draw(
+        self, indices: Iterable[int], dealt: Sequence[int], epoch: int
+    ) -> None:
+        """Note the samples that this rank drew in one epoch, of those that all ranks
+        were to draw."""
         drawn = np.fromiter(indices, dtype=np.int64)
-        whole = mixed(np.arange(num_samples))
-        self._draws.append(Draw(epoch, num_samples, len(drawn), mixed(drawn), whole))
+        whole = mixed(np.asarray(dealt))
+        self._draws.append(Draw(epoch, len(dealt), len(drawn), mixed(drawn), whole))
 
     @contextlib.contextmanager
     def watching_loaders(self) -> Iterator[None]:
@@ -68,7 +72,8 @@ class ReplicaWatch:
             except StopIteration:
                 for known, drawn in passes:
                     if known is loader and drawn:
-                        self.note_draw(drawn, len(loader._dataset), len(self._draws))
+                        dealt = range(len(loader._dataset))
+                        self.note_draw(drawn, dealt, len(self._draws))
                 passes[:] = [each for each in passes if each[0] is not loader]
                 raise
             if not any(known is loader for known, _ in passes):

@@ -259,9 +259,9 @@ class Keeper:
 
     def _check_data(self, saved: dict[str, Any], here: dict[str, Any]) -> None:
         for name, value in here.items():
-            if saved[name] != value:
+            if saved.get(name) != value:
                 raise ValueError(
-                    f"{self._name} was taken with {name}={saved[name]} and "
+                    f"{self._name} was taken with {name}={saved.get(name)} and "
                     f"this cell has {name}={value}, so its loop is another one; make "
                     "them equal, or leave out --resume and call load_checkpoint"
                 )
@@ -344,8 +344,7 @@ def seed_everything(seed: int) -> None:
 
 def facts_of(loader: RankLoader) -> dict[str, Any]:
     """What a loader's order of batches depends on, besides the seed."""
-    names = ("num_samples", "batch_size", "shuffle", "drop_last")
-    return {name: getattr(loader.batches, name) for name in names}
+    return loader.batches.facts
 
 
 def plain(value: Any) -> Any:

@@ -17,20 +17,29 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
 from labkit.checks import UnsupportedLoopError
+from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import shown
 from labkit.rank.boundary import StoppedAtStep
+from labkit.rank.dealing import Dealer
+from labkit.rank.dealing import GlobalBatches
+from labkit.rank.dealing import Share
+from labkit.rank.dealing import Stream
+from labkit.rank.dealing import deal_out
 from labkit.rank.emitter import Emitter
 from labkit.rank.evaluation import LossFunction
+from labkit.rank.evaluation import Scores
 from labkit.rank.evaluation import evaluate
 from labkit.rank.loader import RankLoader
-from labkit.rank.loader import Share
-from labkit.rank.loader import deal_out
+from labkit.rank.loader import Weigh
+from labkit.rank.loss_kind import LossWatch
+from labkit.rank.loss_kind import is_looked_at
 from labkit.rank.memory import memory_reader
 from labkit.rank.notice import Loss
 from labkit.rank.notice import Noticer
 from labkit.rank.notice import snapshot
+from labkit.rank.orders import Peers
 from labkit.rank.out_of_memory import Forecastable
 from labkit.rank.out_of_memory import bare_copy
 from labkit.rank.out_of_memory import plain_copy
@@ -40,6 +49,7 @@ from labkit.rank.resume import Keeper
 from labkit.rank.resume import seed_everything
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.records import CHECKPOINT
+from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
@@ -53,6 +63,8 @@ from labkit.strategies.backward import release_former
 from labkit.strategies.model_options import BatchNorm
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.model_options import compile_blocks
+from labkit.strategies.model_options import has_own_statistics
+from labkit.strategies.model_options import keep_stand_ins_out
 from labkit.strategies.model_options import replace_batchnorm
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
@@ -60,7 +72,7 @@ from labkit.strategies.zero import is_zero
 
 RESERVED = frozenset(
     {
-        *("rank", "seconds", "memory_bytes", "samples", "tokens"),
+        *("rank", "seconds", "memory_bytes", "samples", "tokens", LOSS_WEIGHT),
         *NOTES,
         NOTICED_LOSS,
     }
@@ -94,6 +106,7 @@ class Session:
         self._read_memory = memory_reader(device)
         self._noticer = Noticer(self._after_optimizer_step)
         self._noticer.on_backward = self._on_backward
+        self._noticer.check_loss = self._check_loss
         if strategy.technique is not None and not strategy.is_single:
             self._noticer.check_optimizer = self._check_optimizer
             self._noticer.check_gradients_of = self._check_gradients_of
@@ -122,8 +135,16 @@ class Session:
         """Of this step so far; None in a loop over data of its own."""
         self._num_tokens = 0
         """Of this step so far; 0 where samples are no sequences of tokens."""
+        self._loss_watch: LossWatch | None = None
+        """Until it has found something to note."""
+        self._share: Share | None = None
+        """What the loop has at the moment; None in one over data of its own."""
+        self._loss_weight: float | None = None
+        """Of this step so far; None where losses count by the number of samples."""
         self._step_ended: float | None = None
         """When the step before this one did; None in the first of an epoch."""
+        self._weight_outside = 1.0
+        """What a backward pass is scaled by in a loop over data of its own."""
         self._noted: set[str] = set()
         self._optimizer_steps = 0
         self._steps_by_optimizer: Counter[int] = Counter()
@@ -177,6 +198,10 @@ class Session:
         """What `prepare` has made in this run."""
         return [optimizer.prepared for optimizer in self._optimizers]
 
+    @property
+    def peers(self) -> Peers:
+        return Peers(self.rank, self.world_size, self.device)
+
     def note(self, text: str) -> None:
         """Have a sentence about the cell's loop shown under the run, once."""
         if text not in self._noted:
@@ -190,20 +215,32 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         dataset: Dataset[Any] | DataLoader[Any],
-        *,
+        *unnamed: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
+        weigh: Weigh | None = None,
+        reduction: str = "mean",
     ) -> tuple[nn.Module, torch.optim.Optimizer, RankLoader]:
         """The model, optimizer and data as the strategy of the magic line wants them.
 
         `batch_size` is the global batch: the samples of all ranks together. With
         `shuffle=False` global batch k holds samples k*B to (k+1)*B-1, on any number
-        of ranks. A DataLoader keeps its batch size, order, collate_fn and workers;
+        of ranks. A DataLoader keeps its batch size, sampler, collate_fn and workers;
         its samples are dealt out to the ranks. The loader yields tensors on this
-        rank's device.
+        rank's device; `loader.share(dataset, batch_size=B)` divides another dataset
+        among the ranks, for evaluation.
+
+        The loss is a mean over the samples. Where it is one over something else, as
+        the tokens that are no padding, `weigh(batch)` gives their number in a batch;
+        `reduction="sum"` is for a loss that is a sum over the samples.
 
         After it, the plain PyTorch loop is the same under every strategy.
         """
+        if unnamed:
+            raise ValueError(
+                f"prepare got {shown(unnamed[0])} after the dataset; name what it is, "
+                "as prepare(model, optimizer, dataset, batch_size=64)"
+            )
         if self.strategy.technique is None:
             raise ValueError(
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
@@ -214,21 +251,30 @@ class Session:
         check_prepared(model, optimizer)
         self._check_ownership(model, optimizer)
         check_flag("shuffle", shuffle)
+        check_reduction(reduction, weigh)
         options = self.options
-        loader, batches = deal_out(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
+        is_own = has_own_statistics(model, synchronize=options.sync_batchnorm)
+        dealer = Dealer(
+            self.peers,
             accumulate=options.accumulate,
+            least=2 if is_own else 1,  # samples, of which BatchNorm has a variance
+            is_sum=reduction == "sum",
+        )
+        loader, batches = deal_out(
+            dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, options
         )
-        if options.sync_batchnorm or options.precision != "fp32":
-            replace_batchnorm(model, synchronize=options.sync_batchnorm)
+        for name in replace_batchnorm(
+            model,
+            synchronize=options.sync_batchnorm,
+            is_fp32=options.precision == "fp32",
+        ):
+            self.note(
+                f"{name} has a forward of its own, so it is as it is under --precision "
+                f"{options.precision}; torch's BatchNorm would have statistics in fp32"
+            )
         if options.activation_checkpointing:
             self._undo += checkpoint_activations(model)
         if options.compile:
@@ -239,10 +285,14 @@ class Session:
         self._undo.append(prepared.close)
         note = model.register_forward_pre_hook(step.note_input)
         self._undo.append(note.remove)
+        self._undo += keep_stand_ins_out(model)
         self.forecastable = step
         self._watch.group = prepared.replica_group
         self._noticer.scale = prepared.scale
-        self._noticer.weight = 1.0 / options.accumulate
+        self._noticer.weight = self._weight_outside = dealer.weight_outside
+        self._noticer.is_sum = dealer.is_sum
+        if self.world_size * options.accumulate > 1 and weigh is None:
+            self._loss_watch = None if dealer.is_sum else LossWatch()
         stepping = PreparedOptimizer(prepared, self._take_step)
         stepping.mean_loss = self._mean_over_ranks
         self._noticer.number_of(stepping)
@@ -254,11 +304,12 @@ class Session:
             loader,
             batches,
             self.device,
-            on_epoch=lambda epoch: self._begin_epoch(epoch, batches.num_batches),
+            on_epoch=lambda epoch: self._begin_epoch(epoch, batches),
             before_batch=lambda: self._before_batch(rank_loader),
             on_batch=self._begin_batch,
             on_end=self._end_batches,
             on_drawn=self._watch.note_draw,
+            weigh=weigh,
         )
         self._keeper.add(stepping, rank_loader)
         if not self._optimizer_steps:
@@ -277,27 +328,39 @@ class Session:
         validate: Dataset[Any] | DataLoader[Any] | None = None,
         metrics: Mapping[str, LossFunction] | None = None,
         shuffle: bool = True,
+        weigh: Weigh | None = None,
+        reduction: str = "mean",
     ) -> None:
         """Train `model` with the plain loop.
 
-        `loss_fn(model(x), y)` is a batch's mean loss. After each epoch the mean loss
-        over `validate`, and each of `metrics` (`name=function(output, y)`, a batch's
-        mean), are logged as `val_loss` and `val_<name>`; every rank evaluates its
-        share, the result is that of the whole set.
+        `loss_fn(model(x), y)` is a batch's mean loss, and for a batch `(a, b, y)` it is
+        `loss_fn(model(a, b), y)`. What a batch that is a mapping holds are the model's
+        keyword arguments, and `y` is that batch. A `loss_fn` of one argument gets the
+        model's output alone, as `lambda output: output.loss`. After each epoch the mean
+        loss over `validate`, and each of `metrics` (`name=function(output, y)`, a
+        batch's mean), are logged as `val_loss` and `val_<name>`; every rank evaluates
+        its share, the result is that of the whole set.
         """
         check_count("epochs", epochs)
         check_functions(loss_fn, {} if metrics is None else metrics)
         if metrics and validate is None:
             raise ValueError("metrics need data: pass validate=dataset as well")
         model, optimizer, loader = self.prepare(
-            model, optimizer, dataset, batch_size=batch_size, shuffle=shuffle
+            model,
+            optimizer,
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            weigh=weigh,
+            reduction=reduction,
         )
         self._note_progress(epochs=epochs)
+        score = Scores({"loss": loss_fn})
         functions = {"loss": loss_fn, **(metrics or {})}
         for _ in range(epochs):
             model.train()
-            for x, y in loader:
-                loss = loss_fn(model(x), y)
+            for batch in loader:
+                loss = score(model, batch)["loss"]
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -308,9 +371,7 @@ class Session:
                     validate,
                     functions,
                     batch_size=size,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    device=self.device,
+                    peers=self.peers,
                 )
                 self.log(step=None, **found)
 
@@ -353,10 +414,12 @@ class Session:
 
     # ---- what the loop tells the session ----
 
-    def _begin_epoch(self, epoch: int, num_batches: int) -> None:
+    def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._is_first_microbatch = True
         self._keeper.begin_epoch()
-        self._note_progress(epoch=epoch, steps_per_epoch=num_batches)
+        self._note_progress(epoch=epoch)
+        with contextlib.suppress(TypeError):  # a sampler or stream without a length
+            self._note_progress(steps_per_epoch=batches.num_batches)
 
     def _before_batch(self, loader: RankLoader) -> None:
         if self._has_ended:
@@ -384,6 +447,10 @@ class Session:
         self._num_samples += share.num_samples
         self._num_tokens += share.num_tokens
         self._noticer.weight = share.weight
+        self._noticer.is_sum = share.is_sum
+        self._share = share
+        if share.loss_weight is not None:
+            self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
@@ -395,9 +462,10 @@ class Session:
     def _end_batches(self) -> None:
         self._num_samples = None
         self._num_tokens = 0
+        self._loss_weight = self._share = None
         self._step_ended = None
         BatchNorm.counts_here = True
-        self._noticer.weight = 1.0 / self.options.accumulate
+        self._noticer.weight = self._weight_outside
 
     # ---- what a strategy cannot do ----
 
@@ -452,6 +520,18 @@ class Session:
             "synchronized, and every rank has its own. prepare takes several models, "
             "each with its optimizer"
         )
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """Note a loss that is not the mean of those of ranks and microbatches."""
+        number, is_on_gpu = self._noticer.microbatch, loss.device.type != "cpu"
+        if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
+            return
+        num_samples = None if self._share is None else self._share.num_samples
+        if num_samples == 0:  # a stand-in
+            return
+        if text := self._loss_watch.look(loss, num_samples, number):
+            self.note(text)
+            self._loss_watch = None
 
     def _check_gradients_of(self, inputs: Roots) -> None:
         ours = self._prepared_ids()
@@ -569,6 +649,9 @@ class Session:
         if self._num_tokens:
             self._emitter.put("tokens", self._num_tokens, step, memory_bytes)
             self._num_tokens = 0
+        if self._loss_weight is not None:
+            self._emitter.put(LOSS_WEIGHT, self._loss_weight, step, memory_bytes)
+            self._loss_weight = None
         self._step_ended = time.perf_counter()
         if self._num_samples is None:  # in a loop over data of its own
             self._keeper.between_steps(step)
@@ -642,6 +725,21 @@ def check_prepared(model: Any, optimizer: Any) -> None:
         raise ValueError(
             "the optimizer holds no parameter of this model; make it after the model, "
             "from model.parameters()"
+        )
+
+
+def check_reduction(reduction: Any, weigh: Any) -> None:
+    """ValueError unless `prepare` can weigh losses so."""
+    check_choice("reduction", reduction, ["mean", "sum"])
+    if weigh is not None and not callable(weigh):
+        raise ValueError(
+            f"weigh is {shown(weigh)}; give a function of a batch, as "
+            "weigh=lambda batch: (batch[1] != -100).sum()"
+        )
+    if weigh is not None and reduction == "sum":
+        raise ValueError(
+            'weigh is for losses that are means, and reduction is "sum"; leave out '
+            "one of the two"
         )
 
 

@@ -1,10 +1,12 @@
 """A rank's side of `%dist_push`, `%dist_pull` and `%dist_estimate`."""
 
+import itertools
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only
@@ -30,7 +32,11 @@ def is_sharded(name: str) -> bool:
     """Whether this rank has but a part of the variable: to gather it is collective."""
     value = runner().shell.user_ns[name]
     if isinstance(value, nn.Module):
-        return is_zero(value) or any(isinstance(p, DTensor) for p in value.parameters())
+        # After a forward pass the parameters of FSDP's root are whole.
+        return is_zero(value) or any(
+            isinstance(part, FSDPModule | DTensor)
+            for part in itertools.chain(value.modules(), value.parameters())
+        )
     return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.checks import UnsupportedLoopError
 from labkit.strategies.prepared import blocks
 
 Undo = Callable[[], None]
@@ -26,7 +27,7 @@ def checkpoint_activations(model: nn.Module) -> list[Undo]:
     undo: list[Undo] = []
     for block in blocks(model) or [model]:
         options: dict[str, Any] = {"use_reentrant": False}
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in block.modules()):
+        if any(map(has_running_statistics, block.modules())):
             # Only there, for dynamo compiles no checkpoint that has it.
             options["context_fn"] = partial(_contexts, block)
         block.forward = _checkpointed(block.forward, options)
@@ -47,12 +48,16 @@ def _contexts(block: nn.Module) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def without_running_statistics(block: nn.Module) -> Iterator[None]:
-    """Leave BatchNorm's running statistics as they are: they have had this batch."""
+def without_running_statistics(
+    block: nn.Module, *, is_stand_in: bool = False
+) -> Iterator[None]:
+    """Leave the running statistics of BatchNorm and its like as they are: they have had
+    this batch, or it is a stand-in, which adds nothing to those of all ranks anyway."""
     kept = [
         (buffer, buffer.clone())
         for module in block.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if has_running_statistics(module)
+        if not (is_stand_in and getattr(module, "is_synchronized", False))
         for buffer in module.buffers()
     ]
     try:
@@ -60,6 +65,13 @@ def without_running_statistics(block: nn.Module) -> Iterator[None]:
     finally:
         for buffer, value in kept:
             buffer.data.copy_(value)  # `data`, for the backward pass has saved it
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.modules.batchnorm._NormBase)
+        and module.running_mean is not None
+    )
 
 
 def compile_blocks(model: nn.Module) -> list[Undo]:
@@ -81,9 +93,11 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     is_synchronized = False
+    was_synchronized = False
+    """Whether it stands for a SyncBatchNorm."""
     counts_here = True
     """Whether this rank's samples are in the batch, and are no stand-in: see
-    `labkit.rank.loader.GlobalBatches`."""
+    `labkit.rank.dealing.Dealer`."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         """Any shape (N, C, ...) will do."""
@@ -155,10 +169,78 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
 
-def replace_batchnorm(model: nn.Module, *, synchronize: bool) -> None:
-    """Make every BatchNorm of a model keep its statistics in fp32, in place, and with
-    `synchronize` over the samples of all ranks."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.__class__ = BatchNorm
-            vars(module)["is_synchronized"] = synchronize
+def own_forward(module: nn.Module) -> bool:
+    """Whether this is a BatchNorm whose class computes something else than torch's."""
+    plain = nn.modules.batchnorm._BatchNorm.forward
+    is_torchs = type(module) in (BatchNorm, nn.SyncBatchNorm)
+    return not is_torchs and type(module).forward is not plain
+
+
+def wants_all_ranks(module: nn.Module) -> bool:
+    """Whether this is a SyncBatchNorm, or what an earlier run made of one."""
+    return isinstance(module, nn.SyncBatchNorm) or getattr(
+        module, "was_synchronized", False
+    )
+
+
+def replace_batchnorm(
+    model: nn.Module, *, synchronize: bool, is_fp32: bool
+) -> list[str]:
+    """Make every BatchNorm of a model keep its statistics in fp32, in place, where the
+    model itself is in another precision, and with `synchronize` over the samples of
+    all ranks. One that is a SyncBatchNorm does both, on any device.
+
+    Returns the names of classes that were left as they are, for they have a forward
+    of their own. ValueError where these would be to synchronize.
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    left = sorted({type(module).__name__ for module in norms if own_forward(module)})
+    if left and synchronize:
+        raise UnsupportedLoopError(
+            f"--sync-batchnorm: {left[0]} has a forward of its own, in which labkit "
+            "cannot take the statistics over all ranks; use torch's BatchNorm there, "
+            "or leave out --sync-batchnorm"
+        )
+    for module in norms:
+        was_synchronized = wants_all_ranks(module)
+        is_synchronized = synchronize or was_synchronized
+        is_needed = is_synchronized or not is_fp32
+        if own_forward(module) or not (is_needed or type(module) is BatchNorm):
+            continue
+        module.__class__ = BatchNorm
+        vars(module)["was_synchronized"] = was_synchronized
+        vars(module)["is_synchronized"] = is_synchronized
+    return [] if is_fp32 else left
+
+
+def has_own_statistics(model: nn.Module, *, synchronize: bool) -> bool:
+    """Whether a BatchNorm of a model is to count each rank's own samples alone."""
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and not (synchronize or wants_all_ranks(module))
+        for module in model.modules()
+    )
+
+
+def keep_stand_ins_out(model: nn.Module) -> list[Undo]:
+    """Leave running statistics as they are where the batch is a stand-in."""
+    if not any(map(has_running_statistics, model.modules())):
+        return []
+    entered = contextlib.ExitStack()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if not BatchNorm.counts_here:
+            entered.enter_context(without_running_statistics(model, is_stand_in=True))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.close()
+
+    handles = [
+        model.register_forward_pre_hook(enter),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+    return [handle.remove for handle in handles]

@@ -1,0 +1,445 @@
+"""Deals global batches out to the ranks."""
+
+import contextlib
+import itertools
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+from torch.utils.data import DistributedSampler
+from torch.utils.data import IterableDataset
+from torch.utils.data import RandomSampler
+from torch.utils.data import Sampler
+from torch.utils.data import SequentialSampler
+from torch.utils.data import TensorDataset
+from torch.utils.data import default_collate
+
+from labkit.checks import UnsupportedLoopError
+from labkit.checks import check_count
+from labkit.checks import shown
+from labkit.rank.orders import DrawnOrder
+from labkit.rank.orders import Order
+from labkit.rank.orders import Peers
+from labkit.rank.orders import PlainOrder
+from labkit.rank.orders import RandomNumbers
+from labkit.rank.orders import as_bytes
+from labkit.rank.orders import fingerprint_of
+
+KEPT_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "worker_init_fn",
+    "persistent_workers",
+    "timeout",
+    "prefetch_factor",
+    "multiprocessing_context",
+)
+"""What a DataLoader says of how its samples are loaded."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one microbatch."""
+
+    num_samples: int
+    weight: float
+    """What this rank's mean loss must be multiplied by, so that the average over the
+    ranks, summed over the microbatches, is the mean over the global batch: 1 when
+    there is one microbatch and all parts are equal."""
+    is_last: bool = True
+    """Whether the optimizer steps after this microbatch."""
+    num_tokens: int = 0
+    """Of all its samples, where these are sequences of tokens."""
+    is_sum: bool = False
+    """Whether the loss is a sum over the samples, no mean."""
+    loss_weight: float | None = None
+    """What this rank's loss counts for in the mean over the ranks; None where that is
+    the number of its samples."""
+    fingerprint: int = 0
+    """Of the pass up to this global batch: see `labkit.rank.orders.Order`."""
+
+
+def part_of(length: int, part: int, num_parts: int, least: int = 1) -> slice:
+    """Part `part` of `length` elements in a row that are cut into `num_parts`: equal
+    but for one element, of `least` elements at least, and the last ones empty where
+    there are too few for that."""
+    num_used = min(num_parts, max(1, length // least))
+    if part >= num_used:
+        return slice(length, length)
+    return slice(-(-part * length // num_used), -(-(part + 1) * length // num_used))
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Cuts global batches into `accumulate` microbatches, and each of them into a part
+    for each rank, all contiguous.
+
+    Parts may be unequal, and a rank may have none: it then gets the batch's first
+    sample with weight 0, so that it takes part in every collective and counts for
+    nothing. The first rank has none only where no rank has.
+    """
+
+    peers: Peers
+    accumulate: int = 1
+    least: int = 1
+    """Samples of a part, unless it is empty or all there is."""
+    is_sum: bool = False
+    """Whether losses are sums over the samples, not means."""
+
+    def cut(self, batch: Any) -> list[tuple[Any, int]]:
+        """This rank's part of each microbatch, and how many samples it counts for."""
+        found = []
+        for number in range(self.accumulate):
+            here = part_of(len(batch), number, self.accumulate, self.least)
+            micro = batch[here]
+            here = part_of(
+                len(micro), self.peers.rank, self.peers.world_size, self.least
+            )
+            part = micro[here]
+            found.append((part, len(part)) if len(part) else (stand_in(batch), 0))
+        return found
+
+    def share(
+        self, num_samples: int, size: int, number: int, fingerprint: int
+    ) -> Share:
+        """Of microbatch `number` of a global batch of `size` samples."""
+        weight = num_samples * self.peers.world_size / size
+        if self.is_sum:
+            weight = float(self.peers.world_size if num_samples else 0)
+        return Share(
+            num_samples,
+            weight,
+            is_last=number == self.accumulate - 1,
+            is_sum=self.is_sum,
+            loss_weight=1.0 if self.is_sum else None,
+            fingerprint=fingerprint,
+        )
+
+    @property
+    def weight_outside(self) -> float:
+        """As `Share.weight`, for microbatches that the loop has from elsewhere."""
+        return self.peers.world_size if self.is_sum else 1.0 / self.accumulate
+
+
+def stand_in(batch: Any) -> Any:
+    """The first sample, twice: BatchNorm takes no less of some shapes."""
+    return batch[[0, 0]] if isinstance(batch, torch.Tensor) else [batch[0], batch[0]]
+
+
+class GlobalBatches(Sampler[Any]):
+    """This rank's sample indices in every microbatch of an epoch."""
+
+    def __init__(self, order: Order, dealer: Dealer) -> None:
+        self.order = order
+        self.dealer = dealer
+        self.epoch = 0
+        self.first = 0
+        """The global batch that the next pass begins with."""
+        self.first_fingerprint = 0
+        """Of what this pass had before it."""
+        self.as_tensors = False
+        """Whether indices come as a tensor, for a dataset that takes one."""
+        self.drawn = array("q")
+        """The samples of the last pass so far, without those that do not count."""
+        self.dealt = array("q")
+        """Those of all ranks together."""
+        self._shares: deque[Share] = deque()
+        """Of the microbatches that are on their way."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.order.batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches of an epoch: optimizer steps. TypeError if nobody knows."""
+        return len(self.order)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.order.facts
+
+    def __len__(self) -> int:
+        """Microbatches of an epoch."""
+        return self.num_batches * self.dealer.accumulate
+
+    def __iter__(self) -> Iterator[Any]:
+        self._shares.clear()
+        self.drawn, self.dealt = array("q"), array("q")
+        for place, (batch, fingerprint) in enumerate(self.order.batches(self.epoch)):
+            if place < self.first:
+                self.first_fingerprint = fingerprint
+                continue
+            for number, (part, num_samples) in enumerate(self.dealer.cut(batch)):
+                self._shares.append(
+                    self.dealer.share(num_samples, len(batch), number, fingerprint)
+                )
+                with contextlib.suppress(TypeError):  # keys of another kind
+                    self.drawn.extend(part[:num_samples])
+                if self.as_tensors:
+                    yield torch.as_tensor(part)
+                else:
+                    yield part.tolist() if isinstance(part, torch.Tensor) else part
+            with contextlib.suppress(TypeError):
+                self.dealt.extend(batch)
+
+    def deal(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, Share]]:
+        """Each microbatch of a pass over `loader`, which has this for its sampler."""
+        # A DataLoader draws a random number when a pass begins: where that is one
+        # which had begun, it has been drawn.
+        state = torch.get_rng_state() if self.first else None
+        passing = iter(loader)
+        if state is not None:
+            torch.set_rng_state(state)
+        for batch in passing:
+            yield batch, self._shares.popleft()
+
+    def skip_pass(self) -> None:
+        """Leave out a pass that an earlier run has had."""
+        self.order.skip(self.epoch)
+
+
+class Stream:
+    """This rank's part of what an IterableDataset yields, on every rank the same.
+
+    Every rank goes through the whole stream, under random numbers that are equal on
+    all ranks, and collates its own samples only. With each global batch ranks compare
+    what they found, so that none waits for one whose stream has ended.
+    """
+
+    def __init__(self, source: DataLoader[Any], dealer: Dealer, *, seed: int) -> None:
+        assert source.batch_size is not None
+        self.dataset = source.dataset
+        self.batch_size = source.batch_size
+        self.dealer = dealer
+        self.epoch = 0
+        self.first = 0
+        self.first_fingerprint = 0
+        self.drawn = self.dealt = array("q")
+        self.generator = source.generator or torch.Generator()
+        """What workers are seeded from."""
+        self._has_own_generator = source.generator is not None
+        self._is_here = source.num_workers == 0
+        """Whether this process, no worker, goes through the stream."""
+        self._seed = seed
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)  # type: ignore[arg-type]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        name = type(self.dataset).__name__
+        return {"batch_size": self.batch_size, "stream": name}
+
+    def __len__(self) -> int:
+        return self.num_batches * self.dealer.accumulate
+
+    def deal(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, Share]]:
+        """Each microbatch of a pass over `loader`, whose collate_fn is a
+        `CollateParts`."""
+        numbers: Any = contextlib.nullcontext()
+        if self._is_here:
+            numbers = RandomNumbers(self._seed + self.epoch)
+        if not self._has_own_generator:
+            self.generator.manual_seed(self._seed + self.epoch)
+        with numbers:
+            passing = iter(loader)
+        fingerprint = 0
+        for place in itertools.count():
+            with numbers:
+                found = next(passing, None)
+            value = -1
+            if found is not None:
+                size, own, parts = found
+                value = fingerprint = zlib.crc32(
+                    repr((size, own)).encode(), fingerprint
+                )
+            if not self.dealer.peers.agree_on(value):
+                name = type(self.dataset).__name__
+                raise UnsupportedLoopError(
+                    f"{name} does not yield the same samples on every rank (from batch "
+                    f"{place + 1} of the pass on), and prepare deals one stream out to "
+                    "all of them; leave rank and world_size out of it and seed it "
+                    "alike on all ranks, or use %%dist_train raw"
+                )
+            if found is None:
+                return
+            if place < self.first:
+                self.first_fingerprint = fingerprint
+                continue
+            for number, (part, num_samples) in enumerate(parts):
+                yield part, self.dealer.share(num_samples, size, number, fingerprint)
+
+    def skip_pass(self) -> None:
+        """A stream begins anew in every pass."""
+
+
+@dataclass(frozen=True)
+class CollateParts:
+    """Makes of the samples of a global batch this rank's microbatches."""
+
+    collate: Callable[[list[Any]], Any]
+    dealer: Dealer
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The number of samples, a fingerprint of them, and the microbatches."""
+        ends = as_bytes([samples[0], samples[-1]])
+        parts = [(self.collate(part), n) for part, n in self.dealer.cut(samples)]
+        return len(samples), zlib.crc32(ends), parts
+
+
+def as_list(batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Collates what is a batch already, in the form that `default_collate` gives."""
+    return list(batch)
+
+
+def deal_out(
+    source: Dataset[Any] | DataLoader[Any],
+    dealer: Dealer,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    seed: int,
+    keep_last: bool = False,
+) -> tuple[DataLoader[Any], GlobalBatches | Stream]:
+    """A DataLoader over this rank's part of `source`, and the batches it deals.
+    Collective: the ranks compare their datasets.
+
+    `batch_size` counts the samples of all ranks together. A DataLoader keeps its
+    batch size (which is then the global one), sampler, `collate_fn` and workers;
+    `keep_last` has it keep a last batch that it would drop.
+    """
+    if isinstance(source, DataLoader):
+        check_loader(source, batch_size)
+    else:
+        check_dataset(source)
+        check_batch_size(batch_size)
+        shuffles = shuffle and not isinstance(source, IterableDataset)
+        source = DataLoader(source, batch_size, shuffle=shuffles)
+    dataset = source.dataset
+    if source.batch_size is not None and dealer.accumulate > source.batch_size:
+        raise ValueError(
+            f"--accumulate {dealer.accumulate}: a batch of {source.batch_size} cannot "
+            "be cut into so many microbatches"
+        )
+    if not dealer.peers.agree_on(fingerprint_of(dataset)):
+        raise UnsupportedLoopError(
+            "the dataset is not the same on every rank, and prepare deals one out to "
+            "all of them; make it whole and from the same random numbers on each rank, "
+            "or use %%dist_train raw"
+        )
+    options = {name: getattr(source, name) for name in KEPT_OPTIONS}
+    drop_last = source.drop_last and not keep_last
+    if isinstance(dataset, IterableDataset):
+        stream = Stream(source, dealer, seed=seed)
+        options["collate_fn"] = CollateParts(source.collate_fn, dealer)
+        options["generator"] = stream.generator
+        return DataLoader(
+            dataset, source.batch_size, drop_last=drop_last, **options
+        ), stream
+    order = order_of(source, dealer.peers, seed=seed, drop_last=drop_last)
+    batches = GlobalBatches(order, dealer)
+    if type(dataset) is TensorDataset and source.collate_fn is default_collate:
+        # Index the tensors once a batch, not once a sample: the same values.
+        options["collate_fn"] = as_list
+        batches.as_tensors = True
+    elif source.batch_sampler is not None:
+        return DataLoader(dataset, batch_sampler=batches, **options), batches
+    return DataLoader(dataset, batch_size=None, sampler=batches, **options), batches
+
+
+def order_of(
+    loader: DataLoader[Any], peers: Peers, *, seed: int, drop_last: bool
+) -> Order:
+    """The order in which a DataLoader has its samples."""
+    sampler: Any = loader.sampler
+    if loader.batch_size is not None:
+        is_shuffled = type(sampler) is RandomSampler and (
+            not sampler.replacement
+            and sampler.generator is None
+            and sampler.num_samples == len(sampler.data_source)
+        )
+        if is_shuffled or type(sampler) is SequentialSampler:
+            return PlainOrder(
+                len(sampler),
+                loader.batch_size,
+                shuffle=is_shuffled,
+                drop_last=drop_last,
+                seed=seed,
+            )
+        batch_sampler: Any = BatchSampler(sampler, loader.batch_size, drop_last)
+    else:
+        batch_sampler = loader.batch_sampler or sampler
+    dataset: Any = loader.dataset
+    return DrawnOrder(
+        batch_sampler,
+        peers,
+        num_samples=len(dataset) if hasattr(dataset, "__len__") else None,
+        seed=seed,
+        generator=loader.generator,
+    )
+
+
+def check_dataset(dataset: Any) -> None:
+    """ValueError unless prepare can number the samples of a dataset."""
+    if isinstance(dataset, IterableDataset):
+        return
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"prepare deals out samples by their index; {type(dataset).__name__} has "
+            "no length. Give it a map-style dataset (__len__ and __getitem__) or an "
+            "IterableDataset"
+        )
+    if not len(dataset):
+        raise ValueError("the dataset is empty")
+
+
+def check_batch_size(batch_size: int | None) -> None:
+    """ValueError unless this is a number of samples."""
+    check_count(
+        "batch_size", batch_size, "the samples of all ranks together, as batch_size=64"
+    )
+
+
+def check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
+    """ValueError unless the batches of a DataLoader can be dealt out."""
+    own = loader.batch_size
+    samplers: list[Any] = [loader.sampler, loader.batch_sampler]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise UnsupportedLoopError(
+            "the DataLoader has a DistributedSampler, and prepare deals the samples "
+            "out to the ranks itself; leave the sampler out and give the DataLoader "
+            "shuffle=True and the batch size of all ranks together"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UnsupportedLoopError(
+            f"{type(loader).__name__} makes its batches in an __iter__ of its own, so "
+            "prepare cannot deal them out; give it a plain DataLoader, or the dataset "
+            "with batch_size=N"
+        )
+    is_batched = loader.batch_sampler is not None
+    if not is_batched and not isinstance(loader.sampler, BatchSampler):
+        raise UnsupportedLoopError(
+            "the DataLoader has batch_size=None, so each item is a batch already, "
+            "which prepare cannot cut into the ranks' parts; have the dataset give "
+            "single samples, and say batch_size=N"
+        )
+    if batch_size not in (None, own):
+        whose = "that of its batch sampler" if own is None else str(own)
+        raise ValueError(
+            f"batch_size is {shown(batch_size)}, the DataLoader's own is {whose}; "
+            "leave batch_size out to keep the DataLoader's"
+        )
+    if type(loader.sampler) in (RandomSampler, SequentialSampler):
+        check_dataset(loader.dataset)

@@ -1,0 +1,40 @@
+"""Moves a batch of any structure to a device."""
+
+import copy
+import dataclasses
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch of any structure with its tensors on `device`: also those in what has a
+    `to(device)` of its own, in dataclasses and in mappings of any class."""
+    if device.type == "cpu":
+        return batch
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=True)
+        if has_to(value):
+            return value.to(device)
+        if isinstance(value, MutableMapping):
+            found: Any = copy.copy(value)
+            for key, each in value.items():
+                found[key] = to_device(each, device)
+            return found
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found = copy.copy(value)
+            for field in dataclasses.fields(value):
+                each = to_device(getattr(value, field.name), device)
+                object.__setattr__(found, field.name, each)  # it may be frozen
+            return found
+        return value
+
+    return tree_map(moved, batch, is_leaf=has_to)
+
+
+def has_to(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "to", None))

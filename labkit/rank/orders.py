@@ -1,0 +1,258 @@
+"""The samples of every global batch, in the same order on every rank."""
+
+import contextlib
+import itertools
+import random
+import zlib
+from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset
+from torch.utils.data import TensorDataset
+
+from labkit.checks import UnsupportedLoopError
+
+BLOCK = 100
+"""Global batches that are drawn at once from a sampler without a length."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This rank among those that share the batches."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    """Where tensors are when ranks exchange them."""
+
+    def agree_on(self, value: int) -> bool:
+        """Whether `value` is the same on all ranks. Collective: all-reduce."""
+        if self.world_size == 1:
+            return True
+        extremes = torch.tensor([value, -value], device=self.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        most, least = extremes.tolist()
+        return bool(most == -least)
+
+    def sum(self, number: float) -> float:
+        """The sum of the ranks' numbers. Collective: all-reduce."""
+        if self.world_size == 1:
+            return number
+        total = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item()
+
+
+class Order(Protocol):
+    """Where the samples of global batches come from."""
+
+    def __len__(self) -> int:
+        """Global batches of a pass: optimizer steps. TypeError where nobody knows."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch, the largest; 0 where not known yet."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the order depends on, besides the seed."""
+
+    def batches(self, epoch: int) -> Iterator[tuple[Any, int]]:
+        """The indices of each global batch of a pass, and a fingerprint of all up to
+        there: 0 where the facts and the seed say it all."""
+
+    def skip(self, epoch: int) -> None:
+        """Leave out a pass that an earlier run has had."""
+
+
+class PlainOrder:
+    """All samples by their number, or shuffled: another order in every epoch, which
+    the seed decides."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+
+    def __len__(self) -> int:
+        if self.drop_last:
+            return self.num_samples // self.batch_size
+        return -(-self.num_samples // self.batch_size)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        names = ("num_samples", "batch_size", "shuffle", "drop_last")
+        return {name: getattr(self, name) for name in names}
+
+    def batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, int]]:
+        if self.shuffle:
+            # The same order on every rank and for every number of ranks.
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        else:
+            order = torch.arange(self.num_samples)
+        for number in range(len(self)):
+            first = number * self.batch_size
+            yield order[first : first + self.batch_size], 0
+
+    def skip(self, epoch: int) -> None:
+        pass
+
+
+class DrawnOrder:
+    """What a sampler of the user's own draws, on every rank for itself.
+
+    Its random numbers are its generator's, if it has one, and else the same on all
+    ranks. A pass is drawn when it begins, and compared over the ranks.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[Any],
+        peers: Peers,
+        *,
+        num_samples: int | None,
+        seed: int,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """`generator` is that of the DataLoader."""
+        self.batch_sampler = batch_sampler
+        self.peers = peers
+        self.num_samples = num_samples
+        self.seed = seed
+        self.generator = generator
+        self.batch_size = getattr(batch_sampler, "batch_size", None) or 0
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """The class of the sampler that decides the order."""
+        return type(getattr(self.batch_sampler, "sampler", self.batch_sampler)).__name__
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, "sampler": self.name}
+
+    def batches(self, epoch: int) -> Iterator[tuple[list[Any], int]]:
+        fingerprint = 0
+        for block in self._blocks(epoch):
+            fingerprints = []
+            for batch in block:
+                fingerprint = zlib.crc32(as_bytes(batch), fingerprint)
+                fingerprints.append(fingerprint)
+                self.batch_size = max(self.batch_size, len(batch))
+            if not self.peers.agree_on(fingerprint):
+                raise UnsupportedLoopError(
+                    f"the DataLoader's {self.name} does not draw the same samples on "
+                    "every rank, and prepare deals one order out to all of them; leave "
+                    "rank and world_size out of it and seed it alike on all ranks, or "
+                    "use %%dist_train raw"
+                )
+            yield from zip(block, fingerprints, strict=True)
+
+    def _blocks(self, epoch: int) -> Iterator[list[list[Any]]]:
+        """All that there is at once, where the sampler knows how much; it may also go
+        on without end."""
+        try:
+            size = len(self) + 1  # one more: that there is none ends the pass
+        except TypeError:
+            size = BLOCK
+        if self.generator is not None:  # as the DataLoader does when a pass begins
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        numbers = RandomNumbers(self.seed + epoch)
+        with numbers:
+            drawing = iter(self.batch_sampler)
+        block = None
+        while block is None or len(block) == size:
+            with numbers:
+                block = [list(each) for each in itertools.islice(drawing, size)]
+            yield block
+
+    def skip(self, epoch: int) -> None:
+        # Its generator, and whatever else it keeps, goes on from pass to pass.
+        with contextlib.suppress(TypeError):
+            len(self)
+            for _ in self._blocks(epoch):
+                pass
+
+
+class RandomNumbers:
+    """Random numbers apart from this rank's: within `with` torch, numpy and random
+    draw from a seed of their own, and go on where they were."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._state: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        outer = self._states()
+        if self._seed is None:
+            self._set(self._state)
+        else:
+            torch.default_generator.manual_seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            random.seed(self._seed)
+            self._seed = None
+        self._state = outer
+
+    def __exit__(self, *error: object) -> None:
+        inner = self._states()
+        self._set(self._state)
+        self._state = inner
+
+    def _states(self) -> tuple[Any, ...]:
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def _set(self, states: tuple[Any, ...]) -> None:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def as_bytes(value: Any) -> bytes:
+    """Bytes that are equal where the tensors and numbers in a structure are, on
+    whatever rank."""
+    found = b""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().flatten()
+            leaf = leaf.clone(memory_format=torch.contiguous_format)
+            leaf = leaf.view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):
+            found += leaf.tobytes()
+        elif isinstance(leaf, int | float | complex | str | bytes):
+            found += repr(leaf).encode()
+        else:
+            found += type(leaf).__name__.encode()
+    return found
+
+
+def fingerprint_of(dataset: Any) -> int:
+    """A whole number that differs, as a rule, where ranks have different datasets."""
+    facts: list[Any] = [len(dataset) if hasattr(dataset, "__len__") else -1]
+    while isinstance(dataset, Subset):
+        facts.append(np.asarray(dataset.indices))
+        dataset = dataset.dataset
+    if isinstance(dataset, TensorDataset):
+        facts += [tensor[:1] for tensor in dataset.tensors]
+        facts += [tensor[-1:] for tensor in dataset.tensors]
+    return zlib.crc32(as_bytes(facts))

@@ -1,0 +1,88 @@
+"""A loader over this rank's share of a dataset, for evaluation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+from torch.utils.data import Sampler
+from torch.utils.data import SequentialSampler
+
+from labkit.checks import UnsupportedLoopError
+from labkit.rank.dealing import KEPT_OPTIONS
+from labkit.rank.dealing import check_batch_size
+from labkit.rank.dealing import check_dataset
+from labkit.rank.dealing import check_loader
+from labkit.rank.dealing import part_of
+from labkit.rank.devices import to_device
+from labkit.rank.orders import Peers
+
+
+class OwnBatches(Sampler[list[int]]):
+    """The samples of one rank, in the order of the dataset: as many batches on every
+    rank, none of them empty."""
+
+    def __init__(self, num_samples: int, batch_size: int, peers: Peers) -> None:
+        world_size = peers.world_size
+        own = part_of(num_samples, peers.rank, world_size)
+        self.indices = range(num_samples)[own]
+        # Of the rank with most samples, and so that the one with fewest has enough.
+        here, most = -(-batch_size // world_size), -(-num_samples // world_size)
+        self.num_batches = min(-(-most // here), num_samples // world_size)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.num_batches):
+            part = part_of(len(self.indices), number, self.num_batches)
+            yield list(self.indices[part])
+
+
+class ShareLoader:
+    """Yields this rank's share of a dataset, on its device: see
+    `labkit.rank.loader.RankLoader.share`."""
+
+    def __init__(
+        self,
+        source: Dataset[Any] | DataLoader[Any],
+        batch_size: int | None,
+        peers: Peers,
+    ) -> None:
+        if isinstance(source, DataLoader):
+            check_loader(source, batch_size)
+        else:
+            check_dataset(source)
+            check_batch_size(batch_size)
+            source = DataLoader(source, batch_size)
+        in_order = type(source.sampler) is SequentialSampler and not source.drop_last
+        if source.batch_size is None or not in_order:
+            raise UnsupportedLoopError(
+                "share divides all samples of a map-style dataset among the ranks; "
+                "give it one, or a DataLoader that takes all samples in their order "
+                "(no shuffle, sampler or drop_last)"
+            )
+        dataset: Any = source.dataset
+        if len(dataset) < peers.world_size:
+            raise UnsupportedLoopError(
+                f"share cannot give each of {peers.world_size} ranks one of "
+                f"{len(dataset)} samples; evaluate all of them on every rank, by "
+                "a plain DataLoader"
+            )
+        self._device = peers.device
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=OwnBatches(len(dataset), source.batch_size, peers),
+            **{name: getattr(source, name) for name in KEPT_OPTIONS},
+        )
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        return self._loader.dataset
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield to_device(batch, self._device)

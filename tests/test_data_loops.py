@@ -1,0 +1,386 @@
+"""Data of every kind on real ranks: the reference is one process in plain PyTorch."""
+
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from labkit import Lab
+from labkit import RankError
+from labkit.notebook.runs import Run
+
+pytestmark = pytest.mark.timeout(120)
+
+STRATEGIES = ["single", "ddp", "zero2", "fsdp"]
+
+# 22 samples: the batches of 5 leave one of 2; of its microbatches one rank has none.
+SETUP = """
+import random
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import *
+
+numbers = torch.Generator().manual_seed(1)
+x = torch.randn(22, 6, generator=numbers)
+y = torch.randint(0, 4, (22,), generator=numbers)
+data = TensorDataset(x, y)
+
+class Rows(Dataset):
+    def __len__(self): return 22
+    def __getitem__(self, i): return x[i], y[i]
+
+class Stream(IterableDataset):
+    def __iter__(self): return ((x[i], y[i]) for i in range(22))
+
+class Buckets(Sampler):
+    def __iter__(self): return iter([[5, 1], [0, 2, 4, 6, 7, 21], [3], [9, 8, 11]])
+    def __len__(self): return 4
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+seeded = torch.Generator().manual_seed(3)
+"""
+
+LOADERS = {
+    "replacement": """DataLoader(data, 5, sampler=RandomSampler(
+        data, replacement=True, num_samples=12, generator=seeded))""",
+    "generator": "DataLoader(Rows(), 5, shuffle=True, generator=seeded)",
+    "weighted": """DataLoader(Rows(), 5, sampler=WeightedRandomSampler(
+        [1.0 + i for i in range(22)], 14, generator=seeded))""",
+    "buckets": "DataLoader(Rows(), batch_sampler=Buckets())",
+    "stream": "DataLoader(Stream(), 5)",
+    "workers": "DataLoader(Stream(), 5, num_workers=1)",
+}
+
+LOOP = """
+for epoch in range(2):
+    for a, b in loader:
+        loss = F.cross_entropy(model(a), b)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def train(lab: Lab, strategy: str, code: str, **options: Any) -> Run:
+    return lab.train(strategy, textwrap.dedent(code), live=False, **options)
+
+
+def plain(code: str) -> dict[str, Any]:
+    """The variables of a cell that ran here, in one process."""
+    variables: dict[str, Any] = {"torch": torch}
+    exec(textwrap.dedent(code), variables)
+    return variables
+
+
+def assert_same_weights(lab: Lab, variables: dict[str, Any]) -> None:
+    found = lab.pull("model", full=True)
+    expected = variables["model"].state_dict()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_any_sampler_gives_what_one_process_gives(
+    lab: Lab, kind: str, strategy: str
+) -> None:
+    data = f"data = {LOADERS[kind]}\n"
+    prepare = "model, optimizer, loader = prepare(model, optimizer, data)\n"
+    expected = plain(SETUP + data + "loader = data\n" + LOOP)
+    for accumulate in (1, 2):
+        run = train(lab, strategy, SETUP + data + prepare + LOOP, accumulate=accumulate)
+        assert_same_weights(lab, expected)
+        assert not run.mismatches
+    assert run.last_loss == pytest.approx(float(expected["loss"].detach()), rel=1e-4)
+
+
+def test_a_shuffled_set_that_drops_its_last_batch_is_no_mismatch(lab: Lab) -> None:
+    code = "data = DataLoader(data, 5, shuffle=True, drop_last=True)\n"
+    prepare = "model, optimizer, loader = prepare(model, optimizer, data)\n"
+    run = train(lab, "ddp", SETUP + code + prepare + LOOP)
+    assert run.num_steps == 8
+    assert not run.mismatches
+
+
+REFUSED = {
+    "DataLoader(data, 4, sampler=DistributedSampler(data))": "a DistributedSampler",
+    "DataLoader(data, 4, sampler=range(rank, 22, 2))": "range does not draw the same",
+    "DataLoader(data, 4, shuffle=True, generator=seeded.manual_seed(rank))": (
+        "RandomSampler does not draw the same samples on every rank"
+    ),
+    "DataLoader(Subset(data, range(rank, 22, 2)), 4)": "is not the same on every rank",
+    "DataLoader(TensorDataset(x[rank::2], y[rank::2]), 4)": "is not the same on every",
+    "DataLoader(Sharded(), 4)": "Sharded does not yield the same samples on every rank",
+    "DataLoader(Ragged(), 4)": "from batch 2 of the pass on",
+    "DataLoader(Ragged(), 4, num_workers=1)": "from batch 2 of the pass on",
+}
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_data_that_ranks_share_already_is_refused(lab: Lab, source: str) -> None:
+    streams = """
+class Sharded(IterableDataset):
+    def __iter__(self): return ((x[i], y[i]) for i in range(rank, 22, 2))
+
+class Ragged(IterableDataset):
+    def __iter__(self): return ((x[i], y[i]) for i in range(4 + 8 * rank))
+"""
+    code = f"""
+model, optimizer, loader = prepare(model, optimizer, {source})
+for a, b in loader:
+    F.cross_entropy(model(a), b).backward()
+    optimizer.step()
+"""
+    with pytest.raises(RankError, match="UnsupportedLoopError") as caught:
+        train(lab, "ddp", SETUP + streams + code)
+    assert REFUSED[source] in " ".join(str(caught.value).split())
+    lab.run("dist.barrier()")  # the ranks are as they were
+
+
+# ---- a loss that is no mean over samples ----
+
+MASKED = """
+y[::3] = -100
+y[20:] = torch.tensor([1, -100])  # the last batch: one rank has nothing that counts
+"""
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mean_over_some_targets_is_that_of_the_global_batch(
+    lab: Lab, strategy: str, accumulate: int
+) -> None:
+    prepare = """
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=5, shuffle=False,
+    weigh=lambda batch: (batch[1] != -100).sum(),
+)
+"""
+    expected = plain(
+        SETUP + MASKED + "losses = []\nloader = DataLoader(data, 5)\n" + LOOP
+    )
+    run = train(lab, strategy, SETUP + MASKED + prepare + LOOP, accumulate=accumulate)
+    assert_same_weights(lab, expected)
+    assert run.last_loss == pytest.approx(float(expected["loss"].detach()), rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sum_over_samples_is_that_of_the_global_batch(
+    lab: Lab, strategy: str, accumulate: int
+) -> None:
+    prepare = """
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=5, shuffle=False, reduction="sum"
+)
+"""
+    loop = LOOP.replace("(a), b)", '(a), b, reduction="sum")')
+    expected = plain(SETUP + "loader = DataLoader(data, 5)\n" + loop)
+    run = train(lab, strategy, SETUP + prepare + loop, accumulate=accumulate)
+    assert_same_weights(lab, expected)
+    assert run.last_loss == pytest.approx(float(expected["loss"].detach()), rel=1e-4)
+
+
+WRONG = {
+    "weigh=3": "weigh is 3; give a function of a batch",
+    "reduction='max'": "unknown reduction 'max'; choose one of: mean, sum",
+    "reduction='sum', weigh=len": "leave out one of the two",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_weights_are_explained(lab: Lab, options: str) -> None:
+    with pytest.raises(RankError) as caught:
+        train(lab, "ddp", SETUP + f"prepare(model, optimizer, data, {options})")
+    assert WRONG[options] in str(caught.value)
+
+
+def test_a_batch_size_without_its_name_is_explained(lab: Lab) -> None:
+    with pytest.raises(RankError, match="prepare got 64 after the dataset; name what"):
+        train(lab, "ddp", SETUP + "prepare(model, optimizer, data, 64)")
+
+
+# ---- BatchNorm ----
+
+# The last batch, of one sample, leaves the last rank without one.
+NORM = SETUP.replace("nn.Tanh()", "nn.BatchNorm1d(8)").replace("22", "{num_samples}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_stand_in_stays_out_of_batchnorm(lab: Lab, strategy: str) -> None:
+    prepare = """
+norm = model[1]
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=5, shuffle=False)
+seen = []
+for a, b in loader:
+    F.cross_entropy(model(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.append((norm.num_batches_tracked.item(), norm.running_mean.clone()))
+"""
+    code = NORM.format(num_samples=7)
+    train(lab, strategy, code + prepare)
+    # The last batch has 2 samples, too few for two parts with a variance.
+    first, second = lab.pull("seen", [0, 1])
+    assert [count for count, _ in first] == [1, 2]
+    assert [count for count, _ in second] == [1, 1]
+    # Under DDP the statistics are those of rank 0 before the forward pass.
+    before = first if strategy == "ddp" else second
+    assert torch.equal(second[1][1], before[0][1])
+
+
+def test_a_batchnorm_with_a_forward_of_its_own_keeps_it(lab: Lab) -> None:
+    own = SETUP.replace(
+        "torch.manual_seed(0)",
+        """
+class WithActivation(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+torch.manual_seed(0)
+""",
+    ).replace("nn.Tanh()", "WithActivation(8)")
+    prepare = (
+        "model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)\n"
+    )
+    run = train(
+        lab, "ddp", own + "norm = model[1]\n" + prepare + LOOP, precision="bf16"
+    )
+    lab.run("kept = type(norm).__name__")
+    assert lab.pull("kept") == "WithActivation"
+    assert any("WithActivation has a forward of its own" in note for note in run.notes)
+    with pytest.raises(RankError, match="WithActivation has a forward of its own"):
+        train(lab, "ddp", own + prepare + LOOP, sync_batchnorm=True)
+
+
+# ---- evaluation in a loop of one's own ----
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3", "fsdp"])
+def test_a_shared_evaluation_counts_every_sample_once(lab: Lab, strategy: str) -> None:
+    code = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+model.eval()
+found = torch.zeros(2, dtype=torch.float64)
+with torch.no_grad():
+    for a, b in loader.share(Subset(data, range(13)), batch_size=4):
+        found[0] += F.cross_entropy(model(a), b, reduction="sum").item()
+        found[1] += len(b)
+dist.all_reduce(found)
+log(val_loss=found[0] / found[1])
+"""
+    run = train(lab, strategy, SETUP + code)
+    expected = plain(SETUP + "loss = F.cross_entropy(model(x[:13]), y[:13])\n")
+    for _, rows in run.history.groupby("rank"):
+        found = rows["val_loss"].dropna()
+        np.testing.assert_allclose(found, expected["loss"].item(), rtol=1e-5)
+
+
+# ---- fit ----
+
+FITTED = {
+    "mapping": (
+        """
+class Named(Dataset):
+    def __len__(self): return 22
+    def __getitem__(self, i): return {"x": x[i], "labels": y[i]}
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.linear(x), labels)}
+data, model = Named(), Model()
+""",
+        'lambda output: output["loss"]',
+        'model(**batch)["loss"]',
+    ),
+    "mapping and target": (
+        """
+class Named(Dataset):
+    def __len__(self): return 22
+    def __getitem__(self, i): return {"x": x[i], "labels": y[i]}
+class Model(nn.Linear):
+    def forward(self, x, **others):
+        return super().forward(x)
+data, model = Named(), Model(6, 4)
+""",
+        'lambda output, batch: F.cross_entropy(output, batch["labels"])',
+        'F.cross_entropy(model(**batch), batch["labels"])',
+    ),
+    "three tensors": (
+        """
+class Model(nn.Linear):
+    def forward(self, a, b):
+        return super().forward(a * b)
+data, model = TensorDataset(x, x + 1, y), Model(6, 4)
+""",
+        "F.cross_entropy",
+        "F.cross_entropy(model(batch[0], batch[1]), batch[2])",
+    ),
+    "inputs alone": (
+        "data, model = TensorDataset(x), nn.Linear(6, 6)\n",
+        "nn.MSELoss()",
+        "F.mse_loss(model(batch[0]), batch[0])",
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", FITTED)
+def test_fit_takes_batches_of_any_kind(lab: Lab, kind: str, strategy: str) -> None:
+    setup, loss_fn, loss = FITTED[kind]
+    setup = SETUP + setup
+    setup += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    expected = plain(f"""{setup}
+for epoch in range(2):
+    for batch in DataLoader(data, 5):
+        loss = {loss}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+batch = next(iter(DataLoader(data, 22)))
+val_loss = float({loss})
+""")
+    run = train(
+        lab,
+        strategy,
+        f"""{setup}
+fit(
+    model, data, {loss_fn}, optimizer=optimizer, batch_size=5, epochs=2,
+    shuffle=False, validate=data,
+)
+""",
+    )
+    assert_same_weights(lab, expected)
+    found = run.history["val_loss"].dropna()
+    np.testing.assert_allclose(list(found)[-1], expected["val_loss"], rtol=1e-4)
+
+
+# ---- notes ----
+
+NOTED = {
+    "F.cross_entropy(model(a), b)": None,
+    "F.cross_entropy(model(a), b.masked_fill(a[:, 0] > 0, -100))": "weigh=lambda batch",
+    "F.cross_entropy(model(a), b, reduction='sum')": 'prepare(..., reduction="sum")',
+}
+
+
+@pytest.mark.parametrize("loss", NOTED)
+def test_a_loss_that_is_no_mean_over_samples_is_noted(lab: Lab, loss: str) -> None:
+    prepare = "model, optimizer, loader = prepare(model, optimizer, data, {options})\n"
+    loop = LOOP.replace("F.cross_entropy(model(a), b)", loss)
+    run = train(lab, "ddp", SETUP + prepare.format(options="batch_size=8") + loop)
+    if NOTED[loss] is None:
+        assert run.notes == []
+        return
+    [note] = run.notes
+    assert NOTED[loss] in note
+    for option in ("reduction='sum'", "weigh=len"):
+        options = f"batch_size=8, {option}"
+        run = train(lab, "ddp", SETUP + prepare.format(options=options) + loop)
+        assert run.notes == []
+    run = train(lab, "single", SETUP + prepare.format(options="batch_size=8") + loop)
+    assert run.notes == []
