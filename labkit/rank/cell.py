@@ -35,6 +35,7 @@ from labkit.rank.raised import ToldError
 from labkit.rank.raised import forget_half_imported
 from labkit.rank.raised import freed_by
 from labkit.rank.raised import let_go
+from labkit.rank.raised import raise_from_scripts
 from labkit.rank.raised import show_in_short
 from labkit.rank.raised import told
 from labkit.rank.raised import where_in_cell
@@ -87,6 +88,8 @@ class CellRunner:
         self._is_running = False
         self._is_closing = False
         self._begin_error: Exception | None = None
+        self._shown_error: BaseException | None = None
+        """Whose traceback IPython has shown while the cell ran, last."""
         self._stop_when_idle = signal.getsignal(signal.SIGTERM)
         self._signal_seen = threading.Event()
         """Set once this cell was interrupted."""
@@ -112,7 +115,8 @@ class CellRunner:
         vars(sys).pop("ps1", None)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
-        show_in_short(shell)
+        raise_from_scripts(shell)
+        show_in_short(shell, self._note_shown)
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         for stream in self._streams.values():
             # A closed one could never be opened again.
@@ -131,7 +135,7 @@ class CellRunner:
 
     def _begin_cell(self) -> None:
         self._depth += 1
-        self._begin_error = None
+        self._begin_error = self._shown_error = None
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if self._depth > 1 or KEY not in metadata:
             return
@@ -167,7 +171,12 @@ class CellRunner:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
-        error = self._begin_error or result.error_before_exec or result.error_in_exec
+        error = (
+            self._begin_error
+            or result.error_before_exec
+            or result.error_in_exec
+            or self._shown_error
+        )
         session, self._session = self._session, None
         if session is not None and error is None:
             try:
@@ -254,8 +263,16 @@ class CellRunner:
             **ended,
         )
 
+    def _note_shown(self, error: BaseException) -> None:
+        """A traceback that IPython shows is a failure, also where the cell goes on."""
+        if self._is_running:
+            self._shown_error = error
+
     def _let_go(self, result: Any) -> None:
         """Of what a failed cell's exception holds; the reply has its words alone."""
+        if self._shown_error is not None:
+            let_go(self._shown_error, self.shell)
+            self._shown_error = None
         for name in ("error_before_exec", "error_in_exec"):
             if (error := getattr(result, name)) is not None:
                 let_go(error, self.shell)
