@@ -1,10 +1,12 @@
 """Code that was written as a script, by somebody else: what it leaves on a rank is put
 right, and what it says is heard."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
@@ -136,3 +138,90 @@ def test_a_traceback_that_ipython_shows_is_a_failure_and_one_printed_is_not(
     assert lab.pull("kept", 1) == show
     lab.run(code.format(show="traceback.print_exc()", wait="pass"))
     assert "on purpose" in capsys.readouterr().err
+
+
+# ---- what a cell prints to ----
+
+SILENCED = {
+    "stdout": "if rank: sys.stdout = open(os.devnull, 'w')",
+    "stderr": "if rank: sys.stderr = open(os.devnull, 'w')",
+    "closed": "if rank: sys.stdout = open(os.devnull, 'w'); sys.stdout.close()",
+    "print": "import builtins\nif rank: builtins.print = lambda *w, **more: None",
+    "redirected": (
+        "import contextlib, io\n"
+        "if rank: redirect = contextlib.redirect_stdout(io.StringIO())\n"
+        "if rank: redirect.__enter__()"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SILENCED)
+def test_a_rank_is_silent_until_the_end_of_the_cell_that_silenced_it(
+    lab: Lab, capsys: Captured, how: str
+) -> None:
+    silence = f"import os, sys\n{SILENCED[how]}\n"
+    out = "stderr" if how == "stderr" else "stdout"
+    if how != "closed":
+        lab.run(f"{silence}print('first', file=sys.{out})")
+        assert getattr(capsys.readouterr(), out[3:]) == "[rank 0] first\n"
+    with pytest.raises(RankError, match="on purpose"):
+        lab.run(f"{silence}raise ValueError('on purpose')")
+    capsys.readouterr()
+    lab.run(f"import sys\nprint('next', file=sys.{out})")
+    assert getattr(capsys.readouterr(), out[3:]) == "[ranks 0-1] next\n"
+
+
+PRINTS_LATER = """
+import threading
+
+def later():
+    open({!r}).read()  # which waits until somebody writes to it
+    print("it is late")
+    raise ValueError("in a thread")
+
+threading.Thread(target=later).start()
+"""
+
+
+def test_what_a_thread_prints_after_its_cell_is_heard(
+    lab: Lab, capsys: Captured, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    lab.run(PRINTS_LATER.format(str(tmp_path / "fifo")), "1")
+    lab.push(unrelated=1)
+    (tmp_path / "fifo").write_text("go on")
+    said: list[str] = []
+
+    def is_heard() -> bool:
+        said.extend(capsys.readouterr())
+        words = ["[rank 1] it is late\n", "ValueError: in a thread\n"]
+        return all(each in "".join(said) for each in words)
+
+    wait_until(is_heard, 20, "what the thread printed")
+
+
+def test_breakpoint_says_that_nobody_can_type(lab: Lab, capsys: Captured) -> None:
+    lab.run("def look():\n    breakpoint()\n    print('went on')\nlook()")
+    captured = capsys.readouterr()
+    assert "breakpoint() in look, line 2, is passed by: nobody can" in captured.err
+    assert "[ranks 0-1] went on" in captured.out
+
+
+# ---- where it runs ----
+
+
+def test_ranks_follow_the_notebook_into_another_folder(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "import os\nhere = os.getcwd()"
+    for name in ("notebooks", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    lab.run(where)
+    assert lab.pull("here", "all") == [str(tmp_path / "notebooks")] * 2
+    lab.run("%cd -q ../elsewhere", "1")
+    lab.train("raw", where, live=False)  # the notebook has not moved since
+    assert lab.pull("here", 1) == str(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    lab.run(where, "1")
+    assert lab.pull("here", 1) == str(tmp_path)

@@ -17,6 +17,7 @@ from labkit.notebook.cluster import Cluster
 from labkit.notebook.cluster import RankDiedError
 from labkit.notebook.hang_watch import HangWatch
 from labkit.notebook.output import OutputMerger
+from labkit.notebook.output import late_output
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import Outcome
@@ -171,6 +172,7 @@ class Dispatch:
                     elif self._is_silent(rank):
                         self._end(rank, says_nothing(rank))
             self._output.finish()
+        self._cluster.on_late_output = late_output()
         if lost:
             raise RankDiedError(lost)
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)

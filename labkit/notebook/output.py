@@ -1,5 +1,7 @@
 """Shows what ranks print and display: in rank order, equal output once."""
 
+import contextvars
+import os
 import re
 import sys
 import time
@@ -34,6 +36,14 @@ class Item:
 def say(text: str) -> None:
     """Write a line of labkit's own to stderr."""
     print(f"labkit: {text}", file=sys.stderr)
+
+
+def working_directory() -> str | None:
+    """This process's; None where it has been deleted."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return None
 
 
 def is_notebook() -> bool:
@@ -246,6 +256,18 @@ class OutputMerger:
             sys.stdout.flush()
         self._label = ""
         publish_display_data(item.data, transient=transient, update=update)
+
+
+def late_output() -> Callable[[int, str, dict[str, Any]], None]:
+    """Shows one message of a rank at once, in any thread, under the cell that runs."""
+    context = contextvars.copy_context()
+
+    def show(rank: int, kind: str, content: dict[str, Any]) -> None:
+        merger = OutputMerger([rank])
+        merger.add_message(rank, kind, content)
+        merger.finish()
+
+    return lambda rank, kind, content: context.run(show, rank, kind, content)
 
 
 def common_beginning(texts: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from labkit.rank.boundary import Boundary
 from labkit.rank.boundary import Stopped
 from labkit.rank.checkpoints import Checkpoints
+from labkit.rank.console import Console
 from labkit.rank.emitter import Emitter
 from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
@@ -111,16 +112,11 @@ class CellRunner:
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
-        # Nobody types on a rank; Lightning takes a prompt for a sign of it.
-        vars(sys).pop("ps1", None)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
-        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-        for stream in self._streams.values():
-            # A closed one could never be opened again.
-            setattr(stream, "close", lambda: None)  # noqa: B010
+        self._console = Console(shell)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -152,6 +148,7 @@ class CellRunner:
             torch=torch,
             dist=dist,
         )
+        self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
         self._signal_seen.clear()
         with self._lock:
@@ -201,10 +198,11 @@ class CellRunner:
         try:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
             self.membership.restore_environment()
+            self._console.restore()
             self._contexts.close()
             if emitter is not None:
                 emitter.close()
-            self._flush()
+            self._console.end_cell()
         except (
             Exception
         ) as problem:  # the notebook waits for the outcome, come what may
@@ -232,15 +230,6 @@ class CellRunner:
     def _status(self, error: BaseException) -> str:
         stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
         return "interrupted" if stopped else "error"
-
-    def _flush(self) -> None:
-        """Flush what the cell printed to; the engine, and labkit, cannot go on with
-        streams that the cell has put out of use."""
-        for name, own in self._streams.items():
-            try:
-                getattr(sys, name).flush()
-            except Exception:  # whatever the cell has put there
-                setattr(sys, name, own)
 
     def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
@@ -366,6 +355,9 @@ class CellRunner:
 
     def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
         content = parent["content"]
+        if content["request"] == "listen":  # for good
+            self._console.listen(parent)
+            return
         try:
             answer = self._requests[content["request"]](**content["arguments"])
             reply = {"status": "ok", "answer": answer}
