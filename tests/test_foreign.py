@@ -225,3 +225,92 @@ def test_ranks_follow_the_notebook_into_another_folder(
     monkeypatch.chdir(tmp_path)
     lab.run(where, "1")
     assert lab.pull("here", 1) == str(tmp_path)
+
+
+# ---- errors in a library's words ----
+
+HINTS = {
+    "torch.cuda.set_device(rank)": "device is cpu; write `device`",
+    "torch.ones(1).to(rank)": "device is cpu; write `device`",
+    "torch.ones(1).cuda()": "device is cpu; write `device`",
+    "torch.nn.parallel.DistributedDataParallel(\n"
+    "    torch.nn.Linear(1, 1), device_ids=[rank])": "are not needed",
+    "import pdb\npdb.set_trace()\npass": "nobody can type on a rank",
+    "input('how many? ')": "nobody can type on a rank",
+    "dist.breakpoint()": "nobody can type on a rank",
+    "%%dist_train ddp\n1": "magics of labkit are the notebook's",
+    "%dist_push x": "magics of labkit are the notebook's",
+}
+
+
+def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
+    for code, hint in HINTS.items():
+        error = fails(lab, code)
+        assert hint in str(error), code
+        assert hint in shown(error), code
+    error = fails(
+        lab, "problem = ValueError('x')\nproblem.add_note('y')\nraise problem"
+    )
+    assert str(error).startswith("rank 0: ValueError: x\ny\nat line 3")
+
+
+GRAD_SCALER = """
+from torch.utils.data import TensorDataset
+data = TensorDataset(torch.ones(8, 4))
+plain = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+model, optimizer, loader = prepare(plain, sgd, data{batch_size})
+scaler = torch.amp.GradScaler("cpu")
+for (x,) in loader:
+    scaler.scale(model(x).mean()).backward()
+    scaler.step(optimizer)
+"""
+
+
+def test_a_training_cell_says_what_to_write_instead(lab: Lab) -> None:
+    code = GRAD_SCALER.format(batch_size=", 4")
+    with pytest.raises(RankError, match=r"dataset, batch_size=4\)"):
+        lab.train("ddp", code, live=False)
+    code = GRAD_SCALER.format(batch_size=", batch_size=4")
+    with pytest.raises(RankError, match="write --precision fp16"):
+        lab.train("zero2", code, live=False)
+
+
+def test_a_rank_says_that_it_compiles(
+    lab: Lab, capsys: Captured, tmp_path: Path
+) -> None:
+    (tmp_path / "one.cpp").write_text("int one() { return 1; }\n")
+    code = (
+        "from torch.utils import cpp_extension\n"
+        f"cpp_extension.load('one', [{str(tmp_path / 'one.cpp')!r}],\n"
+        f"    build_directory={str(tmp_path)!r}, is_python_module=False)"
+    )
+    lab.run(code, "1")
+    assert "[rank 1] labkit: compiling the C++ extension one" in capsys.readouterr().err
+    lab.run(code)
+    assert "compiling" not in capsys.readouterr().err
+
+
+# ---- rpc ----
+
+CALL_THE_NEXT = """
+import torch.distributed.rpc as rpc
+rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size)
+if rank in fails_on: raise ValueError("on purpose")
+found = rpc.rpc_sync(f"rank{1 - rank}", torch.add, args=(torch.ones(1), rank)).item()
+rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize("fails_on", [(1,), (0, 1)])
+def test_rpc_can_begin_again_after_a_cell_that_failed_in_it(
+    lab: Lab, fails_on: tuple[int, ...]
+) -> None:
+    lab.run("fails_on = ()")
+    lab.run(CALL_THE_NEXT, timeout=30)
+    lab.run(f"fails_on = {fails_on}")
+    for _ in range(2):
+        assert "on purpose" in str(fails(lab, CALL_THE_NEXT))
+    lab.run("fails_on = ()")
+    lab.run(CALL_THE_NEXT, timeout=30)
+    assert lab.pull("found", "all") == [1.0, 2.0]

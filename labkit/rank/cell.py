@@ -24,8 +24,11 @@ import torch.distributed as dist
 from labkit.rank.boundary import Boundary
 from labkit.rank.boundary import Stopped
 from labkit.rank.checkpoints import Checkpoints
+from labkit.rank.compiling import announce
 from labkit.rank.console import Console
 from labkit.rank.emitter import Emitter
+from labkit.rank.hints import add_hint
+from labkit.rank.hints import notes_of
 from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
@@ -117,6 +120,7 @@ class CellRunner:
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
         self._console = Console(shell)
+        announce()
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -199,6 +203,8 @@ class CellRunner:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
             self.membership.restore_environment()
             self._console.restore()
+            if error is not None:
+                self.membership.end_rpc()
             self._contexts.close()
             if emitter is not None:
                 emitter.close()
@@ -237,7 +243,7 @@ class CellRunner:
             ended = {
                 "status": self._status(error),
                 "ename": type(error).__name__,
-                "evalue": told(error),
+                "evalue": "\n".join([told(error), *notes_of(error)]),
                 "where": where_in_cell(error, self.shell.compile._filename_map),
             }
         if emitter is not None:
@@ -256,6 +262,7 @@ class CellRunner:
         """A traceback that IPython shows is a failure, also where the cell goes on."""
         if self._is_running:
             self._shown_error = error
+            add_hint(error, self.membership.device)
 
     def _let_go(self, result: Any) -> None:
         """Of what a failed cell's exception holds; the reply has its words alone."""

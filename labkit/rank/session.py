@@ -189,7 +189,7 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         dataset: Dataset[Any] | DataLoader[Any],
-        *,
+        *misplaced: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
     ) -> tuple[nn.Module, torch.optim.Optimizer, RankLoader]:
@@ -207,6 +207,11 @@ class Session:
             raise ValueError(
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
                 "fit use another strategy, as %%dist_train ddp"
+            )
+        if misplaced:
+            raise TypeError(
+                "prepare takes what follows the dataset by name: "
+                f"prepare(model, optimizer, dataset, batch_size={shown(misplaced[0])})"
             )
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
