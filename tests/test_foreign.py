@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import IPython.display
 import pytest
 from kernels import wait_until
 
@@ -205,6 +206,27 @@ def test_breakpoint_says_that_nobody_can_type(lab: Lab, capsys: Captured) -> Non
     captured = capsys.readouterr()
     assert "breakpoint() in look, line 2, is passed by: nobody can" in captured.err
     assert "[ranks 0-1] went on" in captured.out
+
+
+def test_equal_warnings_of_ranks_are_one(lab: Lab, capsys: Captured) -> None:
+    lab.run("import warnings\nwarnings.warn('on purpose')")
+    said = capsys.readouterr().err
+    assert said.count("UserWarning: on purpose") == 1
+    assert said.startswith("[ranks 0-1] ")
+
+
+def test_ranks_that_all_clear_their_output_clear_the_cells(
+    lab: Lab, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[bool] = []
+    monkeypatch.setattr(IPython.display, "clear_output", cleared.append)
+    code = (
+        "from IPython.display import clear_output\nprint(rank)\nclear_output(wait={})"
+    )
+    lab.run(code.format(True))
+    assert cleared == [True]
+    lab.run(f"if rank: {code.format(False).replace(chr(10), '; ')}")
+    assert cleared == [True, False]
 
 
 # ---- where it runs ----

@@ -150,6 +150,7 @@ class Training:
             on_report=take_report,
             on_tick=view.tick if view else lambda: None,
             before_output=view.make_way if view else lambda: None,
+            may_clear=view is None,
             hang_after_s=self._request.hang_after_s,
         )
 
