@@ -139,7 +139,7 @@ class Session:
             self._noticer.watching(),
             self._keeper.watching(),
             warnings.catch_warnings(),
-            self._watch.watching_loaders()
+            self._watch.watching_loaders(lambda: self._noticer.num_backwards)
             if self.strategy.technique is None
             else contextlib.nullcontext(),
         ):
