@@ -25,6 +25,7 @@ from labkit.notebook.options import check_options
 from labkit.notebook.options import plan_checkpoints
 from labkit.notebook.output import execution_count
 from labkit.notebook.output import is_notebook
+from labkit.notebook.output import working_directory
 from labkit.notebook.placement import place_ranks
 from labkit.notebook.rank_list import Ranks
 from labkit.notebook.rank_list import format_ranks
@@ -173,7 +174,7 @@ class Lab:
             dispatch = Dispatch(
                 cluster,
                 code if code.strip() else "pass",
-                CellSpec(execution_count=execution_count()),
+                CellSpec(execution_count(), directory=working_directory()),
                 targets,
                 hang_after_s=hang_after,
             )

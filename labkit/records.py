@@ -133,6 +133,8 @@ class CellSpec:
     """The run's, in which ranks keep their records; None for a run without one."""
     checkpoints: dict[str, Any] | None = None
     """The `CheckpointPlan` of a training cell that has one."""
+    directory: str | None = None
+    """The notebook's working directory; None where it has gone."""
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,18 @@ def test_a_failing_rank_gives_the_cell_an_error_with_its_own_lines(
     assert "labkit/notebook" not in text
 
 
+def test_the_debugger_opens_the_users_line_and_not_labkits(kernel: Kernel) -> None:
+    kernel.run("def on_ranks(): labkit.current_lab().run('1 / 0')")
+    for cell, name in (
+        ("import labkit\non_ranks()", "on_ranks"),
+        ("%%dist\n1 / 0", "<module>"),
+    ):
+        assert kernel.run(cell).error["ename"] == "RankError"
+        code = "import sys, traceback\n[*traceback.walk_tb(sys.last_traceback)][-1][0]"
+        frame = kernel.run(f"{code}.f_code.co_name").result["text/plain"]
+        assert frame == repr(name)
+
+
 @pytest.mark.parametrize(
     "waits_in",
     [

@@ -70,6 +70,18 @@ def merge(*said: list[Message]) -> None:
     merger.finish()
 
 
+@pytest.fixture
+def cleared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """`wait` of every clear_output of the notebook."""
+    calls: list[bool] = []
+    monkeypatch.setattr(IPython.display, "clear_output", calls.append)
+    return calls
+
+
+def clear(*, wait: bool = False) -> Message:
+    return "clear_output", {"wait": wait}
+
+
 # ---- rank lists ----
 
 
@@ -531,3 +543,73 @@ def test_no_update_is_lost_when_ranks_part_after_an_equal_display(
         [rich("old", "b"), rich("one", "b", "update_display_data")],
     )
     assert in_front_end(displayed) == ["one", "zero"]
+
+
+# ---- clearing ----
+
+
+def test_what_all_ranks_clear_is_cleared_once(
+    cleared: list[bool], capsys: Captured
+) -> None:
+    merge(*[[out(f"loss {rank}\n"), clear(wait=True), out("end\n")] for rank in (0, 1)])
+    assert cleared == [True]
+    assert capsys.readouterr().out.endswith("[ranks 0-1] end\n")
+
+
+def test_a_rank_clears_what_is_its_own(cleared: list[bool], capsys: Captured) -> None:
+    merge([out("0%\n"), clear(), out("50%\n"), clear(), out("100%\n")], [])
+    assert cleared == [False, False]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_does_not_clear_what_others_have_said(
+    cleared: list[bool], capsys: Captured
+) -> None:
+    merge([out("hello\n")], [out("0%\n"), clear(), out("50%\n"), clear()])
+    assert cleared == []
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "labkit: clear_output of rank 1 would clear other ranks' output as well\n"
+    )
+    assert "[rank 0] hello\n" in captured.out
+
+
+def test_the_picture_of_a_run_is_not_cleared(
+    cleared: list[bool], capsys: Captured
+) -> None:
+    merger = OutputMerger([0], may_clear=False)
+    merger.add_message(0, *clear())
+    merger.finish()
+    assert cleared == []
+    assert "would clear the run's picture as well" in capsys.readouterr().err
+
+
+# ---- process ids ----
+
+ALIKE = (
+    "/tmp/ipykernel_{pid}/9.py:1: UserWarning: so\n",
+    "This process (pid={pid}) is multi-threaded\n",
+    "Process {pid} began\n",
+)
+
+
+@pytest.mark.parametrize("text", ALIKE)
+def test_warnings_that_differ_in_a_process_id_alone_are_one(
+    capsys: Captured, text: str
+) -> None:
+    merger = OutputMerger([0, 1], pids={0: 41, 1: 42})
+    for rank, pid in ((0, 41), (1, 42)):
+        merger.add_message(rank, *err(text.format(pid=pid)))
+        merger.add_message(rank, *out(f"pid {pid}\n"))
+    merger.finish()
+    captured = capsys.readouterr()
+    assert captured.err == "[ranks 0-1] " + text.format(pid=41)
+    assert captured.out == "[rank 0] pid 41\n[rank 1] pid 42\n"
+
+
+def test_warnings_that_differ_in_another_number_are_not(capsys: Captured) -> None:
+    merger = OutputMerger([0, 1], pids={0: 41, 1: 42})
+    merger.add_message(0, *err("ipykernel_413: loss 41\n"))
+    merger.add_message(1, *err("ipykernel_413: loss 42\n"))
+    merger.finish()
+    assert "[ranks" not in capsys.readouterr().err

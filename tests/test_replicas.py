@@ -83,3 +83,25 @@ def test_a_textbook_cell_without_a_distributed_sampler_is_told(lab: Lab) -> None
 def test_a_textbook_cell_with_one_is_not(lab: Lab) -> None:
     code = TEXTBOOK.format(sampler="DistributedSampler(digits())")
     assert lab.train("raw", code, live=False).mismatches == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_test_set_that_every_rank_draws_is_none_of_it(
+    lab: Lab, num_workers: int
+) -> None:
+    code = (
+        TEXTBOOK.format(sampler="DistributedSampler(digits())")
+        + "    model.eval()\n"
+        + "    for x, y in DataLoader(digits('test'), 64, num_workers=workers):\n"
+        + "        with torch.no_grad():\n"
+        + "            F.cross_entropy(model(x), y)\n"
+        + "    model.train()\n"
+    )
+    lab.push(workers=num_workers)
+    assert lab.train("raw", code, live=False).mismatches == []
+
+
+def test_what_workers_draw_ahead_of_the_backward_pass_counts(lab: Lab) -> None:
+    code = TEXTBOOK.format(sampler="None").replace("=64,", "=1024, num_workers=1,")
+    [only] = lab.train("raw", code, live=False).mismatches
+    assert only.startswith("ranks 0-1 each drew all 1438 samples")

@@ -44,6 +44,7 @@ _LOOK_S = 0.25
 _END_S = 10.0
 
 OnMessage = Callable[[str, dict[str, Any]], None]
+OnLateOutput = Callable[[int, str, dict[str, Any]], None]
 
 
 class CallError(RuntimeError):
@@ -87,6 +88,8 @@ class Cluster:
         self._engines: dict[int, Watched] = {}
         self._nannies: dict[int, psutil.Process | None] = {}
         self._engine_ids: dict[int, int] = {}
+        self.on_late_output: OnLateOutput = lambda rank, kind, content: None
+        """Called, in the client's thread, with what ranks print between two cells."""
         self._is_ending = threading.Event()
         self._lookout = threading.Thread(
             target=self._look_after, name="labkit-lookout", daemon=True
@@ -246,9 +249,6 @@ class Cluster:
         """
         client = self._client
 
-        def listen(future: Any) -> None:
-            future.iopub_callbacks.append(receive)
-
         def receive(msg: dict[str, Any]) -> None:
             kind = msg["header"]["msg_type"]
             kept = client.metadata[msg["parent_header"]["msg_id"]]
@@ -270,7 +270,21 @@ class Cluster:
             silent=False,
             ident=self._ident(rank),
             metadata={KEY: metadata},
-            message_future_hook=listen,
+            message_future_hook=lambda future: future.iopub_callbacks.append(receive),
+        )
+
+    def listen(self, rank: int) -> None:
+        """Hear what is printed on the rank while no cell runs: see `on_late_output`."""
+
+        def receive(msg: dict[str, Any]) -> None:
+            self.on_late_output(rank, msg["header"]["msg_type"], msg["content"])
+
+        self._client._send(
+            self._client._control_stream,
+            f"{KEY}_request",
+            content={"request": "listen", "arguments": {}},
+            ident=self._ident(rank),
+            message_future_hook=lambda future: future.iopub_callbacks.append(receive),
         )
 
     def call(

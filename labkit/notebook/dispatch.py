@@ -17,6 +17,7 @@ from labkit.notebook.cluster import Cluster
 from labkit.notebook.cluster import RankDiedError
 from labkit.notebook.hang_watch import HangWatch
 from labkit.notebook.output import OutputMerger
+from labkit.notebook.output import late_output
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import Outcome
@@ -60,6 +61,7 @@ class Dispatch:
         on_report: Callable[[int, Any], None] = lambda rank, report: None,
         on_tick: Callable[[], None] = lambda: None,
         before_output: Callable[[], None] = lambda: None,
+        may_clear: bool = True,
         hang_after_s: float = 0.0,
     ) -> None:
         self.outcomes: list[Outcome] = []
@@ -75,7 +77,10 @@ class Dispatch:
         self._pending = set(ranks)
         self._order: list[int] = []
         self._tracebacks: dict[int, list[str]] = {}
-        self._output = OutputMerger(ranks, before_output)
+        self._before_output = before_output
+        self._may_clear = may_clear
+        self._ranks = ranks
+        self._output = self._merger()
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._stop_since: float | None = None
         self._next_interrupt = 0.0
@@ -96,8 +101,6 @@ class Dispatch:
         )
         self._code = code
         self._spec = dataclasses.asdict(spec)
-        self._ranks = ranks
-        self._before_output = before_output
         self._deadline: float | None = None
 
     @property
@@ -114,13 +117,21 @@ class Dispatch:
         self.outcomes = []
         self._pending = set(self._ranks)
         self._tracebacks = {}
-        self._output = OutputMerger(self._ranks, self._before_output)
+        self._output = self._merger()
         self._events = queue.SimpleQueue()  # what comes late is for the old one
         self._order = []
         self._stop_since = None
         self._asked_at, self._num_asked, self._heard_at = {}, {}, {}
         self._killed = set()
         self._spec = dataclasses.asdict(spec)
+
+    def _merger(self) -> OutputMerger:
+        return OutputMerger(
+            self._ranks,
+            self._before_output,
+            pids=self._cluster.pids,
+            may_clear=self._may_clear,
+        )
 
     def _look_at_the_clock(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -171,6 +182,7 @@ class Dispatch:
                     elif self._is_silent(rank):
                         self._end(rank, says_nothing(rank))
             self._output.finish()
+        self._cluster.on_late_output = late_output()
         if lost:
             raise RankDiedError(lost)
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)

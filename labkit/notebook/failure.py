@@ -1,6 +1,7 @@
 """What a user sees when a cell did not end well on every rank."""
 
 from collections.abc import Sequence
+from types import TracebackType
 
 from labkit.notebook.rank_list import format_ranks
 from labkit.records import Outcome
@@ -50,6 +51,7 @@ class RankError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of our own frames: the rank's traceback."""
+        leave_at_users_line(self)
         first = self._first
         if not first.traceback:
             return [self._headline(), *self._memory(), *self._others()]
@@ -84,6 +86,21 @@ class CellTimeoutError(TimeoutError):
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
+
+
+def leave_at_users_line(error: BaseException) -> None:
+    """Cut off our own frames of a traceback: `%debug` is to open the user's line."""
+    users: TracebackType | None = None
+    frames = error.__traceback__
+    while frames is not None:
+        package = frames.tb_frame.f_globals.get("__name__", "").split(".")[0]
+        if package == "labkit":
+            if users is not None:
+                users.tb_next = None
+            return
+        if package != "IPython":
+            users = frames
+        frames = frames.tb_next
 
 
 def is_same_failure(one: Outcome, other: Outcome) -> bool:

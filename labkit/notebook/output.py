@@ -1,11 +1,14 @@
 """Shows what ranks print and display: in rank order, equal output once."""
 
+import contextvars
+import os
 import re
 import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
@@ -25,8 +28,10 @@ class Item:
     """One line of a stream, or one rich output."""
 
     stream: str
-    """"stdout", "stderr" or "display"."""
-    text: str
+    """"stdout", "stderr", "display" or "clear"."""
+    text: str = field(compare=False)
+    alike: str
+    """What is the same in items that are written once; the text, most often."""
     data: dict[str, Any] = field(default_factory=dict, compare=False)
     transient: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -34,6 +39,14 @@ class Item:
 def say(text: str) -> None:
     """Write a line of labkit's own to stderr."""
     print(f"labkit: {text}", file=sys.stderr)
+
+
+def working_directory() -> str | None:
+    """This process's; None where it has been deleted."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return None
 
 
 def is_notebook() -> bool:
@@ -65,9 +78,26 @@ class OutputMerger:
     """
 
     def __init__(
-        self, ranks: Sequence[int], before_write: Callable[[], None] = lambda: None
+        self,
+        ranks: Sequence[int],
+        before_write: Callable[[], None] = lambda: None,
+        *,
+        pids: Mapping[int, int] | None = None,
+        may_clear: bool = True,
     ) -> None:
+        """`pids` are the ranks', by which alone their warnings may differ; `may_clear`
+        says whether the output of the cell is theirs alone."""
         self._before_write = before_write
+        self._own_pid = {
+            rank: re.compile(
+                rf"(pid\W{{0,2}}|process |ipykernel_){pid}\b", re.IGNORECASE
+            )
+            for rank, pid in (pids or {}).items()
+        }
+        self._may_clear = may_clear
+        self._writers: set[int] = set()
+        """The ranks that something was written of, since it was last cleared."""
+        self._has_said_why = False
         self._queues: dict[int, list[Item]] = {rank: [] for rank in ranks}
         self._partial: dict[tuple[int, str], str] = {}
         self._oldest: float | None = None
@@ -80,6 +110,9 @@ class OutputMerger:
         """Take one iopub message of a rank; other kinds than output are ignored."""
         if kind == "stream":
             self._add_text(rank, content["name"], content["text"])
+        elif kind == "clear_output":
+            self._end_partial_lines(rank)
+            self._append(rank, Item("clear", "", f"wait={content['wait']}", content))
         elif kind in ("display_data", "execute_result", "update_display_data"):
             data = content["data"]
             transient = content.get("transient") or {}
@@ -92,7 +125,7 @@ class OutputMerger:
             self._end_partial_lines(rank)
             # What may be updated later is shared only by ranks that share its id.
             text = repr((data, transient.get("display_id")))
-            self._append(rank, Item("display", text, data, transient))
+            self._append(rank, Item("display", text, text, data, transient))
 
     def write_ready(self) -> None:
         """Write what need not wait any longer."""
@@ -130,7 +163,7 @@ class OutputMerger:
         text = (self._partial.pop((rank, stream), "") + text).replace("\r\n", "\n")
         end = 0
         for match in _LINE_END.finditer(text):
-            self._append(rank, Item(stream, text[end : match.end()]))
+            self._append_text(rank, stream, text[end : match.end()])
             end = match.end()
         if end < len(text):
             self._partial[rank, stream] = text[end:]
@@ -146,7 +179,7 @@ class OutputMerger:
             common = common_beginning(list(said.values()))
             for rank, text in said.items():
                 if text:
-                    self._append(rank, Item(stream, common or text))
+                    self._append_text(rank, stream, common or text)
                 if common and text != common:
                     self._partial[rank, stream] = text[len(common) :]
         self._oldest_partial = time.monotonic() if self._partial else None
@@ -155,7 +188,13 @@ class OutputMerger:
         for stream in ("stdout", "stderr"):
             if rest := self._partial.pop((rank, stream), ""):
                 end = "" if rest.endswith("\r") else "\n"
-                self._append(rank, Item(stream, rest + end))
+                self._append_text(rank, stream, rest + end)
+
+    def _append_text(self, rank: int, stream: str, text: str) -> None:
+        alike = text
+        if stream == "stderr" and rank in self._own_pid:
+            alike = self._own_pid[rank].sub(r"\1(pid)", text)
+        self._append(rank, Item(stream, text, alike))
 
     def _append(self, rank: int, item: Item) -> None:
         self._queues[rank].append(item)
@@ -212,6 +251,10 @@ class OutputMerger:
         label = f"[{format_ranks(ranks)}] "
         self._before_write()
         for item in items:
+            if item.stream == "clear":
+                self._clear(ranks, wait=item.data["wait"])
+                continue
+            self._writers.update(ranks)
             if item.stream == "display":
                 self._show(label, item)
                 continue
@@ -235,6 +278,22 @@ class OutputMerger:
             self._open_stream.write("\n")
             self._open_stream = None
 
+    def _clear(self, ranks: Iterable[int], *, wait: bool) -> None:
+        """Clear the cell's output for `ranks`, where it holds nothing but theirs."""
+        from IPython.display import clear_output
+
+        if self._may_clear and self._writers.issubset(ranks):
+            clear_output(wait)
+            self._writers.clear()
+            self._label, self._open_stream = "", None
+        elif not self._has_said_why:
+            self._has_said_why = True
+            others = (
+                "the run's picture" if not self._may_clear else "other ranks' output"
+            )
+            self._end_open_line()
+            say(f"clear_output of {format_ranks(ranks)} would clear {others} as well")
+
     def _show(self, label: str, item: Item) -> None:
         from IPython.display import publish_display_data
 
@@ -246,6 +305,20 @@ class OutputMerger:
             sys.stdout.flush()
         self._label = ""
         publish_display_data(item.data, transient=transient, update=update)
+
+
+def late_output() -> Callable[[int, str, dict[str, Any]], None]:
+    """Shows one message of a rank at once, in any thread, under the cell that runs."""
+    context = contextvars.copy_context()
+
+    def show(rank: int, kind: str, content: dict[str, Any]) -> None:
+        if kind == "clear_output":
+            return  # of a cell that has ended, for all of its ranks
+        merger = OutputMerger([rank])
+        merger.add_message(rank, kind, content)
+        merger.finish()
+
+    return lambda rank, kind, content: context.run(show, rank, kind, content)
 
 
 def common_beginning(texts: Sequence[str]) -> str:

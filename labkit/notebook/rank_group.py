@@ -221,6 +221,7 @@ class RankGroup:
         for rank in ranks:
             arguments = self.placements[rank], self.cluster.stack_file(rank)
             self.cluster.call(f"{_CALLS}:install", *arguments, ranks=[rank])
+            self.cluster.listen(rank)
 
     def _form(self) -> None:
         """Form the process group anew on all ranks, and see that it works."""

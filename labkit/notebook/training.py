@@ -21,6 +21,7 @@ from labkit.notebook.live_view import LiveView
 from labkit.notebook.options import first_step_of
 from labkit.notebook.output import execution_count
 from labkit.notebook.output import say
+from labkit.notebook.output import working_directory
 from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Run
 from labkit.records import FUNCTION_NAME
@@ -130,6 +131,7 @@ class Training:
             options=request.options.for_message(),
             folder=None if folder is None else str(folder),
             checkpoints=asdict(plan) if plan else None,
+            directory=working_directory(),
         )
 
     def _make_dispatch(self) -> Dispatch:
@@ -148,6 +150,7 @@ class Training:
             on_report=take_report,
             on_tick=view.tick if view else lambda: None,
             before_output=view.make_way if view else lambda: None,
+            may_clear=view is None,
             hang_after_s=self._request.hang_after_s,
         )
 

@@ -24,7 +24,11 @@ import torch.distributed as dist
 from labkit.rank.boundary import Boundary
 from labkit.rank.boundary import Stopped
 from labkit.rank.checkpoints import Checkpoints
+from labkit.rank.compiling import announce
+from labkit.rank.console import Console
 from labkit.rank.emitter import Emitter
+from labkit.rank.hints import add_hint
+from labkit.rank.hints import notes_of
 from labkit.rank.journal import Journal
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
@@ -35,6 +39,7 @@ from labkit.rank.raised import ToldError
 from labkit.rank.raised import forget_half_imported
 from labkit.rank.raised import freed_by
 from labkit.rank.raised import let_go
+from labkit.rank.raised import raise_from_scripts
 from labkit.rank.raised import show_in_short
 from labkit.rank.raised import told
 from labkit.rank.raised import where_in_cell
@@ -87,6 +92,8 @@ class CellRunner:
         self._is_running = False
         self._is_closing = False
         self._begin_error: Exception | None = None
+        self._shown_error: BaseException | None = None
+        """Whose traceback IPython has shown while the cell ran, last."""
         self._stop_when_idle = signal.getsignal(signal.SIGTERM)
         self._signal_seen = threading.Event()
         """Set once this cell was interrupted."""
@@ -110,11 +117,10 @@ class CellRunner:
         shell.compile.cache = self._number_as_in_notebook
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
-        show_in_short(shell)
-        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-        for stream in self._streams.values():
-            # A closed one could never be opened again.
-            setattr(stream, "close", lambda: None)  # noqa: B010
+        raise_from_scripts(shell)
+        show_in_short(shell, self._note_shown)
+        self._console = Console(shell)
+        announce()
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -129,7 +135,7 @@ class CellRunner:
 
     def _begin_cell(self) -> None:
         self._depth += 1
-        self._begin_error = None
+        self._begin_error = self._shown_error = None
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if self._depth > 1 or KEY not in metadata:
             return
@@ -146,6 +152,7 @@ class CellRunner:
             torch=torch,
             dist=dist,
         )
+        self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
         self._signal_seen.clear()
         with self._lock:
@@ -165,7 +172,12 @@ class CellRunner:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
-        error = self._begin_error or result.error_before_exec or result.error_in_exec
+        error = (
+            self._begin_error
+            or result.error_before_exec
+            or result.error_in_exec
+            or self._shown_error
+        )
         session, self._session = self._session, None
         if session is not None and error is None:
             try:
@@ -189,10 +201,14 @@ class CellRunner:
             del prepared
         try:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
+            self.membership.restore_environment()
+            self._console.restore()
+            if error is not None:
+                self.membership.end_rpc()
             self._contexts.close()
             if emitter is not None:
                 emitter.close()
-            self._flush()
+            self._console.end_cell()
         except (
             Exception
         ) as problem:  # the notebook waits for the outcome, come what may
@@ -221,22 +237,13 @@ class CellRunner:
         stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
         return "interrupted" if stopped else "error"
 
-    def _flush(self) -> None:
-        """Flush what the cell printed to; the engine, and labkit, cannot go on with
-        streams that the cell has put out of use."""
-        for name, own in self._streams.items():
-            try:
-                getattr(sys, name).flush()
-            except Exception:  # whatever the cell has put there
-                setattr(sys, name, own)
-
     def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
         ended: dict[str, Any] = {"status": "ok"}
         if error is not None:
             ended = {
                 "status": self._status(error),
                 "ename": type(error).__name__,
-                "evalue": told(error),
+                "evalue": "\n".join([told(error), *notes_of(error)]),
                 "where": where_in_cell(error, self.shell.compile._filename_map),
             }
         if emitter is not None:
@@ -251,8 +258,17 @@ class CellRunner:
             **ended,
         )
 
+    def _note_shown(self, error: BaseException) -> None:
+        """A traceback that IPython shows is a failure, also where the cell goes on."""
+        if self._is_running:
+            self._shown_error = error
+            add_hint(error, self.membership.device)
+
     def _let_go(self, result: Any) -> None:
         """Of what a failed cell's exception holds; the reply has its words alone."""
+        if self._shown_error is not None:
+            let_go(self._shown_error, self.shell)
+            self._shown_error = None
         for name in ("error_before_exec", "error_in_exec"):
             if (error := getattr(result, name)) is not None:
                 let_go(error, self.shell)
@@ -346,6 +362,9 @@ class CellRunner:
 
     def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
         content = parent["content"]
+        if content["request"] == "listen":  # for good
+            self._console.listen(parent)
+            return
         try:
             answer = self._requests[content["request"]](**content["arguments"])
             reply = {"status": "ok", "answer": answer}

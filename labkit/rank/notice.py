@@ -43,6 +43,7 @@ class Noticer:
         """The number of the global batch that the loop has."""
         self.microbatch = 0
         """The number of the part of it."""
+        self.num_backwards = 0
         self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda seed: seed
         """Makes of the gradient of a loss what the backward pass begins with: see
         `Prepared.scale`."""
@@ -134,6 +135,7 @@ class Noticer:
     # ---- what `labkit.strategies.backward` tells ----
 
     def begin(self, roots: Roots, seeds: Seeds, create_graph: bool) -> Seeds:
+        self.num_backwards += 1
         if create_graph:
             self.check_graph()
         values = [value_of(*each) for each in zip(roots, seeds, strict=True)]

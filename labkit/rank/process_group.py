@@ -9,18 +9,24 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qsl
+from urllib.parse import urlparse
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from labkit.checkpoint import abandon_saves
 from labkit.rank.recovery import FormerGroups
 from labkit.rank.recovery import bind_to_new_groups
+from labkit.rank.rpc import end_rpc
+from labkit.rank.rpc import forget_rpc
 from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group
+_torch_rendezvous = _rendezvous_handlers["env"]
 
 CONNECT_S = 10.0
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
@@ -67,6 +73,7 @@ class Membership:
     def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
         """In `variables`, the user's, groups are put in place of former ones."""
         self.placement = placement
+        self._pid = os.getpid()
         self._variables = variables
         self.device = torch.device(placement.device)
         self.peers: list[int] = []
@@ -82,6 +89,8 @@ class Membership:
         self._is_alone = False
         self._releasing = threading.Lock()
         self._num_own_groups = 0
+        self._num_meetings = 0
+        """How often `env://` has led to the group's store."""
         # Gloo's destructor waits, with the GIL held, for a worker thread that may want
         # the GIL to drop a tensor: a deadlock where a cell's last reference goes right
         # after its last collective. These go later, when the workers are idle.
@@ -111,16 +120,18 @@ class Membership:
         for variable in list(os.environ):
             if variable.startswith(_LAUNCHERS):
                 del os.environ[variable]
-        os.environ.update(
-            RANK=str(placement.rank),
-            LOCAL_RANK=str(placement.local_rank),
-            WORLD_SIZE=str(placement.world_size),
-            LOCAL_WORLD_SIZE=str(placement.world_size),
-            MASTER_ADDR="127.0.0.1",
-        )
+        self._environment = {
+            "RANK": str(placement.rank),
+            "LOCAL_RANK": str(placement.local_rank),
+            "WORLD_SIZE": str(placement.world_size),
+            "LOCAL_WORLD_SIZE": str(placement.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        self.restore_environment()
         # A function from the notebook may hold it under either name.
         dist.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
         c10d.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
+        _rendezvous_handlers["env"] = self._rendezvous_as_user
 
     @property
     def timeout(self) -> timedelta:
@@ -138,10 +149,11 @@ class Membership:
 
     @property
     def sequence(self) -> int:
-        """How many collectives this rank has started in the group."""
+        """How many collectives, and meetings, this rank has started in the group."""
         if self._group is None or not self.in_place:
             return 0
-        return self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        collectives = self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return collectives + self._num_meetings
 
     def host(self) -> int:
         """Open the store of the next group, on rank 0; its port."""
@@ -165,13 +177,15 @@ class Membership:
         self.peers = peers
         self.formed_at_ns = time.time_ns()
         self._port = port
-        self._num_own_groups = 0
+        self._num_own_groups = self._num_meetings = 0
         self._notes.clear()
         self._is_broken = False
-        os.environ["MASTER_PORT"] = str(port)
+        self._environment["MASTER_PORT"] = str(port)
+        self.restore_environment()
         # Torch names groups by a count, which an init that was interrupted on one
         # rank alone leaves unequal: the ranks would wait under different names.
         c10d._world.group_count = 0
+        forget_rpc()
         _torch_init_process_group(
             placement.backend,
             store=dist.PrefixStore("labkit", self._store),
@@ -195,9 +209,17 @@ class Membership:
         work.wait(timedelta(seconds=timeout_s))
         return ranks.item()
 
+    def restore_environment(self) -> None:
+        """Set what a launcher gives again, whatever a cell has made of it.
+
+        Scripts set MASTER_PORT; Lightning deletes WORLD_SIZE when it is done.
+        """
+        os.environ.update(self._environment)
+
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
         abandon_saves()
+        end_rpc()
         with self._releasing:  # not while another thread still aborts them
             if self._group is not None:
                 self._former = FormerGroups(self._group, formation=self._port)
@@ -219,6 +241,7 @@ class Membership:
         assert self._solo is not None
         c10d._update_default_pg(self._solo)
         self._is_alone = True
+        os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         count = c10d._world.group_count
         try:
             yield
@@ -304,6 +327,31 @@ class Membership:
             **more,
         )
         self._users_groups.append(c10d._get_default_group())
+
+    def _rendezvous_as_user(
+        self, url: str, timeout: timedelta = c10d.default_pg_timeout, **more: Any
+    ) -> Iterator[tuple[dist.Store, int, int]]:
+        """`env://`, by which `init_rpc` meets: at the group's own store.
+
+        Whoever is not one of the ranks, as a process that a cell has started, meets
+        where the environment says.
+        """
+        here = self.placement
+        query = dict(parse_qsl(urlparse(url).query))
+        found = int(query.get("rank", -1)), int(query.get("world_size", -1))
+        if os.getpid() != self._pid or found != (here.rank, here.world_size):
+            yield from _torch_rendezvous(url, timeout=timeout, **more)
+            return
+        assert self._store is not None
+        self._num_meetings += 1
+        # A clone, for its user gives it a timeout.
+        own: Any = self._store.clone()  # type: ignore[attr-defined]
+        yield dist.PrefixStore(f"meeting/{self._num_meetings}", own), *found
+
+    def end_rpc(self) -> None:
+        """After a cell that failed: let the next one call `init_rpc` again."""
+        # The ranks need not have come as far in its store.
+        self._is_broken |= end_rpc()
 
     def _note_once(self, text: str) -> None:
         if text not in self._notes:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import linecache
+import runpy
 import sys
 import traceback
 import warnings
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -58,8 +60,27 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
                 waiting += each.exceptions
 
 
-def show_in_short(shell: Any) -> None:
-    """Have IPython's `shell` show any exception, and soon.
+def raise_from_scripts(shell: Any) -> None:
+    """Have `%run` raise what its script raises, which IPython only shows."""
+    execfile = shell.safe_execfile
+
+    def safe_execfile(*args: Any, exit_ignore: bool = False, **more: Any) -> None:
+        with contextlib.suppress(SystemExit) if exit_ignore else nullcontext():
+            execfile(*args, **{**more, "raise_exceptions": True})
+
+    def safe_run_module(name: str, where: dict[str, Any]) -> None:
+        try:
+            where |= runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+
+    shell.safe_execfile = safe_execfile
+    shell.safe_run_module = safe_run_module
+
+
+def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None:
+    """Have IPython's `shell` show any exception, and soon, and call `on_shown` with it.
 
     One may raise when it is told, or come with a thousand frames (RecursionError), for
     which IPython would take half a minute. SystemExit is shown like any other.
@@ -67,8 +88,13 @@ def show_in_short(shell: Any) -> None:
     show, send = shell.showtraceback, shell._showtraceback
     render = shell.InteractiveTB.structured_traceback
 
-    def showtraceback(*args: Any, exception_only: bool = False, **more: Any) -> None:
-        show(*args, **more)
+    def showtraceback(
+        exc_tuple: Any = None, *args: Any, exception_only: bool = False, **more: Any
+    ) -> None:
+        error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        if error is not None:
+            on_shown(error)
+        show(exc_tuple, *args, **more)
 
     def structured_traceback(
         kind: Any, error: Any, frames: Any = None, *args: Any, **more: Any
@@ -106,11 +132,20 @@ def can_be_told(error: BaseException) -> bool:
 
 
 def shortened(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback's first and last frames; of a recursion the first two rounds."""
+    """A traceback's first and last frames; of a recursion the first two rounds.
+
+    Without those of IPython between a cell and the script that it runs.
+    """
     every: list[TracebackType] = []
     while frames is not None:
         every.append(frames)
         frames = frames.tb_next
+    inner = [not is_machinery(each) for each in every]
+    every = [
+        each
+        for place, each in enumerate(every)
+        if inner[place] or place == 0 or not any(inner[place:])
+    ]
     if len(every) > 2 * SHOWN_FRAMES:
         rounds: Counter[Any] = Counter()
         kept = []
@@ -125,6 +160,12 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
     for each in reversed(every):
         frames = TracebackType(frames, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return frames
+
+
+def is_machinery(frame: TracebackType) -> bool:
+    """Whether it is IPython's, or ours, and not of what runs by it."""
+    module = str(frame.tb_frame.f_globals.get("__name__"))
+    return module.startswith("IPython.") or module == __name__
 
 
 def let_go(error: BaseException, shell: Any) -> None:

@@ -1,6 +1,7 @@
 """Notes what the ranks are to have in common, for the notebook to compare."""
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -60,34 +61,41 @@ class ReplicaWatch:
         self._draws.append(Draw(epoch, len(dealt), len(drawn), mixed(drawn), whole))
 
     @contextlib.contextmanager
-    def watching_loaders(self) -> Iterator[None]:
-        """Note what every DataLoader draws, in a cell that does all by hand."""
+    def watching_loaders(self, num_backwards: Callable[[], int]) -> Iterator[None]:
+        """Note what every DataLoader draws, in a cell that does all by hand.
+
+        A pass in which `num_backwards` has not grown was no training: on a test set
+        every rank may draw all samples.
+        """
         kind: Any = _BaseDataLoaderIter
-        next_index = kind._next_index
-        passes: list[tuple[Any, list[int]]] = []
+        next_index, next_batch = kind._next_index, kind.__next__
+        passes: list[tuple[Any, list[int], int]] = []
 
         def noted(loader: Any) -> Any:
-            try:
-                found = next_index(loader)
-            except StopIteration:
-                for known, drawn in passes:
-                    if known is loader and drawn:
-                        dealt = range(len(loader._dataset))
-                        self.note_draw(drawn, dealt, len(self._draws))
-                passes[:] = [each for each in passes if each[0] is not loader]
-                raise
-            if not any(known is loader for known, _ in passes):
-                passes.append((loader, []))
-            drawn = next(drawn for known, drawn in passes if known is loader)
+            found = next_index(loader)
+            if not any(known is loader for known, *_ in passes):
+                passes.append((loader, [], num_backwards()))
+            drawn = next(drawn for known, drawn, _ in passes if known is loader)
             with contextlib.suppress(TypeError):  # keys of another kind
                 drawn.extend(map(int, found if np.iterable(found) else [found]))
             return found
 
-        kind._next_index = noted
+        def ended(loader: Any) -> Any:
+            try:
+                return next_batch(loader)
+            except StopIteration:
+                for known, drawn, before in passes:
+                    if known is loader and drawn and num_backwards() > before:
+                        dealt = range(len(loader._dataset))
+                        self.note_draw(drawn, dealt, len(self._draws))
+                passes[:] = [each for each in passes if each[0] is not loader]
+                raise
+
+        kind._next_index, kind.__next__ = noted, ended
         try:
             yield
         finally:
-            kind._next_index = next_index
+            kind._next_index, kind.__next__ = next_index, next_batch
 
     def notes(self) -> ReplicaNotes:
         """All of it, for the notebook."""

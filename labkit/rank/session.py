@@ -161,7 +161,7 @@ class Session:
             self._noticer.watching(),
             self._keeper.watching(),
             warnings.catch_warnings(),
-            self._watch.watching_loaders()
+            self._watch.watching_loaders(lambda: self._noticer.num_backwards)
             if self.strategy.technique is None
             else contextlib.nullcontext(),
         ):
@@ -215,7 +215,7 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         dataset: Dataset[Any] | DataLoader[Any],
-        *unnamed: Any,
+        *misplaced: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
         weigh: Weigh | None = None,
@@ -236,15 +236,15 @@ class Session:
 
         After it, the plain PyTorch loop is the same under every strategy.
         """
-        if unnamed:
-            raise ValueError(
-                f"prepare got {shown(unnamed[0])} after the dataset; name what it is, "
-                "as prepare(model, optimizer, dataset, batch_size=64)"
-            )
         if self.strategy.technique is None:
             raise ValueError(
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
                 "fit use another strategy, as %%dist_train ddp"
+            )
+        if misplaced:
+            raise TypeError(
+                "prepare takes what follows the dataset by name: "
+                f"prepare(model, optimizer, dataset, batch_size={shown(misplaced[0])})"
             )
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer

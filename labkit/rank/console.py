@@ -1,0 +1,94 @@
+"""What a rank prints to: whole again after every cell, and heard between two cells."""
+
+import builtins
+import contextlib
+import os
+import sys
+from typing import Any
+
+from labkit.records import KEY
+
+NO_KEYBOARD = (
+    "nobody can type on a rank: print what you want to see, or look at the ranks' "
+    "variables in another %%dist cell; in a cell without a magic the same code runs in "
+    "the notebook, which has a debugger"
+)
+
+
+class Console:
+    """The streams of an engine whose IPython shell is `shell`.
+
+    Output belongs to the request that was handled when it was printed. What threads
+    print between two cells belongs to a request of labkit's own, "listen", which
+    never ends.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._print = builtins.print
+        self._listener: dict[str, Any] = {}
+        self._directory: str | None = None
+        self._set_parent = shell.set_parent
+        shell.set_parent = self._handle
+        for stream in self._streams.values():
+            # A closed one could never be opened again.
+            setattr(stream, "close", lambda: None)  # noqa: B010
+        sys.breakpointhook = pass_breakpoint
+        # Lightning takes a prompt for a sign that somebody types.
+        vars(sys).pop("ps1", None)
+
+    def listen(self, parent: dict[str, Any]) -> None:
+        """Send what is printed between two cells as output of the request `parent`."""
+        self._listener = parent["header"]
+
+    def _handle(self, parent: dict[str, Any]) -> None:
+        """A request is to be handled: what is printed belongs to it."""
+        self._set_parent(parent)
+        if KEY not in parent.get("metadata", {}):
+            self._leave_to_threads()
+
+    def _leave_to_threads(self) -> None:
+        """What is printed but by the main thread belongs to the listener."""
+        for each in (*self._streams.values(), self._shell.display_pub):
+            each._parent_header_global = self._listener
+
+    def move_to(self, directory: str | None) -> None:
+        """Go where the notebook is, if it has moved; ranks may go elsewhere since."""
+        if directory in (None, self._directory):
+            return
+        self._directory = directory
+        try:
+            os.chdir(directory)
+        except OSError as error:
+            self._print(
+                f"labkit: the rank stays in its folder: {error}", file=sys.stderr
+            )
+
+    def restore(self) -> None:
+        """At the end of a cell: put back what it has put in the streams' place.
+
+        Scripts silence ranks by a `sys.stdout` or a `print` of their own, for as long
+        as they run, and a process that runs one script need not undo it.
+        """
+        for name, own in self._streams.items():
+            with contextlib.suppress(Exception):  # whatever the cell has put there
+                getattr(sys, name).flush()
+            setattr(sys, name, own)
+        builtins.print = self._print
+
+    def end_cell(self) -> None:
+        """Send what the cell has printed; threads that go on print between cells."""
+        for stream in self._streams.values():
+            stream.flush()
+        self._leave_to_threads()
+
+
+def pass_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """Stands for `breakpoint()`, which on an engine does nothing."""
+    code = sys._getframe(1)
+    print(
+        f"labkit: breakpoint() in {code.f_code.co_name}, line {code.f_lineno}, is "
+        f"passed by: {NO_KEYBOARD}",
+        file=sys.stderr,
+    )

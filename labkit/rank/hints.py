@@ -1,0 +1,49 @@
+"""What to write instead, for errors that say it in the words of a library only."""
+
+import re
+
+import torch
+
+from labkit.rank.console import NO_KEYBOARD
+from labkit.rank.raised import chain
+from labkit.rank.raised import told
+
+OTHER_DEVICE = (
+    "this rank's device is {device}; write `device`, which every cell has, in place of "
+    'a number or "cuda": .to(device) also for .cuda(), map_location=device. '
+    "torch.cuda.set_device, and device_ids of DistributedDataParallel, are not needed"
+)
+HINTS = {
+    "_cuda_setDevice": OTHER_DEVICE,
+    "Torch not compiled with CUDA": OTHER_DEVICE,
+    "Cannot access accelerator device when none": OTHER_DEVICE,
+    "No CUDA GPUs are available": OTHER_DEVICE,
+    "Found no NVIDIA driver": OTHER_DEVICE,
+    "invalid device ordinal": OTHER_DEVICE,
+    "Attempting to deserialize object on a? ?CUDA": OTHER_DEVICE,
+    "DistributedDataParallel device_ids": OTHER_DEVICE,
+    "No inf checks were recorded for this optimizer": (
+        "under ZeRO gradients are DeepSpeed's, and out of GradScaler's sight: leave it "
+        "out and write --precision fp16 on the magic line, where losses are scaled too"
+    ),
+    "frontend does not support input requests": NO_KEYBOARD,
+    r"agic (function )?`%%?dist(_\w+)?` not found": (
+        "the magics of labkit are the notebook's: this one goes into a cell of its "
+        "own, without the line that sends the cell to ranks"
+    ),
+}
+"""What is found in an error's message -> what is added to it."""
+
+
+def add_hint(error: BaseException, device: torch.device) -> None:
+    """Note under `error`, once, what its message does not say."""
+    words = " ".join(told(each) for each in chain(error))
+    for found, hint in HINTS.items():
+        note = hint.format(device=device)
+        if re.search(found, words) and note not in notes_of(error):
+            error.add_note(note)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What was added to an error's message by `add_note`."""
+    return [str(note) for note in getattr(error, "__notes__", [])]
