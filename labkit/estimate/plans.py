@@ -118,15 +118,17 @@ class Plan:
             kept = itertools.accumulate(shards[unit] for unit in order)
             peaks = (k + whole[u] for k, u in zip(kept, order, strict=True))
             return self.buffers + max(peaks)
-        # DeepSpeed copies its fp32 partition once more.
-        largest = max(self.sizes) * (4.0 + self.width * (self.width < 4))
+        # A trained parameter comes in fp32, also if it is rounded then. DeepSpeed makes
+        # its copy in fp32 twice.
+        width = self.width
+        rounded = max(self.trainable) * (4.0 + width) * (width < 4)
         part = -(-sum(self.trainable) // world_size)
         if strategy == "zero3":
-            own = sum(-(-size // world_size) for size in self.sizes)
-            return self.width * own + self.buffers + max(largest, 8.0 * part)
-        largest *= self.width < 4  # it is not rounded, or partitioned
-        copied = (4.0 + self.width) * part
-        return self.width * sum(self.sizes) + self.buffers + max(largest, copied)
+            own = width * sum(-(-size // world_size) for size in self.sizes)
+            most = max(rounded, width * max(self.sizes), 8.0 * part)
+            return own + self.buffers + most
+        whole_model = width * sum(self.sizes) + self.buffers
+        return whole_model + max(rounded - width * max(self.trainable), 8.0 * part)
 
     def update(self, shapes: Shapes) -> tuple[int, int]:
         key = tuple(map(tuple, shapes))

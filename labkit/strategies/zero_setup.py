@@ -4,6 +4,7 @@ DeepSpeed itself would move all of it in fp32, and make the fp32 copy that it up
 values that it has rounded to bf16.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from labkit.strategies.materialize import parts
 from labkit.strategies.prepared import units
 from labkit.strategies.zero_states import own_part
 
-Digits = dict[nn.Parameter, torch.Tensor]
+Digits = dict[torch.Tensor, torch.Tensor]
 """The fp32 values, on the CPU, of trained parameters that were rounded: whole, or of
 this rank's partition in stage 3."""
 
@@ -28,17 +29,22 @@ def place(
     digits: Digits = {}
     for _, tensors in parts(module, units(module)):
         for tensor in tensors:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            rounds = (
+                is_parameter
+                and tensor.is_floating_point()
+                and dtype is not torch.float32
+            )
+            if rounds and not tensor.requires_grad:
+                tensor.data = tensor.detach().to(dtype)
             move(tensor, device)
             dist.broadcast(tensor.detach(), src=0)
-            if not isinstance(tensor, nn.Parameter):
-                continue
-            if dtype is not torch.float32 and tensor.is_floating_point():
-                if tensor.requires_grad:
-                    values = tensor.detach()
-                    part = own_part(values) if partitioner else values
-                    digits[tensor] = part.float().cpu()
-                tensor.data = tensor.detach().to(dtype)
-            if partitioner is not None:
+            if rounds and tensor.requires_grad:
+                values = tensor.detach()
+                part = values if partitioner is None else own_part(values)
+                digits[tensor] = part.float().cpu()
+                tensor.data = values.to(dtype)
+            if is_parameter and partitioner is not None:
                 partitioner._convert_to_zero_parameters([tensor])
     return digits
 
@@ -49,7 +55,7 @@ def build_partitioner(deepspeed: Any, config: dict[str, Any]) -> Any:
     return deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
 
 
-def restore_digits(digits: Digits, trained: list[nn.Parameter]) -> None:
+def restore_digits(digits: Digits, trained: Sequence[torch.Tensor]) -> None:
     """Let the fp32 copy of what is trained have all digits that the model had."""
     from deepspeed import utils
 
