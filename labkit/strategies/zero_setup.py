@@ -29,24 +29,41 @@ def place(
     digits: Digits = {}
     for _, tensors in parts(module, units(module)):
         for tensor in tensors:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            rounds = (
-                is_parameter
-                and tensor.is_floating_point()
-                and dtype is not torch.float32
-            )
-            if rounds and not tensor.requires_grad:
+            if not isinstance(tensor, nn.Parameter):
+                bring(tensor, device)
+            elif dtype is torch.float32 or not tensor.is_floating_point():
+                bring(tensor, device)
+                partition(tensor, partitioner)
+            elif not tensor.requires_grad:
                 tensor.data = tensor.detach().to(dtype)
-            move(tensor, device)
-            dist.broadcast(tensor.detach(), src=0)
-            if rounds and tensor.requires_grad:
-                values = tensor.detach()
-                part = values if partitioner is None else own_part(values)
-                digits[tensor] = part.float().cpu()
-                tensor.data = values.to(dtype)
-            if is_parameter and partitioner is not None:
-                partitioner._convert_to_zero_parameters([tensor])
+                bring(tensor, device)
+                partition(tensor, partitioner)
+            else:
+                digits[tensor] = round_trained(tensor, device, dtype, partitioner)
     return digits
+
+
+def bring(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move it to the device, and give it rank 0's values. Collective."""
+    move(tensor, device)
+    dist.broadcast(tensor.detach(), src=0)
+
+
+def partition(parameter: nn.Parameter, partitioner: Any) -> None:
+    if partitioner is not None:
+        partitioner._convert_to_zero_parameters([parameter])
+
+
+def round_trained(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, partitioner: Any
+) -> torch.Tensor:
+    """Bring and partition it in `dtype`; what it was in fp32, as `Digits` has it."""
+    bring(parameter, device)
+    values = parameter.detach()
+    parameter.data = values.to(dtype)
+    partition(parameter, partitioner)
+    part = values if partitioner is None else own_part(parameter, values)
+    return part.float().cpu()
 
 
 def build_partitioner(deepspeed: Any, config: dict[str, Any]) -> Any:
