@@ -112,7 +112,8 @@ class Plan:
                 self.shapes, self.units, self.sizes, strict=True
             ):
                 whole[unit] += 4 * size
-                shards[unit] += 4 * size / shape[0] * -(-shape[0] // num_shards)
+                rows = max(1, *shape[:1])
+                shards[unit] += 4 * size / rows * -(-rows // num_shards)
             # The root comes last.
             order = [*range(1, self.num_units), 0]
             kept = itertools.accumulate(shards[unit] for unit in order)
