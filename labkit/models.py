@@ -1,7 +1,5 @@
 """Small models for the notebooks and the tests."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -99,6 +97,11 @@ class Block(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
 
+    def reset_parameters(self) -> None:
+        """Give its layers the values that GPT does; for models on the meta device."""
+        for layer in (self.qkv, self.out, self.up, self.down):
+            initialize(layer)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -134,7 +137,12 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(self._initialize)
+        self.apply(initialize)
+
+    def reset_parameters(self) -> None:
+        """Give what is not in a block its values; for models on the meta device."""
+        for layer in (self.tokens, self.positions, self.head):
+            initialize(layer)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
@@ -143,12 +151,13 @@ class GPT(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    @staticmethod
-    def _initialize(module: Any) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+
+def initialize(module: nn.Module) -> None:
+    """Give a linear layer or an embedding the values of GPT-2; others stay."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

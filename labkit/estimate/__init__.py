@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.estimate.advice import SETUP_PEAK
+from labkit.estimate.advice import needed
 from labkit.estimate.advice import what_would_fit
 from labkit.estimate.arguments import check
 from labkit.estimate.arguments import check_input
@@ -48,12 +50,13 @@ def estimate(
     """Bytes of the fullest rank by (world_size, strategy), one column a component.
 
     The columns are `labkit.records.COMPONENTS`, each at its greatest within a step, as
-    `Run.memory` has them. `model` is not changed, and may be on the meta device; of `x`
-    only shapes and dtypes count, its first dimension gives way to the share of
-    `batch_size`, the global batch, that a rank has. `loss_fn(output)` is a scalar; by
-    default the cross-entropy of the output's last dimension. `optimizer` is one whose
-    class and defaults are taken, or a class (AdamW without it). `single` has the whole
-    batch on one rank. With `device_bytes` a column "fits" compares.
+    `Run.memory` has them, and "setup_peak", the most that `prepare` needs. `model` is
+    not changed, and may be on the meta device; of `x` only shapes and dtypes count, its
+    first dimension gives way to the share of `batch_size`, the global batch, that a
+    rank has. `loss_fn(output)` is a scalar; by default the cross-entropy of the
+    output's last dimension. `optimizer` is one whose class and defaults are taken, or a
+    class (AdamW without it). `single` has the whole batch on one rank. With
+    `device_bytes` a column "fits" compares.
 
     Workspaces inside of kernels, and what the device and its communication libraries
     keep for themselves, are not in it.
@@ -86,15 +89,19 @@ def estimate(
         device,
     )
     rows = {
-        (world_size, strategy): plan.memory(strategy, world_size, batch_size)
+        (world_size, strategy): {
+            **plan.memory(strategy, world_size, batch_size),
+            SETUP_PEAK: plan.setup(strategy, world_size),
+        }
         for world_size in world_sizes
         for strategy in STRATEGIES
     }
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=list(COMPONENTS))
+    columns = [*COMPONENTS, SETUP_PEAK]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
     table.index = pd.MultiIndex.from_tuples(rows, names=["world_size", "strategy"])
     table = table.round().astype("int64")
     if device_bytes is not None:
-        table["fits"] = table["total_peak"] <= device_bytes
+        table["fits"] = needed(table) <= device_bytes
     return table
 
 

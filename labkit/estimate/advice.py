@@ -3,12 +3,20 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from typing import Any
 
 from labkit.estimate.plans import STRATEGIES
 from labkit.records import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+
+SETUP_PEAK = "setup_peak"
+
+
+def needed(table: "pd.DataFrame") -> "pd.Series[Any]":
+    """What a rank needs, for a step or already in `prepare`."""
+    return table[["total_peak", SETUP_PEAK]].max(axis=1)
 
 
 def what_would_fit(
@@ -29,20 +37,27 @@ def what_would_fit(
     world_size = world_sizes[0]
 
     def fitting(found: "pd.DataFrame", num_ranks: int = world_size) -> list[str]:
-        peaks = found.loc[num_ranks]["total_peak"]
+        peaks = needed(found).loc[num_ranks]
         return [name for name in STRATEGIES if peaks[name] <= device_bytes]
 
     fits = fitting(table)
     here = f"{world_size} rank{'s' * (world_size > 1)} of {format_bytes(device_bytes)}"
     if len(fits) == len(STRATEGIES):
         return f"On {here} every strategy fits."
-    least = table.loc[world_size]["total_peak"].astype(float)
+    least = needed(table).loc[world_size].astype(float)
     says = [
         f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
         if fits
         else f"On {here} nothing fits: {least.idxmin()} needs least, "
         f"{format_bytes(least.min())}."
     ]
+    steps = table.loc[world_size]["total_peak"]
+    if late := [n for n in STRATEGIES if n not in fits and steps[n] <= device_bytes]:
+        says.append(
+            f"A step under {listed(late)} would fit, but prepare needs up to "
+            f"{format_bytes(least[late].max())}: a part of the model is whole on a "
+            "rank before it is sharded."
+        )
     # Nobody asks on several ranks how one of them could do all the work.
     sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
     lacking = sought - set(fits)

@@ -18,6 +18,7 @@ from labkit.records import COMPONENTS
 from labkit.strategies.fsdp import replicas_and_shards
 from labkit.strategies.prepared import DTYPES
 from labkit.strategies.prepared import blocks
+from labkit.strategies.prepared import units
 from labkit.strategies.zero import bucket_elements
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
@@ -61,12 +62,14 @@ class Plan:
         self.sizes = [p.numel() for p in parameters]
         self.trainable = [p.numel() if p.requires_grad else 0 for p in parameters]
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-        units = {
+        separate = set(units(model))
+        places = {
             id(parameter): unit
             for unit, block in enumerate(blocks(model), 1)
+            if block in separate
             for parameter in block.parameters()
         }
-        self.units = [units.get(id(parameter), 0) for parameter in parameters]
+        self.units = [places.get(id(parameter), 0) for parameter in parameters]
         self.num_units = 1 + len(blocks(model))
         self.largest_module = max(
             sum(p.numel() for p in module.parameters(recurse=False))
@@ -90,6 +93,43 @@ class Plan:
             return self.zero3(trace, ranks)
         _, num_shards = replicas_and_shards(ranks) if strategy == "hsdp" else (1, ranks)
         return self.fsdp(trace, num_shards)
+
+    def setup(self, strategy: str, world_size: int) -> float:
+        """Bytes at the peak of `prepare`, in which the model comes a part at a time
+        and whole, and is sharded then.
+
+        Source: `labkit.strategies.materialize`, `labkit.strategies.zero_setup`.
+        """
+        if strategy in ("single", "ddp"):
+            buckets = 4.0 * sum(self.trainable) * (strategy == "ddp")
+            return 4.0 * sum(self.sizes) + self.buffers + buckets
+        if strategy in ("fsdp", "hsdp"):
+            num_shards = world_size
+            if strategy == "hsdp":
+                _, num_shards = replicas_and_shards(world_size)
+            whole, shards = [0.0] * self.num_units, [0.0] * self.num_units
+            for shape, unit, size in zip(
+                self.shapes, self.units, self.sizes, strict=True
+            ):
+                whole[unit] += 4 * size
+                rows = max(1, *shape[:1])
+                shards[unit] += 4 * size / rows * -(-rows // num_shards)
+            # The root comes last.
+            order = [*range(1, self.num_units), 0]
+            kept = itertools.accumulate(shards[unit] for unit in order)
+            peaks = (k + whole[u] for k, u in zip(kept, order, strict=True))
+            return self.buffers + max(peaks)
+        # A trained parameter comes in fp32, also if it is rounded then. DeepSpeed makes
+        # its copy in fp32 twice.
+        width = self.width
+        rounded = max(self.trainable) * (4.0 + width) * (width < 4)
+        part = -(-sum(self.trainable) // world_size)
+        if strategy == "zero3":
+            own = width * sum(-(-size // world_size) for size in self.sizes)
+            most = max(rounded, width * max(self.sizes), 8.0 * part)
+            return own + self.buffers + most
+        whole_model = width * sum(self.sizes) + self.buffers
+        return whole_model + max(rounded - width * max(self.trainable), 8.0 * part)
 
     def update(self, shapes: Shapes) -> tuple[int, int]:
         key = tuple(map(tuple, shapes))

@@ -38,8 +38,12 @@ class Forecast:
         print(self.sentence)
 
     def in_mib(self) -> "pd.DataFrame":
-        """The table to be read: MiB, and "yes" or "no" for what fits."""
-        shown = (self.table[list(COMPONENTS)] / 2**20).round(1)
+        """The table to be read: MiB, and "yes" or "no" for what fits; the peak of
+        `prepare` where it is above that of a step."""
+        columns = list(COMPONENTS)
+        if (self.table["setup_peak"] > self.table["total_peak"]).any():
+            columns.append("setup_peak")
+        shown = (self.table[columns] / 2**20).round(1)
         shown.columns = [f"{name} (MiB)" for name in shown.columns]
         shown["fits"] = ["yes" if fits else "no" for fits in self.table["fits"]]
         return shown

@@ -60,6 +60,10 @@ from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import release_former
+from labkit.strategies.materialize import FROM_META
+from labkit.strategies.materialize import check_values
+from labkit.strategies.materialize import is_from_meta
+from labkit.strategies.materialize import until_set
 from labkit.strategies.model_options import BatchNorm
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.model_options import compile_blocks
@@ -250,6 +254,7 @@ class Session:
             optimizer = optimizer.prepared.optimizer
         check_prepared(model, optimizer)
         self._check_ownership(model, optimizer)
+        unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
         options = self.options
@@ -279,10 +284,17 @@ class Session:
             self._undo += checkpoint_activations(model)
         if options.compile:
             self._undo += compile_blocks(model)
+        if is_from_meta(model):
+            # Others than those of a model that was prepared before.
+            seed_everything(self.seed + len(self._optimizers))
+            self.note(FROM_META)
         technique = self.strategy.load()
-        prepared = technique(model.to(self.device), optimizer, self.device, options)
+        prepared = technique(model, optimizer, self.device, options)
         prepared.note = self.note
         self._undo.append(prepared.close)
+        if unset:
+            check = model.register_forward_pre_hook(until_set(model, unset))
+            self._undo.append(check.remove)
         note = model.register_forward_pre_hook(step.note_input)
         self._undo.append(note.remove)
         self._undo += keep_stand_ins_out(model)

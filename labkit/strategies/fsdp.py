@@ -18,13 +18,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
+from labkit.strategies.materialize import move
+from labkit.strategies.materialize import parts
+from labkit.strategies.materialize import release
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
-from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import check_dimensions
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
+from labkit.strategies.prepared import units
 
 
 class FSDP(Prepared):
@@ -40,6 +43,9 @@ class FSDP(Prepared):
     """
 
     is_partitioned = is_sharded = True
+
+    def place(self) -> None:
+        """A block at a time, in `wrap`."""
 
     def wrap(self) -> None:
         check_dimensions(self.module, "fully_shard")
@@ -59,12 +65,14 @@ class FSDP(Prepared):
             at_root["mp_policy"] = replace(policy, output_dtype=torch.float32)
         if self.options.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type)
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)  # as DDP and DeepSpeed do
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
-        for block in blocks(self.module):
-            fully_shard(block, **settings)
-        self._root = fully_shard(self.module, **{**settings, **at_root})
+        for part, tensors in parts(self.module, units(self.module)):
+            for tensor in tensors:
+                move(tensor, self.device)
+                dist.broadcast(tensor.detach(), src=0)  # as DDP and DeepSpeed do
+            special = at_root if part is self.module else {}
+            self._root = fully_shard(part, **{**settings, **special})
+            release(tensors, part)
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
         self._shapes = {n: p._local_tensor.shape for n, p in self._shards.items()}

@@ -19,6 +19,7 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
 from labkit.strategies.backward import Roots
+from labkit.strategies.materialize import give_values
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
@@ -82,7 +83,13 @@ class Prepared:
         self._num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
         # Now, for the strategy may put others in the place of the parameters.
         self._names = states.parameter_names(module, optimizer)
+        self.place()
         self.wrap()
+
+    def place(self) -> None:
+        """Bring `module` to the device, with values if it is on the meta device."""
+        give_values(self.module)
+        self.module.to(self.device)
 
     def wrap(self) -> None:
         """Make `module` and `optimizer` what they are to be. May be collective."""
@@ -355,3 +362,17 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return found
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model that are sharded one by one: those which share no
+    parameter with what is outside of them."""
+    holders: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(module)
+    return [
+        block
+        for block in blocks(model)
+        if all(holders[id(p)] <= set(block.modules()) for p in block.parameters())
+    ]

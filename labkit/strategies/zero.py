@@ -36,6 +36,9 @@ from labkit.strategies.states import Source
 from labkit.strategies.states import check_hyperparameters
 from labkit.strategies.states import plain_shape
 from labkit.strategies.states import set_hyperparameters
+from labkit.strategies.zero_setup import build_partitioner
+from labkit.strategies.zero_setup import place
+from labkit.strategies.zero_setup import restore_digits
 from labkit.strategies.zero_states import Partitions
 from labkit.strategies.zero_states import ZeROStates
 from labkit.strategies.zero_states import own_part
@@ -93,6 +96,9 @@ class ZeRO(Prepared):
     is_partitioned = has_own_gradients = True
     stage: int
 
+    def place(self) -> None:
+        """A parameter at a time, in `wrap`."""
+
     def wrap(self) -> None:
         config = self._config()
         self._given_groups = [
@@ -108,15 +114,19 @@ class ZeRO(Prepared):
             [field.alias or name for name, field in fields.items()],
             "DeepSpeed's zero_optimization",
         )
-        if self.stage == 3:
-            agree_on_ids(self.device)
+        partitioner = None
         with quiet():
+            if self.stage == 3:
+                agree_on_ids(self.device)
+                partitioner = build_partitioner(deepspeed, config)
+            digits = place(self.module, self.device, self.dtype, partitioner)
             self.engine, self._zero, _, _ = deepspeed.initialize(
                 model=self.module,
                 optimizer=self.optimizer,
                 config=config,
                 dist_init_required=False,
             )
+        restore_digits(digits, [p for _, group in self.partitions() for p in group])
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
         self.engine.set_gradient_accumulation_boundary(False)

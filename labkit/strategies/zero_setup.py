@@ -1,0 +1,86 @@
+"""Brings a model to its device for DeepSpeed, a parameter at a time.
+
+DeepSpeed itself would move all of it in fp32, and make the fp32 copy that it updates of
+values that it has rounded to bf16.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.strategies.materialize import move
+from labkit.strategies.materialize import parts
+from labkit.strategies.prepared import units
+from labkit.strategies.zero_states import own_part
+
+Digits = dict[torch.Tensor, torch.Tensor]
+"""The fp32 values, on the CPU, of trained parameters that were rounded: whole, or of
+this rank's partition in stage 3."""
+
+
+def place(
+    module: nn.Module, device: torch.device, dtype: torch.dtype, partitioner: Any = None
+) -> Digits:
+    """Bring a model to the device with rank 0's values, its parameters in `dtype`; in
+    stage 3 partition each with `partitioner`, before the next one comes. Collective."""
+    digits: Digits = {}
+    for _, tensors in parts(module, units(module)):
+        for tensor in tensors:
+            if not isinstance(tensor, nn.Parameter):
+                bring(tensor, device)
+            elif dtype is torch.float32 or not tensor.is_floating_point():
+                bring(tensor, device)
+                partition(tensor, partitioner)
+            elif not tensor.requires_grad:
+                tensor.data = tensor.detach().to(dtype)
+                bring(tensor, device)
+                partition(tensor, partitioner)
+            else:
+                digits[tensor] = round_trained(tensor, device, dtype, partitioner)
+    return digits
+
+
+def bring(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move it to the device, and give it rank 0's values. Collective."""
+    move(tensor, device)
+    dist.broadcast(tensor.detach(), src=0)
+
+
+def partition(parameter: nn.Parameter, partitioner: Any) -> None:
+    if partitioner is not None:
+        partitioner._convert_to_zero_parameters([parameter])
+
+
+def round_trained(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, partitioner: Any
+) -> torch.Tensor:
+    """Bring and partition it in `dtype`; what it was in fp32, as `Digits` has it."""
+    bring(parameter, device)
+    values = parameter.detach()
+    parameter.data = values.to(dtype)
+    partition(parameter, partitioner)
+    part = values if partitioner is None else own_part(parameter, values)
+    return part.float().cpu()
+
+
+def build_partitioner(deepspeed: Any, config: dict[str, Any]) -> Any:
+    """What partitions parameters for stage 3, as DeepSpeed does it by itself."""
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+
+
+def restore_digits(digits: Digits, trained: Sequence[torch.Tensor]) -> None:
+    """Let the fp32 copy of what is trained have all digits that the model had."""
+    from deepspeed import utils
+
+    for parameter in trained:
+        values = digits.pop(parameter, None)
+        if values is None:
+            continue
+        if hasattr(parameter, "ds_id"):
+            utils.safe_set_local_fp32_param(parameter, values)
+        else:
+            utils.safe_set_full_fp32_param(parameter, values)
