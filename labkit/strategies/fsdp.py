@@ -85,6 +85,7 @@ class FSDP(Prepared):
                 *(local(shard.grad) for shard in shards),
                 # Between the microbatches of a step gradients are not sharded.
                 *(parameter.grad for parameter in whole),
+                *accumulated_gradients(self.module),
             ],
             "optimizer_state": map(local, optimizer_tensors(self.optimizer)),
             "communication_buffers": whole,
@@ -150,14 +151,29 @@ def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
     return shape
 
 
+def groups(model: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that are gathered together."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (
+            group := module._get_fsdp_state()._fsdp_param_group
+        ):
+            yield group
+
+
 def gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     """The whole parameters of the blocks in use; the others' hold no memory."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            for parameter in group.fsdp_params if group else []:
-                if hasattr(parameter, "_unsharded_param"):
-                    yield parameter._unsharded_param
+    for group in groups(model):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
+
+
+def accumulated_gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
+    """The whole gradients of earlier microbatches, where they are summed in another
+    precision than they are computed in."""
+    for group in groups(model):
+        for parameter in group.fsdp_params:
+            yield parameter.unsharded_accumulated_grad
 
 
 def gathered_bytes(block: nn.Module) -> int:
