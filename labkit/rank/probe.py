@@ -26,8 +26,8 @@ LOOK_EVERY_OPS = 16
 """How often all storages are looked at, which takes some 0.2 ms: FSDP and DeepSpeed
 change the size of some, and no operator tells."""
 
-# What kind of collective an operator is, and which of its arguments is the whole tensor,
-# or this rank's part of it. With `_c10d_functional` the group is a name.
+# What kind of collective an operator is, and which of its arguments is the whole
+# tensor, or this rank's part of it. With `_c10d_functional` the group is a name.
 _WHOLE = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
@@ -75,9 +75,9 @@ class StepProbe(TorchDispatchMode):
     Memory: the bytes of all live storages that the step's operators took or returned,
     or that hold model states; the greatest sum is the peak. Activations: what the step
     has made that is alive when a backward pass begins, and is no model state.
-    Collectives: each is waited for where it begins, so its seconds hold the wait for the
-    slowest rank, and no overlap. Of compiled code it sees what reaches torch's
-    operators, and what other code takes of it.
+    Collectives: each is waited for where it begins, so its seconds hold the wait for
+    the slowest rank, and no overlap. Of compiled code it sees what still calls
+    operators.
     """
 
     def __init__(
@@ -333,9 +333,9 @@ def bytes_on_the_wire(kind: str, payload: int, num_ranks: int) -> int:
     """What a rank sends for a collective over a whole tensor of `payload` bytes.
 
     A ring sends 1/N of it N-1 times to gather or to reduce and scatter, and does both
-    to all-reduce; so much also goes to the others in an all-to-all. A broadcast or a
-    reduce is the whole sent by all ranks but one, a `gather` a part by each of them, and
-    a scatter their parts by the one: here the mean of the ranks.
+    to all-reduce. In an all-to-all a rank keeps 1/N of what it has and sends the rest.
+    A broadcast or a reduce is the whole sent by all ranks but one, a gather is a part
+    from each of them, a scatter a part to each of them: here the mean of the ranks.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
     the bus bandwidth of nccl-tests.

@@ -1,4 +1,4 @@
-"""What the libraries behind a strategy cannot train, said before anything is changed."""
+"""What a strategy cannot train, said before anything is changed."""
 
 from torch import nn
 
