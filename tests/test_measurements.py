@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from labkit import Lab
+from labkit import theory
 from labkit.notebook.runs import Run
 from labkit.rank.probe import StepProbe
+from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import STRATEGIES
 from labkit.strategies.prepared import Prepared
@@ -139,6 +141,33 @@ def test_theory_agrees_with_the_bytes_sent(
         assert wire.max() == pytest.approx(run.theory["wire_bytes"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}]
+)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_theory_knows_what_stays_gathered(
+    lab: Lab, strategy: str, config: dict[str, bool]
+) -> None:
+    # The outermost module has as many parameters of its own as a block.
+    code = SMALL.replace(
+        "optimizer = ",
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.blocks = model\n"
+        "        self.head = torch.nn.Linear(512, 512)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(self.blocks(x))\n"
+        "model = Net()\noptimizer = ",
+    )
+    for accumulate in (1, 2):
+        run = lab.train(
+            strategy, code, config=config, accumulate=accumulate, live=False
+        )
+        wire = run.comm["wire_bytes"].groupby("rank").sum()
+        assert wire.max() == pytest.approx(run.theory["wire_bytes"], rel=0.01)
+
+
 def test_collectives_take_time(runs: dict[tuple[str, int], Run]) -> None:
     for (strategy, _), run in runs.items():
         if strategy != "single":
@@ -226,6 +255,10 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     assert measured is not None
     assert measured.memory["gradients"] == 8 * 8 * 4
     assert measured.memory["optimizer_state"] == 0
+    [facts] = measured.models
+    assert facts.offloaded == ["optimizer_state"]
+    states = theory.model_states("single", facts, TrainOptions())
+    assert states["gradients"] > states["optimizer_state"] == 0
 
 
 def test_every_collective_is_counted(lab: Lab) -> None:
@@ -396,10 +429,6 @@ def test_a_run_that_is_not_there_is_told(lab: Lab) -> None:
 
 
 def test_every_strategy_is_known_to_theory() -> None:
-    from labkit import theory
-    from labkit.records import ModelFacts
-    from labkit.records import TrainOptions
-
     model = ModelFacts(100, 100, state_bytes=8, num_shards=4)
     for name, strategy in STRATEGIES.items():
         states = theory.model_states(name, model, TrainOptions())

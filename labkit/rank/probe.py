@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -154,7 +155,10 @@ class StepProbe(TorchDispatchMode):
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self._held["total_peak"] = max(self._held["total_peak"], peak)
-        facts = [prepared.facts() for prepared in self._prepared]
+        facts = [
+            replace(prepared.facts(), offloaded=self._offloaded(prepared))
+            for prepared in self._prepared
+        ]
         collectives = list(self._collectives.values())
         return Measurement(self._held, collectives, facts, seconds)
 
@@ -234,6 +238,16 @@ class StepProbe(TorchDispatchMode):
         for prepared in self._prepared:
             for component, held in prepared.memory().items():
                 found.setdefault(component, []).extend(held)
+        return found
+
+    def _offloaded(self, prepared: Prepared) -> list[str]:
+        """The components of which nothing but counts of steps is on this device."""
+        found = []
+        for component, held in prepared.memory().items():
+            tensors = [each for each in held if isinstance(each, torch.Tensor)]
+            kinds = {tensor.device.type for tensor in tensors if tensor.dim()}
+            if kinds and self._device.type not in kinds:
+                found.append(component)
         return found
 
     def _storages_of(self, values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from labkit.records import ModelFacts
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import blocks
@@ -90,6 +91,10 @@ class FSDP(Prepared):
             "optimizer_state": map(local, optimizer_tensors(self.optimizer)),
             "communication_buffers": whole,
         }
+
+    def facts(self) -> ModelFacts:
+        regathered = sum(map(num_regathered, groups(self.module)))
+        return replace(super().facts(), num_regathered=round(regathered))
 
     def _hand_shards_to_optimizer(self, whole: dict[nn.Parameter, str]) -> None:
         """Put the shards in the place of the whole parameters, and shard the state."""
@@ -174,6 +179,19 @@ def accumulated_gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
     for group in groups(model):
         for parameter in group.fsdp_params:
             yield parameter.unsharded_accumulated_grad
+
+
+def num_regathered(group: Any) -> float:
+    """Elements that are gathered for the backward pass, from all shards: none where
+    they stay after the forward pass, as those of the outermost module do; fewer where
+    they are gathered from some of the ranks.
+    """
+    if group.post_forward_mesh_info is None:
+        return 0.0
+    num_shards = group.mesh_info.shard_mesh_size
+    from_ranks = group.post_forward_mesh_info.shard_mesh_size
+    share = (1 - 1 / from_ranks) / (1 - 1 / num_shards) if num_shards > 1 else 1.0
+    return share * sum(each._orig_size.numel() for each in group.fsdp_params)
 
 
 def gathered_bytes(block: nn.Module) -> int:
