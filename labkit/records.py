@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import fields
@@ -210,6 +211,10 @@ class ModelFacts:
     """Of the optimizer, for one trainable element: 8 for Adam in fp32."""
     num_shards: int = 1
     """Ranks that share one copy of what the strategy shards."""
+    num_regathered: int | None = None
+    """Elements that are gathered for the backward pass too, where those are not all."""
+    offloaded: Sequence[str] = ()
+    """The components that are kept on the host, not on the rank's device."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,15 @@ _SHARDED = {"fsdp", "hsdp"}
 def model_states(
     strategy: str, model: ModelFacts, options: TrainOptions
 ) -> dict[str, float]:
-    """Bytes of the model states of one rank, by component; empty for `raw`.
+    """Bytes of the model states on one rank's device, by component; empty for `raw`."""
+    states = states_of_rank(strategy, model, options)
+    return states | {each: 0.0 for each in model.offloaded if each in states}
+
+
+def states_of_rank(
+    strategy: str, model: ModelFacts, options: TrainOptions
+) -> dict[str, float]:
+    """Bytes of the model states of one rank, wherever they are.
 
     With `P` parameters, `s` bytes of optimizer state for each, `N` shards: a replica
     has 4P + 4P + sP bytes in fp32 (autocast keeps it so in bf16). ZeRO partitions the
@@ -62,7 +70,8 @@ def wire_bytes(
     ranks sends (N-1)/N of them, an all-reduce twice as much. Data parallelism
     all-reduces the gradients: 2P. ZeRO-1 and 2 reduce them to their owners and gather
     the parameters: 2P as well. Sharded parameters are gathered for the forward and for
-    the backward pass, and gradients reduced: 3P.
+    the backward pass, and gradients reduced: 3P; less for those that FSDP does not
+    free in between.
 
     Source: Rajbhandari et al., "ZeRO", SC 2020, section 7.
     """
@@ -88,7 +97,8 @@ def wire_bytes(
             2 * ring(parameters, shards, low) + ring(trainable, shards, low)
         )
     if strategy in _SHARDED:
-        gathered = 2 * accumulate * ring(parameters, shards, low)
+        again = parameters if model.num_regathered is None else model.num_regathered
+        gathered = accumulate * ring(parameters + again, shards, low)
         reduced = ring(trainable, shards, 4)
         return gathered + reduced + 2 * ring(trainable / shards, replicas, 4)
     return math.nan

@@ -1,10 +1,16 @@
 """Memory by component and bytes in collectives, measured on real ranks."""
 
 import pytest
+import torch
 
 from labkit import Lab
+from labkit import theory
 from labkit.notebook.runs import Run
+from labkit.rank.probe import StepProbe
+from labkit.records import ModelFacts
+from labkit.records import TrainOptions
 from labkit.strategies import STRATEGIES
+from labkit.strategies.prepared import Prepared
 
 MIB = 2**20
 
@@ -135,6 +141,33 @@ def test_theory_agrees_with_the_bytes_sent(
         assert wire.max() == pytest.approx(run.theory["wire_bytes"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}]
+)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_theory_knows_what_stays_gathered(
+    lab: Lab, strategy: str, config: dict[str, bool]
+) -> None:
+    # The outermost module has as many parameters of its own as a block.
+    code = SMALL.replace(
+        "optimizer = ",
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.blocks = model\n"
+        "        self.head = torch.nn.Linear(512, 512)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(self.blocks(x))\n"
+        "model = Net()\noptimizer = ",
+    )
+    for accumulate in (1, 2):
+        run = lab.train(
+            strategy, code, config=config, accumulate=accumulate, live=False
+        )
+        wire = run.comm["wire_bytes"].groupby("rank").sum()
+        assert wire.max() == pytest.approx(run.theory["wire_bytes"], rel=0.01)
+
+
 def test_collectives_take_time(runs: dict[tuple[str, int], Run]) -> None:
     for (strategy, _), run in runs.items():
         if strategy != "single":
@@ -161,6 +194,208 @@ def test_a_mode_of_the_cells_own_is_not_disturbed(lab: Lab) -> None:
     assert run.state == "finished"
     lab.run("flops = counter.get_total_flops()")
     assert lab.pull("flops") > 0
+
+
+SMALL = """
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = TensorDataset(torch.randn(48, 512), torch.randn(48, 512))
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=16)
+for x, y in loader:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SMALL_WHOLE = 4 * 4 * (512 * 512 + 512)
+
+
+def test_gradients_summed_in_another_precision_are_no_activations(lab: Lab) -> None:
+    run = lab.train("fsdp", SMALL, precision="bf16", accumulate=2, live=False)
+    assert run.memory["gradients"].max() == pytest.approx(SMALL_WHOLE, rel=0.01)
+    assert run.memory["activations_peak"].max() < SMALL_WHOLE / 4
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_the_weights_of_another_model_are_no_activations(
+    lab: Lab, strategy: str
+) -> None:
+    teacher = "teacher = torch.nn.Linear(512, 512 * 8)\n"
+    guided = "    with torch.no_grad():\n        y = y + teacher(x)[:, :512]\n    F.mse"
+    code = teacher + SMALL.replace("    F.mse", guided)
+    plain = lab.train(strategy, SMALL, live=False).memory.max()
+    run = lab.train(strategy, code, live=False).memory.max()
+    weights = 4 * 512 * 8 * 513
+    assert run["activations_peak"] < plain["activations_peak"] + weights / 8
+    assert run["total_peak"] >= plain["total_peak"] + weights
+
+
+def test_buckets_beside_the_gradients_are_counted(lab: Lab) -> None:
+    config = {"gradient_as_bucket_view": False}
+    run = lab.train("ddp", SMALL, config=config, live=False)
+    assert run.memory["communication_buffers"].tolist() == [SMALL_WHOLE] * 2
+    plain = lab.train("ddp", SMALL, live=False)
+    more = run.memory["total_peak"] - plain.memory["total_peak"]
+    assert more.min() == pytest.approx(SMALL_WHOLE, rel=0.05)
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    model = torch.nn.Linear(8, 8, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = Prepared(model, optimizer, torch.device("meta"), TrainOptions())
+    model.weight.grad = torch.ones(8, 8, device="meta")
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(8, 8)  # on the host
+    probe = StepProbe([prepared], torch.device("meta"), sees_operators=False)
+    probe.start()
+    probe.end_backward()
+    measured = probe.stop()
+    assert measured is not None
+    assert measured.memory["gradients"] == 8 * 8 * 4
+    assert measured.memory["optimizer_state"] == 0
+    [facts] = measured.models
+    assert facts.offloaded == ["optimizer_state"]
+    states = theory.model_states("single", facts, TrainOptions())
+    assert states["gradients"] > states["optimizer_state"] == 0
+
+
+def test_every_collective_is_counted(lab: Lab) -> None:
+    talk = """
+    whole = torch.ones(8 * world_size)
+    part = torch.ones(8)
+    parts = list(whole.chunk(world_size))
+    dist.gather(part, parts if rank == 0 else None, dst=0)
+    dist.scatter(part, parts if rank == 1 else None, src=1)
+    dist.all_to_all_single(torch.empty_like(whole), whole)
+    dist.barrier()
+    # Each begins to send before it receives.
+    sent = dist.isend(whole, 1 - rank)
+    received = dist.irecv(torch.empty_like(whole), 1 - rank)
+    sent.wait(), received.wait()
+    optimizer.step()
+"""
+    run = lab.train("fsdp", SMALL.replace("    optimizer.step()\n", talk), live=False)
+    for rank in (0, 1):
+        comm = run.comm.loc[rank]
+        assert comm.loc["gather", ["payload_bytes", "wire_bytes"]].tolist() == [64, 16]
+        assert comm.loc["scatter", ["payload_bytes", "wire_bytes"]].tolist() == [64, 16]
+        assert comm.loc["all_to_all", "wire_bytes"] == 32
+        assert comm.loc["barrier", ["count", "wire_bytes"]].tolist() == [1, 0]
+        assert comm.loc["send", "wire_bytes"] == 64
+        assert comm.loc["recv", ["payload_bytes", "wire_bytes"]].tolist() == [64, 0]
+
+
+COMPILED = {
+    "before prepare": ("model, optimizer, loader =", "model = compiled(model)\n"),
+    "after prepare": ("for x, y", "model = compiled(model)\n"),
+    "the loss": ("for x, y", "loss_fn = compiled(loss_fn)\n"),
+}
+COMPILE = """
+from torch._dynamo.utils import counters
+torch._dynamo.reset()
+counters.clear()
+def loss_fn(output, y):
+    return F.mse_loss(output, y)
+def compiled(what):
+    return torch.compile(what, backend="aot_eager")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("what", COMPILED)
+def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) -> None:
+    if (what, strategy) == ("before prepare", "fsdp"):
+        pytest.skip("torch's own: it breaks the graph at the hooks of fully_shard")
+    place, added = COMPILED[what]
+    code = COMPILE + SMALL.replace("F.mse_loss(", "loss_fn(")
+    code = code.replace(place, added + place)
+    run = lab.train(strategy, code, live=False)
+    lab.run("graphs = counters['stats']['unique_graphs']", ranks=0)
+    assert lab.pull("graphs") >= 1
+    plain = lab.train(strategy, SMALL, live=False)
+    assert run.last_loss == pytest.approx(plain.last_loss, rel=1e-5)
+    # And what it does is measured.
+    for column in ("gradients", "total_peak"):
+        assert run.memory[column].max() == pytest.approx(
+            plain.memory[column].max(), rel=0.15
+        )
+    assert run.comm["wire_bytes"].sum() == plain.comm["wire_bytes"].sum()
+
+
+def test_a_profiler_does_not_see_the_measuring(lab: Lab) -> None:
+    code = SMALL.replace("randn(48", "randn(160").replace(
+        "for x, y in loader:",
+        "from torch.profiler import profile\n"
+        "profiler = profile()\n"
+        "profiler.start()\n"
+        "for step, (x, y) in enumerate(loader):\n"
+        "    if step == 5:\n"
+        "        profiler.stop()",
+    )
+    run = lab.train("ddp", code, live=False)
+    lab.run("names = {event.key for event in profiler.key_averages()}")
+    assert "aten::addmm" in lab.pull("names")
+    assert len(run.collector.measurements[0]) == 2  # put off to the 7th; the 10th
+    assert run.notes == []
+    run = lab.train("ddp", code.replace("step == 5", "step == 8"), live=False)
+    assert len(run.collector.measurements[0]) == 1
+    whole = code.replace("if step == 5", "if step == -1") + "profiler.stop()\n"
+    run = lab.train("ddp", whole, live=False)
+    assert run.memory.empty
+    assert "torch.profiler was at work" in run.notes[0]
+
+
+SPARSE = """
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Embedding(100, 8, sparse=True), torch.nn.Flatten(), torch.nn.Linear(32, 2)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randint(0, 100, (48, 4)), torch.randn(48, 2))
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=16)
+for x, y in loader:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weights = [p.detach().clone() for p in model.parameters()]
+"""
+
+
+def test_sparse_gradients_are_measured(lab: Lab) -> None:
+    weights = {}
+    for strategy in ("single", "ddp"):
+        run = lab.train(strategy, SPARSE, live=False)
+        # At most 32 rows of the embedding, with a place each; and the rest.
+        rest = 4 * (32 * 2 + 2)
+        assert rest < run.memory["gradients"].max() <= rest + 64 * (8 * 4 + 8)
+        weights[strategy] = lab.pull("weights")
+    torch.testing.assert_close(weights["ddp"], weights["single"])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp"])
+def test_what_cannot_be_sharded_is_refused(lab: Lab, strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"UnsupportedLoopError: 0 is an embedding"):
+        lab.train(strategy, SPARSE, live=False)
+    scalar = SMALL.replace(
+        "optimizer = ",
+        "model.scale = torch.nn.Parameter(torch.tensor(1.0))\noptimizer = ",
+    )
+    with pytest.raises(RuntimeError, match="scale is a parameter without a dimension"):
+        lab.train(strategy, scalar, live=False)
+    lab.run("model = model.to('cpu')")  # untouched
+    assert lab.pull("model")[0].weight.shape == (512, 512)
+
+
+def test_a_compiled_model_under_zero3_is_refused(lab: Lab) -> None:
+    place, added = COMPILED["before prepare"]
+    code = COMPILE + SMALL.replace(place, added + place)
+    with pytest.raises(RuntimeError, match=r"comes from torch\.compile.*--compile"):
+        lab.train("zero3", code, live=False)
 
 
 # ---- runs side by side ----
@@ -194,10 +429,6 @@ def test_a_run_that_is_not_there_is_told(lab: Lab) -> None:
 
 
 def test_every_strategy_is_known_to_theory() -> None:
-    from labkit import theory
-    from labkit.records import ModelFacts
-    from labkit.records import TrainOptions
-
     model = ModelFacts(100, 100, state_bytes=8, num_shards=4)
     for name, strategy in STRATEGIES.items():
         states = theory.model_states(name, model, TrainOptions())

@@ -1,9 +1,11 @@
 """What labkit says of ranks that differ where they should agree."""
 
 import pytest
+import torch
 
 from labkit import Lab
 from labkit.notebook.runs import Run
+from labkit.rank.replicas import fingerprints
 
 CELL = """
 import torch.nn.functional as F
@@ -43,6 +45,38 @@ def test_a_parameter_that_one_rank_changes_is_named_with_the_step(
         "rank 1's copy of 1.bias differs from that of rank 0 from step 15 on"
     )
     assert f"labkit: {first}\n" in capsys.readouterr().err
+
+
+def test_values_that_one_rank_has_in_other_places_are_found(lab: Lab) -> None:
+    weight = "plain[1].weight.data"
+    change = f"if rank == 1 and step == 14: {weight}[[0, 1]] = {weight}[[1, 0]]"
+    first, *_ = train(lab, "ddp", change).mismatches
+    assert first.startswith("rank 1's copy of 1.weight differs from that of rank 0")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex128],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (7, 5), (251, 9)], ids=str)
+def test_a_fingerprint_is_of_the_values_and_their_places(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    values = (100 * torch.randn(shape)).to(dtype)
+    # Also where they do not begin at a word of 8 bytes, or are not in a row.
+    shifted = torch.cat([torch.ones(3, dtype=dtype), values.flatten()])[3:].view(shape)
+    strided = torch.stack([values, values], dim=-1)[..., 0]
+    one, *same = fingerprints([values, shifted, strided]).tolist()
+    assert same == [one, one]
+    if values.numel() > 1:
+        found = {one}
+        for place in (0, -1):
+            changed = values.clone().flatten()
+            changed[place] += 1
+            found.add(int(fingerprints([changed])))
+        found.add(int(fingerprints([values.flatten().roll(1)])))
+        assert len(found) == 4
 
 
 def test_the_same_random_numbers_on_every_rank_are_told(lab: Lab) -> None:

@@ -1,8 +1,11 @@
 """Measures one training step: memory by component, and what went over the wire."""
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from labkit.records import COMPONENTS
@@ -23,9 +27,9 @@ LOOK_EVERY_OPS = 16
 """How often all storages are looked at, which takes some 0.2 ms: FSDP and DeepSpeed
 change the size of some, and no operator tells."""
 
-# What kind of collective an operator is, and which of its arguments is the whole tensor
-# (the others hold a part of it). With `_c10d_functional` the group is a name.
-_KINDS = {
+# What kind of collective an operator is, and which of its arguments is the whole
+# tensor, or this rank's part of it. With `_c10d_functional` the group is a name.
+_WHOLE = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
     "c10d::reduce_": ("reduce", 0),
@@ -37,25 +41,44 @@ _KINDS = {
     "c10d::reduce_scatter_": ("reduce_scatter", 1),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d::alltoall_": ("all_to_all", 0),
-    "c10d::alltoall_base_": ("all_to_all", 0),
-    "c10d::gather_": ("gather", 0),
-    "c10d::scatter_": ("scatter", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("recv", 0),
+    "c10d::recv_any_source_": ("recv", 0),
+    "c10d::barrier": ("barrier", 0),
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_reduce_": ("all_reduce", 0),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::broadcast_": ("broadcast", 0),
 }
+_PART = {
+    "c10d::gather_": ("gather", 1),
+    "c10d::scatter_": ("scatter", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", 0),
+}
+_KINDS = _WHOLE | _PART
+_BETWEEN_TWO = {"send", "recv"}
+"""Not to be waited for where they begin: the other rank's may come after them."""
 
 
 class StepProbe(TorchDispatchMode):
     """Sees every operator of one training step on this rank.
 
-    Memory: the bytes of all live storages that the step's operators returned or that
-    hold model states; the greatest sum is the peak. Activations: what is alive when a
-    backward pass begins, and is no model state. Collectives: each is waited for where
-    it begins, so its seconds hold the wait for the slowest rank, and no overlap.
+    Memory: the bytes of all live storages that the step's operators took or returned,
+    or that hold model states; the greatest sum is the peak. Activations: what the step
+    has made that is alive when a backward pass begins, and is no model state.
+    Collectives: each is waited for where it begins, so its seconds hold the wait for
+    the slowest rank, and no overlap. Of compiled code it sees what still calls
+    operators.
     """
 
     def __init__(
@@ -66,9 +89,9 @@ class StepProbe(TorchDispatchMode):
         sees_operators: bool = True,
         began: float | None = None,
     ) -> None:
-        """Without `sees_operators`, as for compiled models, only what is looked at
-        between them: model states, and on a GPU the peak. `began` is when the step
-        did, by `time.perf_counter`, if not now."""
+        """Without `sees_operators` only what is looked at between them: model states,
+        and on a GPU the peak. `began` is when the step did, by `time.perf_counter`, if
+        not now."""
         super().__init__()
         self._began = time.perf_counter() if began is None else began
         self._sees_operators = sees_operators
@@ -84,6 +107,9 @@ class StepProbe(TorchDispatchMode):
         self._is_backward = False
         self._keeps_gradients = any(p.keeps_gradients for p in self._prepared)
         self._is_active = False
+        self._older: set[int] = set()
+        """Storages from before the step that hold no model states: a teacher's weights,
+        the batch."""
 
     # ---- one step ----
 
@@ -91,23 +117,21 @@ class StepProbe(TorchDispatchMode):
         """Begin to watch; all that holds model states is known from here on."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        for tensors in self._components().values():
-            for tensor in tensors:
-                self._see(tensor)
         self.look()
         self._is_active = True
         if self._sees_operators:
             self.__enter__()
 
     def begin_backward(self) -> None:
-        components = self._components()
         states = {
-            storage_key(tensor) for tensors in components.values() for tensor in tensors
+            storage._cdata
+            for held in self._components().values()
+            for storage in self._storages_of(held)
         }
         others = sum(
             storage.nbytes()
             for key, storage in self._alive()
-            if key not in states and storage.nbytes()
+            if key not in states and key not in self._older
         )
         self._held["activations_peak"] = max(self._held["activations_peak"], others)
         self.look()
@@ -131,11 +155,20 @@ class StepProbe(TorchDispatchMode):
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self._held["total_peak"] = max(self._held["total_peak"], peak)
-        facts = [prepared.facts() for prepared in self._prepared]
+        facts = [
+            replace(prepared.facts(), offloaded=self._offloaded(prepared))
+            for prepared in self._prepared
+        ]
         collectives = list(self._collectives.values())
         return Measurement(self._held, collectives, facts, seconds)
 
     # ---- what is seen ----
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo would not compile, ever, a frame that it first sees under a mode that
+        wants to see all of its operators."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -148,15 +181,21 @@ class StepProbe(TorchDispatchMode):
         if self._is_active and name in _KINDS:
             # What was computed before is the rank's own time, not the collective's.
             self._synchronize()
+        kwargs = kwargs or {}
+        if self._is_active:
+            # But what it writes to: what compiled code has made is seen here first.
+            taken = [value for key, value in kwargs.items() if key != "out"]
+            for storage in self._storages_of(tree_leaves((args, taken))):
+                if self._see(storage):
+                    self._older.add(storage._cdata)
         began = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if not self._is_active:
             return out
         if name in _KINDS:
             self._note_collective(name, args, out, began)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
+        for storage in self._storages_of(tree_leaves(out)):
+            self._see(storage)
         self._num_ops += 1
         if name in _KINDS or self._num_ops % LOOK_EVERY_OPS == 0:
             self.look()
@@ -171,14 +210,13 @@ class StepProbe(TorchDispatchMode):
         place to another some are in both.
         """
         seen: set[int] = set()
-        for component, tensors in self._components().items():
-            total = 0
-            for tensor in tensors:
-                key = storage_key(tensor)
-                if key not in seen:
-                    seen.add(key)
-                    total += tensor.untyped_storage().nbytes()
-                    self._see(tensor)
+        for component, held in self._components().items():
+            total = sum(each for each in held if isinstance(each, int))
+            for storage in self._storages_of(held):
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    total += storage.nbytes()
+                    self._see(storage)
             if is_after_backward or component != "gradients":
                 self._held[component] = max(self._held[component], total)
         self._weigh()
@@ -189,40 +227,51 @@ class StepProbe(TorchDispatchMode):
         self._total = sum(self._sizes.values())
 
     def _look_at_gradients(self) -> None:
-        storages = {
-            storage_key(tensor): tensor.untyped_storage().nbytes()
-            for prepared in self._prepared
-            for tensor in prepared.memory()["gradients"]
-            if tensor is not None
-        }
-        total = sum(storages.values())
-        self._held["gradients"] = max(self._held["gradients"], total)
+        gradients = itertools.chain.from_iterable(
+            prepared.memory()["gradients"] for prepared in self._prepared
+        )
+        sizes = {each._cdata: each.nbytes() for each in self._storages_of(gradients)}
+        self._held["gradients"] = max(self._held["gradients"], sum(sizes.values()))
 
-    def _components(self) -> dict[str, list[torch.Tensor]]:
-        found: dict[str, list[torch.Tensor]] = {}
+    def _components(self) -> dict[str, list[torch.Tensor | int | None]]:
+        found: dict[str, list[torch.Tensor | int | None]] = {}
         for prepared in self._prepared:
-            for component, tensors in prepared.memory().items():
-                found.setdefault(component, []).extend(
-                    tensor for tensor in tensors if tensor is not None
-                )
+            for component, held in prepared.memory().items():
+                found.setdefault(component, []).extend(held)
         return found
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        # Operators are also run on fake tensors, to learn the shape of a result.
-        if tensor.device.type != self._device.type or is_fake(tensor):
-            return
-        storage = tensor.untyped_storage()
+    def _offloaded(self, prepared: Prepared) -> list[str]:
+        """The components of which nothing but counts of steps is on this device."""
+        found = []
+        for component, held in prepared.memory().items():
+            tensors = [each for each in held if isinstance(each, torch.Tensor)]
+            kinds = {tensor.device.type for tensor in tensors if tensor.dim()}
+            if kinds and self._device.type not in kinds:
+                found.append(component)
+        return found
+
+    def _storages_of(self, values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+        """What on this device holds the tensors among `values`."""
+        for value in values:
+            for part in parts(value):
+                # Operators are also run on fake tensors, to learn a result's shape.
+                if part.device.type == self._device.type and not is_fake(part):
+                    yield part.untyped_storage()
+
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it was not known before."""
         key = storage._cdata
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, partial(self._forget, key))
-            self._sizes[key] = size = storage.nbytes()
-            self._total += size
+        if key in self._storages:
+            return False
+        self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+        self._sizes[key] = size = storage.nbytes()
+        self._total += size
+        return True
 
     def _forget(self, key: int, reference: Any) -> None:
         self._storages.pop(key, None)
         self._total -= self._sizes.pop(key, 0)
+        self._older.discard(key)
 
     def _alive(self) -> list[tuple[int, torch.UntypedStorage]]:
         pairs = [(key, reference()) for key, reference in [*self._storages.items()]]
@@ -234,22 +283,26 @@ class StepProbe(TorchDispatchMode):
         self._held["total_peak"] = max(self._held["total_peak"], self._total)
 
     def _note_collective(self, name: str, args: Any, out: Any, began: float) -> None:
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.ScriptObject):
-                dist.Work.unbox(leaf).wait()
-        if name.startswith("_c10d_functional"):
-            torch.ops._c10d_functional.wait_tensor(out)
-        self._synchronize()
+        kind, place = _KINDS[name]
+        if kind not in _BETWEEN_TWO:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.ScriptObject):
+                    dist.Work.unbox(leaf).wait()
+                elif name.startswith("_c10d_functional"):
+                    torch.ops._c10d_functional.wait_tensor(leaf)
+            self._synchronize()
         seconds = time.perf_counter() - began
-        kind, whole = _KINDS[name]
         payload = sum(
-            leaf.numel() * leaf.element_size()
-            for leaf in tree_leaves(out if whole is None else args[whole])
-            if isinstance(leaf, torch.Tensor)
+            part.nbytes for leaf in tree_leaves(args[place]) for part in parts(leaf)
         )
+        num_ranks = group_size(args)
+        if name in _PART:
+            payload *= num_ranks
+        if kind == "barrier":  # whose tensor is but there to say on which device
+            payload = 0
         noted = self._collectives.get(kind, Collective(kind))
         self._collectives[kind] = noted.plus(
-            payload, bytes_on_the_wire(kind, payload, group_size(args)), seconds
+            payload, bytes_on_the_wire(kind, payload, num_ranks), seconds
         )
 
     def _synchronize(self) -> None:
@@ -258,9 +311,24 @@ class StepProbe(TorchDispatchMode):
             torch.cuda.synchronize(self._device)
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Tells storages apart: several tensors may share one."""
-    return tensor.untyped_storage()._cdata
+def is_profiled() -> bool:
+    """Whether a profiler of the cell's own is at work, which would show the probe."""
+    return torch.autograd._profiler_enabled()
+
+
+def parts(value: Any) -> Iterator[torch.Tensor]:
+    """The dense tensors that a tensor is made of: as a rule itself."""
+    if isinstance(value, DTensor):
+        yield value._local_tensor
+    elif not isinstance(value, torch.Tensor):
+        return
+    elif value.layout is torch.sparse_coo:
+        yield from (value._indices(), value._values())
+    elif is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from parts(getattr(value, name))
+    elif value.layout is torch.strided:
+        yield value
 
 
 def group_size(args: Any) -> int:
@@ -279,11 +347,16 @@ def bytes_on_the_wire(kind: str, payload: int, num_ranks: int) -> int:
     """What a rank sends for a collective over a whole tensor of `payload` bytes.
 
     A ring sends 1/N of it N-1 times to gather or to reduce and scatter, and does both
-    to all-reduce. A broadcast or a reduce is the whole sent by all ranks but one: here
-    their mean.
+    to all-reduce. In an all-to-all a rank keeps 1/N of what it has and sends the rest.
+    A broadcast or a reduce is the whole sent by all ranks but one, a gather is a part
+    from each of them, a scatter a part to each of them: here the mean of the ranks.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
     the bus bandwidth of nccl-tests.
     """
+    if kind in _BETWEEN_TWO:
+        return payload if kind == "send" else 0
     share = payload * (num_ranks - 1) // num_ranks
+    if kind in ("gather", "scatter"):
+        return share // num_ranks
     return 2 * share if kind == "all_reduce" else share

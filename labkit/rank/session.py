@@ -44,6 +44,7 @@ from labkit.rank.out_of_memory import Forecastable
 from labkit.rank.out_of_memory import bare_copy
 from labkit.rank.out_of_memory import plain_copy
 from labkit.rank.probe import StepProbe
+from labkit.rank.probe import is_profiled
 from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.resume import Keeper
 from labkit.rank.resume import seed_everything
@@ -72,6 +73,7 @@ from labkit.strategies.model_options import keep_stand_ins_out
 from labkit.strategies.model_options import replace_batchnorm
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.unsupported import check_supported
 from labkit.strategies.zero import is_zero
 
 RESERVED = frozenset(
@@ -80,6 +82,11 @@ RESERVED = frozenset(
         *NOTES,
         NOTICED_LOSS,
     }
+)
+
+UNMEASURED = (
+    "memory and collectives were measured in no more steps, for torch.profiler was at "
+    "work, which would have seen labkit measure"
 )
 
 
@@ -119,6 +126,7 @@ class Session:
         self._report = report
         self._after_step = after_step
         self._probe: StepProbe | None = None
+        self._is_probe_due = False
         self._watch = ReplicaWatch()
         self._keeper = Keeper(
             checkpoints,
@@ -175,6 +183,8 @@ class Session:
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:
                 yield
+                if self._is_probe_due and self._probe is None:
+                    self.note(UNMEASURED)
                 self._check_replicas()
                 self._report(self._watch.notes())
             finally:
@@ -253,6 +263,7 @@ class Session:
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         check_prepared(model, optimizer)
+        check_supported(model, self.strategy.name)
         self._check_ownership(model, optimizer)
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
@@ -466,9 +477,9 @@ class Session:
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
             optimizer.begin_microbatch(share.is_last)
-        if self._probe is None and is_sampled(
-            self._optimizer_steps + 1 - self._keeper.first_step
-        ):
+        if is_sampled(self._optimizer_steps + 1 - self._keeper.first_step):
+            self._is_probe_due = True
+        if self._probe is None and self._is_probe_due and not is_profiled():
             self._begin_probe()
 
     def _end_batches(self) -> None:
@@ -609,13 +620,8 @@ class Session:
         self._watch.check(self._optimizer_steps, replicas)
 
     def _begin_probe(self) -> None:
-        # Dynamo would not compile what it first sees under a dispatch mode.
-        self._probe = StepProbe(
-            self.prepared(),
-            self.device,
-            sees_operators=not self.options.compile,
-            began=self._step_ended,
-        )
+        self._is_probe_due = False
+        self._probe = StepProbe(self.prepared(), self.device, began=self._step_ended)
         self._probe.start()
 
     def _on_backward(self, begins: bool) -> None:

@@ -124,9 +124,8 @@ class DDP(Prepared):
         held = super().memory()
         if not self._ddp.gradient_as_bucket_view:
             # The reducer's buckets are out of reach, and as large as the gradients.
-            gradients = [p.grad for p in self.module.parameters()]
             held["communication_buffers"] = [
-                torch.empty_like(g) for g in gradients if g is not None
+                p.nbytes for p in self.module.parameters() if p.requires_grad
             ]
         return held
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
+from labkit.records import ModelFacts
 from labkit.strategies.materialize import move
 from labkit.strategies.materialize import parts
 from labkit.strategies.materialize import release
@@ -113,10 +114,15 @@ class FSDP(Prepared):
                 *(local(shard.grad) for shard in shards),
                 # Between the microbatches of a step gradients are not sharded.
                 *(parameter.grad for parameter in whole),
+                *accumulated_gradients(self.module),
             ],
             "optimizer_state": map(local, optimizer_tensors(self.optimizer)),
             "communication_buffers": whole,
         }
+
+    def facts(self) -> ModelFacts:
+        regathered = sum(map(num_regathered, groups(self.module)))
+        return replace(super().facts(), num_regathered=round(regathered))
 
     def _hand_shards_to_optimizer(self, whole: dict[nn.Parameter, str]) -> None:
         """Put the shards in the place of the whole parameters, and shard the state."""
@@ -193,14 +199,42 @@ def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
     return shape
 
 
+def groups(model: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that are gathered together."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (
+            group := module._get_fsdp_state()._fsdp_param_group
+        ):
+            yield group
+
+
 def gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     """The whole parameters of the blocks in use; the others' hold no memory."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            for parameter in group.fsdp_params if group else []:
-                if hasattr(parameter, "_unsharded_param"):
-                    yield parameter._unsharded_param
+    for group in groups(model):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
+
+
+def accumulated_gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
+    """The whole gradients of earlier microbatches, where they are summed in another
+    precision than they are computed in."""
+    for group in groups(model):
+        for parameter in group.fsdp_params:
+            yield parameter.unsharded_accumulated_grad
+
+
+def num_regathered(group: Any) -> float:
+    """Elements that are gathered for the backward pass, from all shards: none where
+    they stay after the forward pass, as those of the outermost module do; fewer where
+    they are gathered from some of the ranks.
+    """
+    if group.post_forward_mesh_info is None:
+        return 0.0
+    num_shards = group.mesh_info.shard_mesh_size
+    from_ranks = group.post_forward_mesh_info.shard_mesh_size
+    share = (1 - 1 / from_ranks) / (1 - 1 / num_shards) if num_shards > 1 else 1.0
+    return share * sum(each._orig_size.numel() for each in group.fsdp_params)
 
 
 def gathered_bytes(block: nn.Module) -> int:

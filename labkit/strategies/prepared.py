@@ -25,7 +25,8 @@ from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
 
 Closure = Callable[[], Any]
-Tensors = Iterable[torch.Tensor | None]
+Tensors = Iterable[torch.Tensor | int | None]
+"""Tensors that there are, and bytes of some that are out of reach."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
