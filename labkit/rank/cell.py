@@ -108,6 +108,8 @@ class CellRunner:
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
+        # Nobody types on a rank; Lightning takes a prompt for a sign of it.
+        vars(sys).pop("ps1", None)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         show_in_short(shell)
@@ -189,6 +191,7 @@ class CellRunner:
             del prepared
         try:
             self.shell.user_ns.pop(FUNCTION_NAME, None)
+            self.membership.restore_environment()
             self._contexts.close()
             if emitter is not None:
                 emitter.close()

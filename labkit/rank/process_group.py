@@ -111,13 +111,14 @@ class Membership:
         for variable in list(os.environ):
             if variable.startswith(_LAUNCHERS):
                 del os.environ[variable]
-        os.environ.update(
-            RANK=str(placement.rank),
-            LOCAL_RANK=str(placement.local_rank),
-            WORLD_SIZE=str(placement.world_size),
-            LOCAL_WORLD_SIZE=str(placement.world_size),
-            MASTER_ADDR="127.0.0.1",
-        )
+        self._environment = {
+            "RANK": str(placement.rank),
+            "LOCAL_RANK": str(placement.local_rank),
+            "WORLD_SIZE": str(placement.world_size),
+            "LOCAL_WORLD_SIZE": str(placement.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        self.restore_environment()
         # A function from the notebook may hold it under either name.
         dist.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
         c10d.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
@@ -168,7 +169,8 @@ class Membership:
         self._num_own_groups = 0
         self._notes.clear()
         self._is_broken = False
-        os.environ["MASTER_PORT"] = str(port)
+        self._environment["MASTER_PORT"] = str(port)
+        self.restore_environment()
         # Torch names groups by a count, which an init that was interrupted on one
         # rank alone leaves unequal: the ranks would wait under different names.
         c10d._world.group_count = 0
@@ -195,6 +197,13 @@ class Membership:
         work.wait(timedelta(seconds=timeout_s))
         return ranks.item()
 
+    def restore_environment(self) -> None:
+        """Set what a launcher gives again, whatever a cell has made of it.
+
+        Scripts set MASTER_PORT; Lightning deletes WORLD_SIZE when it is done.
+        """
+        os.environ.update(self._environment)
+
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
         abandon_saves()
@@ -219,6 +228,7 @@ class Membership:
         assert self._solo is not None
         c10d._update_default_pg(self._solo)
         self._is_alone = True
+        os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         count = c10d._world.group_count
         try:
             yield
