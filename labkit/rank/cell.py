@@ -26,6 +26,7 @@ from labkit.rank.boundary import Stopped
 from labkit.rank.checkpoints import Checkpoints
 from labkit.rank.emitter import Emitter
 from labkit.rank.journal import Journal
+from labkit.rank.launchers import Launchers
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
 from labkit.rank.out_of_memory import memory_held
@@ -39,6 +40,7 @@ from labkit.rank.raised import show_in_short
 from labkit.rank.raised import told
 from labkit.rank.raised import where_in_cell
 from labkit.rank.session import Session
+from labkit.rank.spawned import send_definitions
 from labkit.rank.stack import finished_collectives
 from labkit.rank.stack import position
 from labkit.records import FUNCTION_NAME
@@ -113,6 +115,9 @@ class CellRunner:
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         show_in_short(shell)
+        launchers = Launchers(self.membership, self._note)
+        shell.system = launchers.noting_commands(shell.system)
+        send_definitions()
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         for stream in self._streams.values():
             # A closed one could never be opened again.
@@ -299,6 +304,10 @@ class CellRunner:
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
+
+    def _note(self, text: str) -> None:
+        """Say a sentence to the user, once: under the run, where there is one."""
+        (self._session.note if self._session else self.membership.note_once)(text)
 
     def _inject(self, names: dict[str, Any]) -> None:
         """Put labkit's functions into the namespace, but never over a user's own."""
