@@ -29,7 +29,7 @@ def training_loop(mixed_precision="no", seed=42):
         optimizer.zero_grad()
     print(f"process {accelerator.process_index} of {accelerator.num_processes}")
 
-notebook_launcher(training_loop, ("no", 7), num_processes={num})
+notebook_launcher(training_loop, ("no", 7), num_processes=NUM)
 """
 
 
@@ -37,8 +37,9 @@ notebook_launcher(training_loop, ("no", 7), num_processes={num})
 def test_notebook_launcher_calls_its_function_on_the_ranks(
     num: int, lab: Lab, capsys: Captured
 ) -> None:
+    code = NOTEBOOK_LAUNCHER.replace("NUM", str(num))
     for _ in range(2):  # what one launch leaves is not to stop the next
-        run = lab.train("raw", NOTEBOOK_LAUNCHER.format(num=num), live=False)
+        run = lab.train("raw", code, live=False)
         assert run.num_steps == 3
         printed = capsys.readouterr().out
         assert printed.count("process 0 of 2") == printed.count("process 1 of 2") == 1

@@ -10,6 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(400)
 
+SCRIPTS = Path(__file__).parent / "scripts"
+
 Fixture = Callable[..., Any]
 
 
