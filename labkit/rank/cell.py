@@ -30,6 +30,7 @@ from labkit.rank.emitter import Emitter
 from labkit.rank.hints import add_hint
 from labkit.rank.hints import notes_of
 from labkit.rank.journal import Journal
+from labkit.rank.launchers import Launchers
 from labkit.rank.memory import memory_reader
 from labkit.rank.memory import memory_total
 from labkit.rank.out_of_memory import memory_held
@@ -44,6 +45,7 @@ from labkit.rank.raised import show_in_short
 from labkit.rank.raised import told
 from labkit.rank.raised import where_in_cell
 from labkit.rank.session import Session
+from labkit.rank.spawned import send_definitions
 from labkit.rank.stack import finished_collectives
 from labkit.rank.stack import position
 from labkit.records import FUNCTION_NAME
@@ -115,12 +117,17 @@ class CellRunner:
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
+        # Nobody types on a rank; Lightning takes a prompt for a sign of it.
+        vars(sys).pop("ps1", None)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
         self._console = Console(shell)
         announce()
+        launchers = Launchers(self.membership, self._note)
+        shell.system = launchers.noting_commands(shell.system)
+        send_definitions()
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
@@ -312,6 +319,10 @@ class CellRunner:
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
+
+    def _note(self, text: str) -> None:
+        """Say a sentence to the user, once: under the run, where there is one."""
+        (self._session.note if self._session else self.membership.note_once)(text)
 
     def _inject(self, names: dict[str, Any]) -> None:
         """Put labkit's functions into the namespace, but never over a user's own."""

@@ -138,6 +138,11 @@ class Membership:
         return timedelta(seconds=self.placement.group_timeout_s)
 
     @property
+    def world_size(self) -> int:
+        """As the cell sees it: 1 under `single`."""
+        return 1 if self._is_alone else self.placement.world_size
+
+    @property
     def in_place(self) -> bool:
         """Whether the group that labkit formed is whole and the default one."""
         return (
@@ -289,10 +294,9 @@ class Membership:
         MASTER_PORT are not needed: no port is taken and two labs cannot clash.
         """
         here = self.placement
-        our_size = 1 if self._is_alone else here.world_size
         for name, found, ours in (
             ("rank", rank, here.rank),
-            ("world_size", world_size, our_size),
+            ("world_size", world_size, self.world_size),
         ):
             if store is None and found not in (-1, ours):
                 raise ValueError(
@@ -301,7 +305,7 @@ class Membership:
                 )
         if here.backend == "gloo":
             if backend is not None and "nccl" in backend:
-                self._note_once(
+                self.note_once(
                     f'init_process_group("{backend}"): NCCL needs a GPU for each rank, '
                     "which these ranks have not; gloo is used instead"
                 )
@@ -314,7 +318,7 @@ class Membership:
             self._num_own_groups += 1
             whose = "alone" if self._is_alone else "user"
             store = dist.PrefixStore(f"{whose}/{self._num_own_groups}", self._store)
-            rank, world_size = here.rank, our_size
+            rank, world_size = here.rank, self.world_size
         _torch_init_process_group(
             backend or here.backend,
             timeout=timeout or self.timeout,
@@ -353,7 +357,8 @@ class Membership:
         # The ranks need not have come as far in its store.
         self._is_broken |= end_rpc()
 
-    def _note_once(self, text: str) -> None:
+    def note_once(self, text: str) -> None:
+        """Say it on stderr, once for each group."""
         if text not in self._notes:
             self._notes.add(text)
             print(f"labkit: {text}", file=sys.stderr)

@@ -24,7 +24,6 @@ from labkit.strategies.materialize import parts
 from labkit.strategies.materialize import release
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
-from labkit.strategies.prepared import check_dimensions
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
@@ -49,7 +48,6 @@ class FSDP(Prepared):
         """A block at a time, in `wrap`."""
 
     def wrap(self) -> None:
-        check_dimensions(self.module, "fully_shard")
         check_elementwise(self.optimizer)
         whole_scalars()
         known = list(inspect.signature(fully_shard).parameters)[1:]

@@ -333,17 +333,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_dimensions(module: nn.Module, library: str) -> None:
-    """UnsupportedLoopError for a parameter that is a single number."""
-    for name, parameter in module.named_parameters():
-        if not parameter.dim():
-            raise UnsupportedLoopError(
-                f"{name} is a parameter without dimensions, which {library} cannot "
-                "cut into parts; give it one, as torch.nn.Parameter(x.reshape(1)), or "
-                "use ddp"
-            )
-
-
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The parts that a model is a sequence of: the children of its outermost
     ModuleLists and Sequentials, as a transformer's blocks. The units in which

@@ -26,7 +26,6 @@ from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import cast_floats
-from labkit.strategies.prepared import check_dimensions
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
@@ -164,7 +163,6 @@ class ZeRO(Prepared):
         """DeepSpeed's configuration: ours, under what `--config` says."""
         given = self.options.config
         check_elementwise(self.optimizer)
-        check_dimensions(self.module, "DeepSpeed")
         for key, option in SET_BY_OPTION.items():
             if key in given:
                 raise ValueError(f"--config: {key!r} is for {option} to say")
