@@ -13,7 +13,18 @@ OTHER_DEVICE = (
     'a number or "cuda": .to(device) also for .cuda(), map_location=device. '
     "torch.cuda.set_device, and device_ids of DistributedDataParallel, are not needed"
 )
+IN_PARTS = (
+    "this strategy has parameters in parts (DTensors) outside of the model's forward "
+    "pass, and the loop computes with them and with tensors that are whole: a penalty, "
+    "an average of weights, a copy. Take the optimizer's weight_decay or compute it in "
+    "forward; p.full_tensor() and torch.distributed.checkpoint.state_dict gather what "
+    "is only looked at; under ddp, zero1, zero2 and zero3 the loop is right as it is"
+)
 HINTS = {
+    "got mixed torch.Tensor and DTensor": IN_PARTS,
+    "in-place operations that require placement changes": IN_PARTS,
+    "FSDP does not support deepcopy": IN_PARTS,
+    "Operator .* does not have a sharding strategy registered": IN_PARTS,
     "_cuda_setDevice": OTHER_DEVICE,
     "Torch not compiled with CUDA": OTHER_DEVICE,
     "Cannot access accelerator device when none": OTHER_DEVICE,
