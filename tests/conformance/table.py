@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import os
 import tempfile
 import time
 from collections.abc import Iterable
@@ -11,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.failure import CellTimeoutError
+from labkit.notebook.saved_runs import FOLDER_VARIABLE
 from labkit.strategies import STRATEGIES
 
 from .judge import WITHIN
@@ -122,13 +125,18 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
         seconds = time.monotonic() - began
         results = [torch.load(file) for file in sorted(Path(folder).iterdir())]
     away = max(deviation(result, wanted, untrained(loop)) for result in results)
-    notes = " ".join([*run.notes, *run.mismatches])
+    differences = [*filter(says_it_differs, run.notes), *run.mismatches]
     ended = functools.partial(ended, deviation=away, seconds=seconds)
     if away <= WITHIN[options.get("precision", "fp32")]:
-        return ended("right", notes)
-    if notes:
-        return ended("noted", notes)
+        return ended("right", " ".join([*run.notes, *run.mismatches]))
+    if differences:
+        return ended("noted", " ".join(differences))
     return ended("WRONG", f"{away:.2g} of what training moved it")
+
+
+def says_it_differs(note: str) -> bool:
+    """Whether a note is about the result, and not about what it costs."""
+    return "one process" in note
 
 
 def run_cells(
@@ -154,6 +162,28 @@ def mend(lab: Lab) -> None:
         lab.restart()
     except RuntimeError:
         lab.restart(everyone=True)
+
+
+@contextlib.contextmanager
+def runs_in_memory() -> Iterator[None]:
+    """Keep the folders of runs where writing to disk need not be waited for."""
+    memory = Path("/dev/shm")
+    with (
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder,
+        mock.patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
+    ):
+        yield
+
+
+def warm_up(lab: Lab) -> None:
+    """Have all libraries loaded, and out of the garbage collector's sight.
+
+    It runs after every cell, and would look at all that they made: most of the time
+    that so short a run takes.
+    """
+    for strategy in ALL_STRATEGIES:
+        run_cell(lab, "plain", strategy, "plain")
+    lab.run("import gc; gc.collect(); gc.freeze()")
 
 
 def row(loop: str, cells: Iterable[Cell]) -> str:
