@@ -39,6 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "clip": {"clip": 0.2},
 }
+CONFIGS = {
+    # Parameters as small as a loop's are else kept whole on every rank.
+    "zero3": {"zero_optimization": {"stage3_param_persistence_threshold": 10}},
+}
 TIMEOUT_S = 30.0
 """Of one run: a hang is named, and does not stop the rest."""
 
@@ -113,6 +117,7 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
                     live=False,
                     timeout=TIMEOUT_S,
                     hang_after=0,
+                    config=CONFIGS.get(strategy),
                     **options,
                 )
         except RankError as error:
