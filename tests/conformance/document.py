@@ -1,5 +1,6 @@
 """The table as a page: `docs/conformance.md`."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -74,7 +75,8 @@ def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
     """Each sentence once, with the loops to which it was said."""
     loops: dict[str, dict[str, None]] = {}
     for cell in cells:
-        loops.setdefault(cell.said, {})[cell.loop] = None
+        said = re.sub(rf"\b{cell.strategy}\b", "STRATEGY", cell.said)
+        loops.setdefault(said, {})[cell.loop] = None
     if not loops:
         return []
     return [

@@ -75,6 +75,8 @@ class Cell:
     """One of `MARKS`."""
     said: str = ""
     """The refusal, the notes or the error; or by how much the result is wrong."""
+    where: str = ""
+    """The line of an error."""
     deviation: float = float("nan")
     seconds: float = 0.0
 
@@ -122,7 +124,8 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
                 )
         except RankError as error:
             is_known = is_refusal(error) or is_same_error(error, wanted)
-            return ended("refused" if is_known else "BROKEN", what_was_said(error))
+            said, where = what_was_said(error)
+            return ended("refused" if is_known else "BROKEN", said, where=where)
         except CellTimeoutError as error:
             return ended("HANG", " ".join(str(error).split()))
         except ValueError as error:
