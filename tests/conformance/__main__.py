@@ -14,6 +14,7 @@ from .document import page
 from .table import ALL_STRATEGIES
 from .table import LOOPS
 from .table import OPTIONS
+from .table import ROW
 from .table import Cell
 from .table import row
 from .table import run_cells
@@ -35,11 +36,16 @@ def main() -> None:
     given = parser.parse_args()
     began = time.monotonic()
     cells: list[Cell] = []
+    places = [
+        place
+        for place in ROW
+        if place[0] in given.strategies and place[1] in given.options
+    ]
     with runs_in_memory(), Lab(num_ranks=2, group_timeout_s=60) as lab:
         warm_up(lab)
         print(head(given.strategies), flush=True)
         for loop in given.loops:
-            found = list(run_cells(lab, [loop], given.strategies, given.options))
+            found = list(run_cells(lab, loop, places))
             cells += found
             print(row(loop, found), flush=True)
             if given.json:

@@ -10,7 +10,9 @@ from pathlib import Path
 from .table import ALL_STRATEGIES
 from .table import MARKS
 from .table import OPTIONS
+from .table import ROW
 from .table import Cell
+from .table import Place
 from .table import row
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -83,3 +85,12 @@ def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
         f"\n## {heading}\n",
         *(f"- {said}\n  ({', '.join(names)})" for said, names in loops.items()),
     ]
+
+
+def marks_on_page(loop: str) -> dict[Place, str]:
+    """What the page says of a loop, by strategy and option."""
+    for line in PAGE.read_text().splitlines():
+        name, *columns = line.strip("| ").split(" | ")
+        if name == loop:
+            return dict(zip(ROW, "".join(columns), strict=True))
+    raise LookupError(f"{PAGE.name} has no row for {loop}; write it: make conformance")

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +61,10 @@ MARKS = {
     "HANG": "H",
 }
 ACCEPTED = ("right", "refused", "noted")
+
+Place = tuple[str, str]
+"""A strategy and an option: a place in a row of the table."""
+ROW = [(strategy, option) for strategy in ALL_STRATEGIES for option in OPTIONS]
 
 
 @dataclass(frozen=True)
@@ -147,21 +150,14 @@ def says_it_differs(note: str) -> bool:
     return "one process" in note
 
 
-def run_cells(
-    lab: Lab,
-    loops: Iterable[str],
-    strategies: Sequence[str] = ALL_STRATEGIES,
-    options: Sequence[str] = tuple(OPTIONS),
-) -> Iterator[Cell]:
-    """Every loop under every strategy and option."""
-    for loop in loops:
-        for strategy in strategies:
-            for option in options:
-                cell = run_cell(lab, loop, strategy, option)
-                if cell.kind in ("BROKEN", "HANG"):
-                    with contextlib.redirect_stderr(io.StringIO()):
-                        mend(lab)
-                yield cell
+def run_cells(lab: Lab, loop: str, places: Iterable[Place]) -> Iterator[Cell]:
+    """A loop at these places of its row of the table."""
+    for strategy, option in places:
+        cell = run_cell(lab, loop, strategy, option)
+        if cell.kind in ("BROKEN", "HANG"):
+            with contextlib.redirect_stderr(io.StringIO()):
+                mend(lab)
+        yield cell
 
 
 def mend(lab: Lab) -> None:
