@@ -7,13 +7,14 @@ ARGS ?=
 BIN := .venv/bin
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab test lint browser format notebooks clean
+.PHONY: help lab test lint browser format notebooks conformance clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make test                                  lint, types, tests, notebooks"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
+	@echo "make conformance                           write docs/conformance.md anew"
 	@echo "make clean                                 remove .venv and test-artifacts"
 
 .venv/installed: pyproject.toml
@@ -59,6 +60,9 @@ format: .venv/installed
 
 notebooks: .venv/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+conformance: .venv/installed
+	$(BIN)/python -m tests.conformance --out docs/conformance.md
 
 clean:
 	rm -rf .venv test-artifacts

@@ -9,12 +9,17 @@ from pathlib import Path
 
 from labkit import Lab
 
+from .document import head
+from .document import page
 from .table import ALL_STRATEGIES
 from .table import LOOPS
 from .table import OPTIONS
+from .table import ROW
 from .table import Cell
 from .table import row
 from .table import run_cells
+from .table import runs_in_memory
+from .table import warm_up
 
 
 def words(text: str) -> list[str]:
@@ -27,19 +32,28 @@ def main() -> None:
     parser.add_argument("--strategies", type=words, default=ALL_STRATEGIES)
     parser.add_argument("--options", type=words, default=list(OPTIONS))
     parser.add_argument("--json", type=Path, help="every cell, one a line")
+    parser.add_argument("--out", type=Path, help="the page with the whole table")
     given = parser.parse_args()
     began = time.monotonic()
     cells: list[Cell] = []
-    with Lab(num_ranks=2, group_timeout_s=60) as lab:
-        print("| loop | " + " | ".join(given.strategies) + " |", flush=True)
+    places = [
+        place
+        for place in ROW
+        if place[0] in given.strategies and place[1] in given.options
+    ]
+    with runs_in_memory(), Lab(num_ranks=2, group_timeout_s=60) as lab:
+        warm_up(lab)
+        print(head(given.strategies), flush=True)
         for loop in given.loops:
-            found = list(run_cells(lab, [loop], given.strategies, given.options))
+            found = list(run_cells(lab, loop, places))
             cells += found
             print(row(loop, found), flush=True)
             if given.json:
                 with given.json.open("a") as file:
                     for cell in found:
                         print(json.dumps(asdict(cell)), file=file)
+    if given.out:
+        given.out.write_text(page(cells))
     print(dict(Counter(cell.kind for cell in cells)))
     print(f"{len(cells)} runs in {time.monotonic() - began:.0f} s")
 

@@ -1,5 +1,6 @@
 """The table as a page: `docs/conformance.md`."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -9,7 +10,9 @@ from pathlib import Path
 from .table import ALL_STRATEGIES
 from .table import MARKS
 from .table import OPTIONS
+from .table import ROW
 from .table import Cell
+from .table import Place
 from .table import row
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -74,10 +77,20 @@ def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
     """Each sentence once, with the loops to which it was said."""
     loops: dict[str, dict[str, None]] = {}
     for cell in cells:
-        loops.setdefault(cell.said, {})[cell.loop] = None
+        said = re.sub(rf"\b{cell.strategy}\b", "STRATEGY", cell.said)
+        loops.setdefault(said, {})[cell.loop] = None
     if not loops:
         return []
     return [
         f"\n## {heading}\n",
         *(f"- {said}\n  ({', '.join(names)})" for said, names in loops.items()),
     ]
+
+
+def marks_on_page(loop: str) -> dict[Place, str]:
+    """What the page says of a loop, by strategy and option."""
+    for line in PAGE.read_text().splitlines():
+        name, *columns = line.strip("| ").split(" | ")
+        if name == loop:
+            return dict(zip(ROW, "".join(columns), strict=True))
+    raise LookupError(f"{PAGE.name} has no row for {loop}; write it: make conformance")

@@ -59,8 +59,7 @@ def is_same_error(error: RankError, wanted: Any) -> bool:
     return isinstance(wanted, Exception) and first.ename == type(wanted).__name__
 
 
-def what_was_said(error: RankError) -> str:
-    """The error of the rank that failed first, in one line."""
+def what_was_said(error: RankError) -> tuple[str, str]:
+    """The error of the rank that failed first, in one line; and where that was."""
     [first] = [each for each in error.outcomes if each.rank == error.rank]
-    text = " ".join(_ANSI.sub("", first.evalue).split())
-    return f"{first.ename}: {text}" + (f" [{first.where}]" if first.where else "")
+    return f"{first.ename}: {' '.join(first.evalue.split())}", first.where

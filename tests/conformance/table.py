@@ -3,20 +3,22 @@
 import contextlib
 import functools
 import io
+import os
 import tempfile
 import time
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.failure import CellTimeoutError
+from labkit.notebook.saved_runs import FOLDER_VARIABLE
 from labkit.strategies import STRATEGIES
 
 from .judge import WITHIN
@@ -35,6 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "bf16": {"precision": "bf16"},
     "clip": {"clip": 0.2},
+}
+CONFIGS = {
+    # Parameters as small as a loop's are else kept whole on every rank.
+    "zero3": {"zero_optimization": {"stage3_param_persistence_threshold": 10}},
 }
 TIMEOUT_S = 30.0
 """Of one run: a hang is named, and does not stop the rest."""
@@ -56,6 +62,10 @@ MARKS = {
 }
 ACCEPTED = ("right", "refused", "noted")
 
+Place = tuple[str, str]
+"""A strategy and an option: a place in a row of the table."""
+ROW = [(strategy, option) for strategy in ALL_STRATEGIES for option in OPTIONS]
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -68,6 +78,8 @@ class Cell:
     """One of `MARKS`."""
     said: str = ""
     """The refusal, the notes or the error; or by how much the result is wrong."""
+    where: str = ""
+    """The line of an error."""
     deviation: float = float("nan")
     seconds: float = 0.0
 
@@ -110,11 +122,13 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
                     live=False,
                     timeout=TIMEOUT_S,
                     hang_after=0,
+                    config=CONFIGS.get(strategy),
                     **options,
                 )
         except RankError as error:
             is_known = is_refusal(error) or is_same_error(error, wanted)
-            return ended("refused" if is_known else "BROKEN", what_was_said(error))
+            said, where = what_was_said(error)
+            return ended("refused" if is_known else "BROKEN", said, where=where)
         except CellTimeoutError as error:
             return ended("HANG", " ".join(str(error).split()))
         except ValueError as error:
@@ -122,30 +136,28 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
         seconds = time.monotonic() - began
         results = [torch.load(file) for file in sorted(Path(folder).iterdir())]
     away = max(deviation(result, wanted, untrained(loop)) for result in results)
-    notes = " ".join([*run.notes, *run.mismatches])
+    differences = [*filter(says_it_differs, run.notes), *run.mismatches]
     ended = functools.partial(ended, deviation=away, seconds=seconds)
     if away <= WITHIN[options.get("precision", "fp32")]:
-        return ended("right", notes)
-    if notes:
-        return ended("noted", notes)
+        return ended("right", " ".join([*run.notes, *run.mismatches]))
+    if differences:
+        return ended("noted", " ".join(differences))
     return ended("WRONG", f"{away:.2g} of what training moved it")
 
 
-def run_cells(
-    lab: Lab,
-    loops: Iterable[str],
-    strategies: Sequence[str] = ALL_STRATEGIES,
-    options: Sequence[str] = tuple(OPTIONS),
-) -> Iterator[Cell]:
-    """Every loop under every strategy and option."""
-    for loop in loops:
-        for strategy in strategies:
-            for option in options:
-                cell = run_cell(lab, loop, strategy, option)
-                if cell.kind in ("BROKEN", "HANG"):
-                    with contextlib.redirect_stderr(io.StringIO()):
-                        mend(lab)
-                yield cell
+def says_it_differs(note: str) -> bool:
+    """Whether a note is about the result, and not about what it costs."""
+    return "one process" in note
+
+
+def run_cells(lab: Lab, loop: str, places: Iterable[Place]) -> Iterator[Cell]:
+    """A loop at these places of its row of the table."""
+    for strategy, option in places:
+        cell = run_cell(lab, loop, strategy, option)
+        if cell.kind in ("BROKEN", "HANG"):
+            with contextlib.redirect_stderr(io.StringIO()):
+                mend(lab)
+        yield cell
 
 
 def mend(lab: Lab) -> None:
@@ -154,6 +166,28 @@ def mend(lab: Lab) -> None:
         lab.restart()
     except RuntimeError:
         lab.restart(everyone=True)
+
+
+@contextlib.contextmanager
+def runs_in_memory() -> Iterator[None]:
+    """Keep the folders of runs where writing to disk need not be waited for."""
+    memory = Path("/dev/shm")
+    with (
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder,
+        mock.patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
+    ):
+        yield
+
+
+def warm_up(lab: Lab) -> None:
+    """Have all libraries loaded, and out of the garbage collector's sight.
+
+    It runs after every cell, and would look at all that they made: most of the time
+    that so short a run takes.
+    """
+    for strategy in ALL_STRATEGIES:
+        run_cell(lab, "plain", strategy, "plain")
+    lab.run("import gc; gc.collect(); gc.freeze()")
 
 
 def row(loop: str, cells: Iterable[Cell]) -> str:
