@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from labkit import RankError
+from labkit.rank.hints import HINTS
 
 WITHIN = {"fp32": 1e-3, "bf16": 0.2}
 """How far a result may be from the reference's, as a part of how far training moved
@@ -43,9 +44,12 @@ def deviation(result: Any, expected: Any, start: Any) -> float:
 
 
 def is_refusal(error: RankError) -> bool:
-    """Whether labkit itself said no, in words: and not a library from inside."""
+    """Whether labkit itself said what to write instead: in an error of its own, or under
+    one of a library's."""
     [first] = [each for each in error.outcomes if each.rank == error.rank]
     if first.ename == "UnsupportedLoopError":
+        return True
+    if any(hint in first.evalue for hint in HINTS.values()):
         return True
     if first.ename != "ValueError":
         return False
