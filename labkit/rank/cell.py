@@ -136,11 +136,11 @@ class CellRunner:
 
     def _before_cell(self, info: Any) -> None:
         try:
-            self._begin_cell()
+            self._begin_cell(getattr(info, "raw_cell", ""))
         except Exception as error:  # IPython would say so, and run the cell
             self._begin_error = error
 
-    def _begin_cell(self) -> None:
+    def _begin_cell(self, code: str) -> None:
         self._depth += 1
         self._begin_error = self._shown_error = None
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
@@ -161,6 +161,8 @@ class CellRunner:
         )
         self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
+        if self._session is not None:
+            self._session.code = self.shell.transform_cell(code)
         self._signal_seen.clear()
         with self._lock:
             self._is_running = True

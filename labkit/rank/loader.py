@@ -81,12 +81,21 @@ class RankLoader:
         self._weigh = weigh
         self.num_epochs = 0
         """Passes that have begun."""
+        self.was_measured = False
+        """Whether the loop has asked for its length."""
         self._at: Position | None = None
         """Where the loop stands in a pass, once it has worked on what it was given;
         None between two passes."""
 
     def __len__(self) -> int:
+        self.was_measured = True
         return len(self.batches)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an epoch: what a learning-rate schedule counts. `len` is
+        what the loop goes through, K microbatches a step with `--accumulate K`."""
+        return len(self.batches) // self.batches.dealer.accumulate
 
     @property
     def dataset(self) -> Dataset[Any]:

@@ -45,6 +45,8 @@ class LossKind:
     """ "mean" or "sum"."""
     count: Value | None = None
     """What a mean divides by; None where its graph does not say it."""
+    is_weighted: bool = False
+    """Whether classes count differently."""
 
 
 def reduction_of(loss: torch.Tensor) -> LossKind | None:
@@ -84,9 +86,13 @@ class LossWatch:
         """
         self._place = self._place + 1 if microbatch == self._microbatch else 0
         self._microbatch = microbatch
-        kind = reduction_of(loss)
+        # A number in a graph is no tensor to a dispatch mode, as of the step's probe.
+        with torch._C._DisableTorchDispatch():
+            kind = reduction_of(loss)
         if kind is None:
             return None
+        if kind.is_weighted:
+            return UNEVEN
         if kind.reduction == "sum":
             return SUM
         if kind.count is None or not num_samples:
@@ -138,7 +144,8 @@ def _term(node: Any, kind: str, divisor: Value) -> LossKind | None:
         return _sum(divisor)
     if reduction == 1:
         if kind.startswith("NllLoss"):
-            return LossKind("mean", _saved(node, "total_weight"))
+            is_weighted = _saved(node, "weight") is not None
+            return LossKind("mean", _saved(node, "total_weight"), is_weighted)
         target = _saved(node, "target")
         return LossKind("mean", None if target is None else target.numel())
     return None

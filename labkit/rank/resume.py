@@ -55,8 +55,11 @@ class Keeper:
         device: torch.device,
         seed: int,
         on_checkpoint: Callable[[int], None],
+        note: Callable[[str], None],
     ) -> None:
-        """`on_checkpoint(step)` is called when one is taken."""
+        """`on_checkpoint(step)` is called when one is taken; `note(text)` with what is
+        to be known of the cell's schedules."""
+        self._tell = note
         self.is_replaying = plan is not None and plan.resume_from is not None
         self.first_step = 0
         """Optimizer steps that were taken before this run."""
@@ -288,10 +291,25 @@ class Keeper:
         if any(scheduler is known for known in self._schedulers):
             return
         self._schedulers.append(scheduler)
-        if not self.is_replaying and self._is_ours(scheduler):
+        if not self._is_ours(scheduler):
+            return
+        if is_new and any(each.was_measured for each in self._loaders):
+            self._note_length(type(scheduler).__name__)
+        if not self.is_replaying:
             self._restore(scheduler)
             if is_new:
                 self._restore_rates()
+
+    def _note_length(self, kind: str) -> None:
+        """A schedule steps with the optimizer: is its length that of the loader?"""
+        accumulate = max(each.batches.dealer.accumulate for each in self._loaders)
+        if accumulate > 1:
+            self._tell(
+                "len(loader) counts the microbatches of --accumulate "
+                f"{accumulate}, and {kind} steps with the optimizer: of a schedule of "
+                f"len(loader) steps it would go through 1/{accumulate}. Make it of "
+                "loader.num_steps"
+            )
 
     def _restore(self, scheduler: LRScheduler) -> None:
         if not self._waiting:

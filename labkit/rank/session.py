@@ -45,6 +45,7 @@ from labkit.rank.out_of_memory import bare_copy
 from labkit.rank.out_of_memory import plain_copy
 from labkit.rank.probe import StepProbe
 from labkit.rank.probe import is_profiled
+from labkit.rank.rank_guards import lonely_use
 from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.resume import Keeper
 from labkit.rank.resume import seed_everything
@@ -108,6 +109,8 @@ class Session:
         after_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
         self.strategy = strategy
+        self.code = ""
+        """The cell's, where it is known."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -136,6 +139,7 @@ class Session:
             on_checkpoint=lambda step: self._emitter.put(
                 CHECKPOINT, step, step, self._read_memory()
             ),
+            note=self.note,
         )
         self._optimizers: list[PreparedOptimizer] = []
         self.forecastable: Forecastable | None = None
@@ -265,6 +269,7 @@ class Session:
         check_prepared(model, optimizer)
         check_supported(model, self.strategy.name)
         self._check_ownership(model, optimizer)
+        self._check_rank_guards()
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
@@ -515,6 +520,17 @@ class Session:
             )
         release_former(model.parameters())
 
+    def _check_rank_guards(self) -> None:
+        if self.world_size == 1 or not self.strategy.load().is_sharded:
+            return
+        if use := lonely_use(self.code):
+            raise UnsupportedLoopError(
+                f"{use} is for one rank alone, and under {self.strategy.name} no rank "
+                "has the whole model: it would wait for the others for ever. Have all "
+                "ranks do it, and print or save its result on one; "
+                "save_checkpoint(folder) saves the whole from all ranks"
+            )
+
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that `prepare` did not return is about to step."""
         kind, strategy = type(optimizer).__name__, self.strategy.name
@@ -615,8 +631,10 @@ class Session:
 
     def _check_replicas(self) -> None:
         replicas: dict[str, torch.Tensor] = {}
-        for optimizer in self._optimizers:
-            replicas |= optimizer.prepared.replicas()
+        for number, prepared in enumerate(self.prepared()):
+            of_which = f" of model {number + 1}" if number else ""
+            for name, tensor in prepared.replicas().items():
+                replicas[name + of_which] = tensor
         self._watch.check(self._optimizer_steps, replicas)
 
     def _begin_probe(self) -> None:

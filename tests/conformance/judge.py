@@ -44,8 +44,8 @@ def deviation(result: Any, expected: Any, start: Any) -> float:
 
 
 def is_refusal(error: RankError) -> bool:
-    """Whether labkit itself said what to write instead: in an error of its own, or under
-    one of a library's."""
+    """Whether labkit itself said what to write instead: in an error of its own, or
+    under one of a library's."""
     [first] = [each for each in error.outcomes if each.rank == error.rank]
     if first.ename == "UnsupportedLoopError":
         return True
