@@ -211,8 +211,15 @@ _SHAPES = {
 
 
 def is_absent(parameter: Any) -> bool:
+    """Whether stage 3 has it in parts, or has yet to gather it."""
     status = getattr(parameter, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"
+
+
+def is_empty(parameter: Any) -> bool:
+    """Whether stage 3 has it in parts."""
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name == "NOT_AVAILABLE"
 
 
 def is_fleeting(parameter: Any) -> bool:

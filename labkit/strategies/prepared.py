@@ -109,12 +109,15 @@ class Prepared:
         pattern = [parameter.requires_grad for parameter in self.given_parameters]
         if pattern != self._pattern:
             self._pattern = pattern
-            self._accumulators = [
-                (parameter, get_gradient_edge(parameter).node)
-                for parameter in self.given_parameters
-                if parameter.requires_grad
-            ]
+            self._accumulators = self._find_accumulators()
         return self._accumulators
+
+    def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+        return [
+            (parameter, get_gradient_edge(parameter).node)
+            for parameter in self.given_parameters
+            if parameter.requires_grad
+        ]
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It gives gradients to `used`, some of this model's parameters."""

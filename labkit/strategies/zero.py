@@ -22,6 +22,7 @@ from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
 from labkit.strategies.gradients import CellGradients
 from labkit.strategies.gradients import is_absent
+from labkit.strategies.gradients import is_empty
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
@@ -557,20 +558,18 @@ class ZeRO3(ZeRO):
                 master = safe_get_local_fp32_param(parameter)
                 take(ours[: master.numel()].view_as(master), master)
 
-    def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
-        # A node of autograd remembers the shape of its parameter.
-        absent = [p for p in self.given_parameters if is_absent(p) and p.requires_grad]
+    def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+        # A node of autograd remembers the shape that its parameter has.
+        empty: list[Any] = [p for p in self.given_parameters if is_empty(p)]
         with self._gradients.ours():
-            for parameter in absent:
+            for parameter in empty:
                 blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = blank.expand(plain_shape(parameter))
             try:
-                return super().accumulators()
+                return super()._find_accumulators()
             finally:
-                for parameter in absent:
-                    parameter.data = torch.empty(
-                        0, dtype=parameter.dtype, device=parameter.device
-                    )
+                for parameter in empty:
+                    parameter.data = parameter.data.new_empty(0)
 
     def _discard(self) -> None:
         # Or a parameter that the next step does not use would have those of this one.
