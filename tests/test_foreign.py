@@ -277,24 +277,6 @@ def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
     assert str(error).startswith("rank 0: ValueError: x\ny\nat line 3")
 
 
-GRAD_SCALER = """
-from torch.utils.data import TensorDataset
-data = TensorDataset(torch.ones(8, 4))
-plain = torch.nn.Linear(4, 1)
-sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-model, optimizer, loader = prepare(plain, sgd, data, batch_size=4)
-scaler = torch.amp.GradScaler("cpu")
-for (x,) in loader:
-    scaler.scale(model(x).mean()).backward()
-    scaler.step(optimizer)
-"""
-
-
-def test_a_grad_scaler_under_zero_is_told_of_precision(lab: Lab) -> None:
-    with pytest.raises(RankError, match="write --precision fp16"):
-        lab.train("zero2", GRAD_SCALER, live=False)
-
-
 def test_a_rank_says_that_it_compiles(
     lab: Lab, capsys: Captured, tmp_path: Path
 ) -> None:
