@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _TRANSFER = "labkit.rank.transfer"
 
+PART_BYTES = 2**26
+"""What is larger is pushed in parts of this size."""
 ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
 HANG_AFTER_S = 30.0
@@ -329,7 +331,10 @@ class Lab:
         targets = parse_ranks(ranks, self.world_size)
         payload = portable.dumps(values)
         with self._working() as cluster:
-            cluster.call(f"{_TRANSFER}:push", payload, ranks=targets)
+            if len(payload) <= PART_BYTES:
+                cluster.call(f"{_TRANSFER}:push", payload, ranks=targets)
+            else:
+                push_in_parts(cluster, payload, targets)
 
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """The value of a variable on a rank; a list of them, by rank, for several.
@@ -541,6 +546,25 @@ class Lab:
             )
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
+
+
+def push_in_parts(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
+    """Push what takes long, with a line that says how far it has come."""
+    from tqdm import tqdm
+
+    starts = range(0, len(payload), PART_BYTES)
+    progress = tqdm(desc="push", total=len(payload), unit="B", unit_scale=True)
+    try:
+        with progress:
+            for start in starts:
+                part = payload[start : start + PART_BYTES]
+                cluster.call(f"{_TRANSFER}:push_part", part, ranks=ranks)
+                progress.update(len(part))
+            cluster.call(f"{_TRANSFER}:push_parts", ranks=ranks)
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            cluster.begin(f"{_TRANSFER}:drop_parts", ranks=ranks)
+        raise
 
 
 def current_lab() -> Lab:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import IPython.display
 import pytest
+import torch
 from kernels import wait_until
 
 from labkit import Lab
@@ -276,28 +277,6 @@ def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
     assert str(error).startswith("rank 0: ValueError: x\ny\nat line 3")
 
 
-GRAD_SCALER = """
-from torch.utils.data import TensorDataset
-data = TensorDataset(torch.ones(8, 4))
-plain = torch.nn.Linear(4, 1)
-sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-model, optimizer, loader = prepare(plain, sgd, data{batch_size})
-scaler = torch.amp.GradScaler("cpu")
-for (x,) in loader:
-    scaler.scale(model(x).mean()).backward()
-    scaler.step(optimizer)
-"""
-
-
-def test_a_training_cell_says_what_to_write_instead(lab: Lab) -> None:
-    code = GRAD_SCALER.format(batch_size=", 4")
-    with pytest.raises(RankError, match=r"dataset, batch_size=4\)"):
-        lab.train("ddp", code, live=False)
-    code = GRAD_SCALER.format(batch_size=", batch_size=4")
-    with pytest.raises(RankError, match="write --precision fp16"):
-        lab.train("zero2", code, live=False)
-
-
 def test_a_rank_says_that_it_compiles(
     lab: Lab, capsys: Captured, tmp_path: Path
 ) -> None:
@@ -336,3 +315,18 @@ def test_rpc_can_begin_again_after_a_cell_that_failed_in_it(
     lab.run("fails_on = ()")
     lab.run(CALL_THE_NEXT, timeout=30)
     assert lab.pull("found", "all") == [1.0, 2.0]
+
+
+# ---- large pushes ----
+
+
+def test_a_large_push_says_how_far_it_has_come(
+    lab: Lab, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("labkit.lab.PART_BYTES", 2**10)
+    lab.push(small=torch.ones(2))
+    assert capsys.readouterr().err == ""
+    lab.push(large=torch.arange(2**10))
+    assert "push: 100%" in capsys.readouterr().err
+    for rank in (0, 1):
+        torch.testing.assert_close(lab.pull("large", rank), torch.arange(2**10))

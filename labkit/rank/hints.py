@@ -33,10 +33,6 @@ HINTS = {
     "invalid device ordinal": OTHER_DEVICE,
     "Attempting to deserialize object on a? ?CUDA": OTHER_DEVICE,
     "DistributedDataParallel device_ids": OTHER_DEVICE,
-    "No inf checks were recorded for this optimizer": (
-        "under ZeRO gradients are DeepSpeed's, and out of GradScaler's sight: leave it "
-        "out and write --precision fp16 on the magic line, where losses are scaled too"
-    ),
     "frontend does not support input requests": NO_KEYBOARD,
     r"agic (function )?`%%?dist(_\w+)?` not found": (
         "the magics of labkit are the notebook's: this one goes into a cell of its "

@@ -233,7 +233,7 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         dataset: Dataset[Any] | DataLoader[Any],
-        *misplaced: Any,
+        *unnamed: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
         weigh: Weigh | None = None,
@@ -259,10 +259,10 @@ class Session:
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
                 "fit use another strategy, as %%dist_train ddp"
             )
-        if misplaced:
-            raise TypeError(
-                "prepare takes what follows the dataset by name: "
-                f"prepare(model, optimizer, dataset, batch_size={shown(misplaced[0])})"
+        if unnamed:
+            raise ValueError(
+                f"prepare got {shown(unnamed[0])} after the dataset; name what it is, "
+                "as prepare(model, optimizer, dataset, batch_size=64)"
             )
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer

@@ -23,6 +23,27 @@ def push(payload: bytes) -> None:
     runner().shell.user_ns.update(portable.loads(payload))
 
 
+_parts: list[bytes] = []
+"""Of a payload that comes in parts."""
+
+
+def push_part(part: bytes) -> None:
+    """Keep the next part of a payload."""
+    _parts.append(part)
+
+
+def push_parts() -> None:
+    """`push` what the parts are of."""
+    payload = b"".join(_parts)
+    drop_parts()
+    push(payload)
+
+
+def drop_parts() -> None:
+    """Keep no part of a payload whose rest will not come."""
+    _parts.clear()
+
+
 def missing(names: list[str]) -> list[str]:
     """Those of `names` that this rank has no variable for."""
     return [name for name in names if name not in runner().shell.user_ns]
