@@ -1,21 +1,24 @@
 # `make lab` opens JupyterLab on the notebooks, `make test` runs every test.
-# Both make the environment that they need in .venv, once.
+# Both make the environment that they need in .venv, once. `make test-third-party` has
+# one of its own.
 
 PYTHON ?= python3
 PORT ?=
 ARGS ?=
 BIN := .venv/bin
+THIRD_PARTY := .venv-third-party
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab test lint browser format notebooks conformance clean
+.PHONY: help lab test test-third-party lint browser format notebooks conformance clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make test                                  lint, types, tests, notebooks"
+	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make conformance                           write docs/conformance.md anew"
-	@echo "make clean                                 remove .venv and test-artifacts"
+	@echo "make clean                                 remove .venv* and test-artifacts"
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -32,6 +35,16 @@ lab: .venv/installed
 
 test: .venv/installed lint browser
 	$(BIN)/pytest
+
+$(THIRD_PARTY)/installed: pyproject.toml
+	$(PYTHON) -m venv $(THIRD_PARTY)
+	$(THIRD_PARTY)/bin/python -m pip install --disable-pip-version-check \
+	  -e ".[test,third-party]"
+	@touch $@
+
+# Not part of `make test`: scripts and libraries of others, on real ranks.
+test-third-party: $(THIRD_PARTY)/installed
+	$(THIRD_PARTY)/bin/pytest tests/third_party
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -65,4 +78,4 @@ conformance: .venv/installed
 	$(BIN)/python -m tests.conformance --out docs/conformance.md
 
 clean:
-	rm -rf .venv test-artifacts
+	rm -rf .venv $(THIRD_PARTY) test-artifacts

@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """What torch wraps the `step` of every optimizer in."""
+_SETS_UP = "initialize_optimizer_states"
+"""In which DeepSpeed takes a step, so that the optimizer makes its state."""
 
 
 class Noticer:
@@ -163,11 +165,12 @@ class Noticer:
 
 
 def num_steps_under_way() -> int:
-    """How many optimizers' `step` are on the stack, one calling the other."""
+    """How many optimizers' `step` are on the stack, one calling the other; DeepSpeed
+    setting one up counts as calling it."""
     frame: FrameType | None = sys._getframe(1)
     found = 0
     while frame is not None:
-        found += frame.f_code is _STEP
+        found += frame.f_code is _STEP or frame.f_code.co_name == _SETS_UP
         frame = frame.f_back
     return found
 

@@ -126,6 +126,8 @@ class Membership:
             "WORLD_SIZE": str(placement.world_size),
             "LOCAL_WORLD_SIZE": str(placement.world_size),
             "MASTER_ADDR": "127.0.0.1",
+            # By which Lightning knows that its processes are there.
+            "TORCHELASTIC_RUN_ID": "labkit",
         }
         self.restore_environment()
         # A function from the notebook may hold it under either name.

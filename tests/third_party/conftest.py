@@ -39,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
+WITHOUT_OPS = """
+import deepspeed
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+"""
+"""DeepSpeed compiles one for inference otherwise, which takes a minute."""
+
+
 @dataclass
 class Outcome:
     """What a script has left in its output folder."""
@@ -72,13 +80,15 @@ def run_as_rank(rank: int, port: int, script: str, arguments: list[str]) -> None
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    if "--deepspeed" in arguments:
+        exec(WITHOUT_OPS)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
 
 @pytest.fixture(scope="session")
 def processes() -> Any:
-    """Starts processes that have the libraries imported: that takes most of the time."""
+    """Starts processes that have the libraries imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning", "transformers", "accelerate"])
     return context
@@ -101,10 +111,14 @@ def two_processes(processes: Any, tmp_path: Path) -> Callable[..., Outcome]:
             )
             for rank in range(2)
         ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
+        try:
+            for each in ranks:
+                each.start()
+            for each in ranks:
+                each.join()
+        finally:
+            for each in ranks:
+                each.kill()
         assert [each.exitcode for each in ranks] == [0, 0]
         return Outcome.read(folder)
 
@@ -120,6 +134,8 @@ def on_ranks(lab: Lab, tmp_path: Path) -> Callable[..., tuple[Run, Outcome]]:
         folder.mkdir()
         given = [each.format(output=folder) for each in arguments]
         line = " ".join(["%run", str(SCRIPTS / script), *given])
+        if "--deepspeed" in arguments:
+            lab.run(WITHOUT_OPS)
         run = lab.train("raw", line, live=False)
         return run, Outcome.read(folder)
 
@@ -158,14 +174,3 @@ def processes_of(lab: Lab) -> list[int]:
         for pid in lab.pull("pid", "all")
         for child in psutil.Process(pid).children(recursive=True)
     ]
-
-
-def global_losses(run: Run) -> list[float]:
-    """Of each step the mean over ranks, which hold equal numbers of samples."""
-    rows = run.history.dropna(subset=["loss"])
-    return rows["loss"].groupby(rows["step"]).mean().tolist()
-
-
-def losses_of(run: Run, rank: int) -> list[float]:
-    rows = run.history.dropna(subset=["loss"])
-    return rows.loc[rows["rank"] == rank, "loss"].tolist()

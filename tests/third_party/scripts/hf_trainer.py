@@ -1,4 +1,4 @@
-"""Train a tiny causal language model, made from a config, with transformers' Trainer."""
+"""Train a tiny language model, made from a config, with transformers' Trainer."""
 
 import argparse
 import json
