@@ -398,9 +398,11 @@ class Lab:
     ) -> "Forecast":
         """Predicted memory per rank, by component, for every strategy; nothing runs.
 
-        `model` is a plain module, `x` a batch of its input (a tensor, or a tuple of
-        tensors); `batch_size` is global, by default that of `x`. Without `x` the model
-        takes token ids of shape (batch, `sequence`). `optimizer` gives its class and
+        `model` is a plain module, `x` a batch of its input (a tensor, or a tuple or
+        dict of tensors); `batch_size` is global, by default that of `x`. Without `x`
+        the model takes token ids of shape (batch, `sequence`), or rows of numbers, as
+        it begins; where that is not known, neither are the activations, and the
+        forecast says which option gives them. `optimizer` gives its class and
         defaults, or is the name of a class of torch.optim (AdamW by default). Where
         `model` is a string it, `x` and `optimizer` name variables of rank 0.
 

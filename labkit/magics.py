@@ -378,13 +378,15 @@ class LabMagics(Magics):
     @argument(
         "--input",
         metavar="NAME",
-        help="a batch of its input, kept beside it (default: token ids)",
+        help="a batch of its input, kept beside it: a tensor, or a tuple or dict of "
+        "them (default: token ids or rows of numbers, as the model begins)",
     )
     @argument(
         "--batch-size",
         type=int,
         metavar="B",
-        help="samples of all ranks together (default: those of --input)",
+        help="samples of all ranks together (default: those of --input; without "
+        "either, the model states only)",
     )
     @argument("--sequence", type=int, metavar="T", help="tokens in a sample")
     @argument(

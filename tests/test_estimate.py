@@ -2,6 +2,7 @@
 
 import functools
 import textwrap
+from collections import UserDict
 
 import pandas as pd
 import pytest
@@ -155,9 +156,8 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
     ("arguments", "message"),
     [
         ({"model": 3}, "the model is a int, no torch.nn.Module"),
-        ({}, "begins with an Embedding.*--sequence T, or --input NAME"),
-        ({"sequence": 8, "batch_size": None}, "give --batch-size B"),
-        ({"model": ResNet()}, "begins with Conv2d.*give --input NAME"),
+        ({"batch_size": 0}, "batch size is 0"),
+        ({"model": nn.LazyLinear(3)}, "lazy layers"),
         ({"x": torch.tensor(1.0)}, "first dimension is the batch"),
         (
             {"sequence": 8, "world_sizes": [0]},
@@ -187,6 +187,94 @@ def test_what_cannot_be_estimated_says_what_to_do(
     }
     with pytest.raises(ValueError, match=message):
         forecast(given.pop("model"), given.pop("x", None), **given)  # type: ignore[arg-type]
+
+
+class TwoTowers(nn.Module):
+    """As CLIP is: two inputs, and a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Linear(16, 8)
+        self.text = nn.Embedding(100, 8)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.logit_scale.exp() * self.image(pixels) @ self.text(ids).mean(1).T
+
+
+class Picky(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[x.sum(1) > 0])
+
+
+GPT_64 = functools.partial(GPT, 64, context=8, dim=16, num_heads=2, num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        (GPT_64(), {}, "give --batch-size B and --sequence T, for the model begins"),
+        (GPT_64(), {"batch_size": 4}, "give --batch-size B and --sequence T"),
+        (mlp(), {}, "give --batch-size B, the samples of all ranks"),
+        (ResNet(), {"batch_size": 4}, "begins with Conv2d, and its input cannot be"),
+        (
+            nn.Transformer(8, 2, 1, 1, batch_first=True),
+            {"batch_size": 4},
+            "tuple or dict of src, tgt",
+        ),
+        (TwoTowers(), {"batch_size": 4}, "tuple or dict of pixels, ids"),
+        (Picky(8, 8), {"batch_size": 4}, "a step without data, on input of shape"),
+        (mlp(), {"x": torch.zeros(4, 5)}, "(4, 5), ends in RuntimeError"),
+    ],
+)
+def test_without_input_there_are_the_model_states(
+    model: nn.Module, options: dict[str, object], sentence: str
+) -> None:
+    total = sum(4 * p.numel() for p in model.parameters())
+    given = {"world_sizes": [2], "device_bytes": 2**30, **options}
+    table, says = forecast(model, **given)  # type: ignore[arg-type]
+    assert sentence in says
+    assert "On 2 ranks of 1 GiB the model states fit under every strategy." in says
+    states = table.loc[2][STATES].sum(axis=1)
+    # Parameters, gradients and Adam's two numbers for each, and ResNet's statistics.
+    assert states["ddp"] == pytest.approx(4 * total, rel=0.02)
+    assert states["fsdp"] == pytest.approx(2 * total, rel=0.05)
+    assert table["activations_peak"].isna().all()
+    assert (table.loc[2]["total_peak"] >= states).all()
+    shown = Forecast(table, says, 2**30)
+    assert set(shown.in_mib()["fits"]) == {"?"}
+    assert shown.plot()._repr_png_().startswith(b"\x89PNG")
+    _, says = forecast(model, **{**given, "device_bytes": 3 * total})  # type: ignore[arg-type]
+    assert "single, ddp" in says
+    assert "cannot fit" in says
+
+
+def test_input_is_guessed_where_the_model_begins_with_numbers() -> None:
+    options = {"world_sizes": [2], "device_bytes": 2**30}
+    table, says = forecast(mlp(), batch_size=64, **options)
+    expected, _ = forecast(mlp(), torch.zeros(64, 64), **options)
+    pd.testing.assert_frame_equal(table, expected)
+    assert "Input of shape (64, 64) is assumed" in says
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        (torch.zeros(4, 16), torch.zeros(4, 5, dtype=torch.int64)),
+        UserDict(
+            pixels=torch.zeros(4, 16),
+            ids=torch.zeros(4, 5, dtype=torch.int64),
+            labels=torch.zeros(4),
+        ),
+    ],
+    ids=["tuple", "dict"],
+)
+def test_a_model_of_several_inputs_is_estimated(x: object) -> None:
+    options = {"world_sizes": [2], "device_bytes": 2**30}
+    table, says = forecast(TwoTowers(), x, **options)  # type: ignore[arg-type]
+    assert (table["activations_peak"] > 0).all()
+    # Neither fully_shard nor DeepSpeed takes a parameter without a dimension.
+    assert "As it is, zero1, zero2, zero3, fsdp and hsdp cannot train it: logit" in says
 
 
 def test_the_forecast_is_a_table_and_a_picture() -> None:

@@ -403,7 +403,17 @@ def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
     text = table["text/plain"]
     for strategy in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"):
         assert strategy in text
-    assert "--sequence" in usage_error(kernel, "%dist_estimate gpt --batch-size 8")
+    kernel.run("import torch\nencoder = torch.nn.Transformer(32, 2, 1, 1)")
+    for line, option in {
+        "gpt": "--batch-size B and --sequence T",
+        "gpt --batch-size 8": "--sequence T",
+        "encoder --batch-size 8": "--input NAME, a variable with a batch: a tuple",
+    }.items():
+        reply = kernel.run(f"%dist_estimate {line}")
+        assert reply.status == "ok", reply.stderr
+        assert "?" in reply.displays[1]["text/plain"]
+        assert "Activations are not in it: give" in reply.stdout
+        assert option in reply.stdout
     kernel.run("%%dist\nfrom labkit.models import GPT\non_rank = GPT(64, context=16)")
     reply = kernel.run("%dist_estimate on_rank --sequence 16 --batch-size 8")
     assert reply.status == "ok", reply.stderr

@@ -5,6 +5,7 @@ data: it tells the bytes of activations, temporaries and gradients at every mome
 each strategy keeps and gathers is added to that by arithmetic.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,18 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.checks import check_count
 from labkit.estimate.advice import SETUP_PEAK
 from labkit.estimate.advice import needed
+from labkit.estimate.advice import refusal
+from labkit.estimate.advice import what_can_fit
 from labkit.estimate.advice import what_would_fit
+from labkit.estimate.arguments import batch_of
 from labkit.estimate.arguments import check
 from labkit.estimate.arguments import check_input
 from labkit.estimate.arguments import cross_entropy
-from labkit.estimate.arguments import ids_for
+from labkit.estimate.arguments import guessed_input
+from labkit.estimate.arguments import inputs_of
 from labkit.estimate.arguments import optimizer_class
 from labkit.estimate.plans import STRATEGIES
 from labkit.estimate.plans import Plan
 from labkit.estimate.trace import Loss
 from labkit.estimate.trace import Optimizer
+from labkit.estimate.trace import UntraceableError
 from labkit.records import COMPONENTS
 
 if TYPE_CHECKING:
@@ -33,14 +40,17 @@ if TYPE_CHECKING:
 __all__ = ["STRATEGIES", "estimate", "forecast"]
 
 
+Batch = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, Any]
+
+
 def estimate(
     model: nn.Module,
-    x: torch.Tensor | tuple[torch.Tensor, ...],
+    x: Batch | None,
     loss_fn: Loss | None = None,
     *,
     optimizer: Optimizer | None = None,
     world_sizes: Sequence[int],
-    batch_size: int,
+    batch_size: int = 1,
     accumulate: int = 1,
     precision: str = "fp32",
     activation_checkpointing: bool = False,
@@ -58,10 +68,14 @@ def estimate(
     class (AdamW without it). `single` has the whole batch on one rank. With
     `device_bytes` a column "fits" compares.
 
+    Where `x` is None the activations are NaN and the total is what there is without
+    them; "fits" is then False, or None for what is not known.
+
     Workspaces inside of kernels, and what the device and its communication libraries
     keep for themselves, are not in it.
 
-    Raises ValueError for what cannot be estimated.
+    Raises ValueError for what cannot be estimated, and `UntraceableError`, one of
+    these, where the model does not run without data.
     """
     import pandas as pd
 
@@ -77,10 +91,9 @@ def estimate(
         device,
         device_bytes,
     )
-    inputs = x if isinstance(x, tuple) else (x,)
     plan = Plan(
         model,
-        inputs,
+        None if x is None else inputs_of(model, x),
         loss_fn or cross_entropy,
         optimizer,
         accumulate,
@@ -99,15 +112,18 @@ def estimate(
     columns = [*COMPONENTS, SETUP_PEAK]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
     table.index = pd.MultiIndex.from_tuples(rows, names=["world_size", "strategy"])
-    table = table.round().astype("int64")
+    known = [name for name in COMPONENTS if table[name].notna().all()]
+    table = table.round().astype(dict.fromkeys(known, "int64"))
     if device_bytes is not None:
         table["fits"] = needed(table) <= device_bytes
+        if x is None:
+            table["fits"] = [None if fits else False for fits in table["fits"]]
     return table
 
 
 def forecast(
     model: nn.Module,
-    x: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    x: Batch | None = None,
     *,
     world_sizes: Sequence[int],
     device_bytes: float,
@@ -118,39 +134,50 @@ def forecast(
     activation_checkpointing: bool = False,
     **options: Any,
 ) -> tuple["pd.DataFrame", str]:
-    """`estimate`, and a sentence that says what fits and what would.
+    """`estimate`, and some sentences that say what fits and what would.
 
-    Without `x` the model takes token ids of shape (batch, `sequence`). `batch_size` is
-    by default that of `x`. `optimizer` may be the name of a class of torch.optim.
+    Without `x` it is guessed from how the model begins, as `guessed_input` does it.
+    `batch_size` is by default that of `x`. Where no step can be traced, the table is
+    without activations, and the sentences say what they need. `optimizer` may be the
+    name of a class of torch.optim.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}, no torch.nn.Module")
     if x is not None:
         check_input(x)
-    if batch_size is None and x is not None:
-        batch_size = len(x[0] if isinstance(x, tuple) else x)
-    if batch_size is None:
-        raise ValueError("give --batch-size B, the samples of all ranks together")
+        batch_size = batch_of(x) if batch_size is None else batch_size
+    if batch_size is not None:
+        check_count("batch size", batch_size, "the samples of all ranks together")
     if isinstance(optimizer, str):
         optimizer = optimizer_class(optimizer)
-    find = partial(
-        estimate,
-        model,
-        ids_for(model, sequence) if x is None else x,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        **options,
-    )
     changes: dict[str, Any] = {
         "accumulate": accumulate,
         "activation_checkpointing": activation_checkpointing,
     }
-    table = find(world_sizes=world_sizes, device_bytes=device_bytes, **changes)
-    sentence = what_would_fit(
-        lambda **change: find(world_sizes=[min(world_sizes)], **{**changes, **change}),
-        table,
-        device_bytes,
-        batch_size=batch_size,
-        **changes,
-    )
-    return table, sentence
+    says = ""
+    if x is None:
+        x, says = guessed_input(model, batch_size, sequence)
+    find: Any = partial(estimate, model, optimizer=optimizer, **options)
+    limits = {"world_sizes": world_sizes, "device_bytes": device_bytes}
+    if x is not None:
+        find = partial(find, batch_size=batch_size)
+        try:
+            table = find(x, **limits, **changes)
+        except UntraceableError as error:
+            x, says = None, str(error)
+    if x is None:
+        table = find(None, **limits, **changes)
+        missing = f"Activations are not in it: {says}."
+        sentences = [what_can_fit(table, device_bytes), missing]
+    else:
+        advice = what_would_fit(
+            lambda **change: find(
+                x, world_sizes=[min(world_sizes)], **{**changes, **change}
+            ),
+            table,
+            device_bytes,
+            batch_size=batch_size or 1,
+            **changes,
+        )
+        sentences = [advice, says]
+    return table, " ".join(filter(None, [*sentences, refusal(model)]))

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
 
+from torch import nn
+
+from labkit.checks import UnsupportedLoopError
 from labkit.estimate.plans import STRATEGIES
 from labkit.records import format_bytes
+from labkit.strategies.unsupported import check_supported
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,6 +89,36 @@ def what_would_fit(
             "More ranks (--ranks), a smaller batch or --precision bf16 are left to try."
         )
     return " ".join(says)
+
+
+def what_can_fit(table: "pd.DataFrame", device_bytes: float) -> str:
+    """What there is to say without activations: which strategies cannot fit."""
+    says = []
+    for world_size in sorted(set(table.index.get_level_values("world_size"))):
+        least = table.loc[world_size]["total_peak"]
+        large = [name for name in STRATEGIES if least[name] > device_bytes]
+        here = f"{world_size} rank{'s' * (world_size > 1)}"
+        here += f" of {format_bytes(device_bytes)}"
+        says.append(
+            f"On {here} {listed(large)} cannot fit."
+            if large
+            else f"On {here} the model states fit under every strategy."
+        )
+    return " ".join(says)
+
+
+def refusal(model: nn.Module) -> str:
+    """Which strategies cannot train a model like this, and why; "" where all can."""
+    errors = {}
+    for strategy in STRATEGIES:
+        try:
+            check_supported(model, strategy)
+        except UnsupportedLoopError as error:
+            errors[strategy] = str(error)
+    if not errors:
+        return ""
+    first = next(iter(errors.values()))
+    return f"As it is, {listed([*errors])} cannot train it: {first}."
 
 
 def listed(names: Sequence[str]) -> str:

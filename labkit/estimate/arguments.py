@@ -1,5 +1,7 @@
 """What an estimate is asked with: checked, and what is left out, filled in."""
 
+import inspect
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
 from labkit.checks import check_choice
@@ -14,6 +17,7 @@ from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import is_number
 from labkit.checks import shown
+from labkit.estimate.trace import Inputs
 from labkit.records import PRECISIONS
 from labkit.strategies.zero import is_zero
 
@@ -40,9 +44,15 @@ def check(
             "the model is sharded already, by a run or by hand; make it anew and "
             "estimate the plain model"
         )
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        raise ValueError(
+            "the model has lazy layers, whose sizes come from its first input; call "
+            "it with one batch before"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient")
-    check_input(x)
+    if x is not None:
+        check_input(x)
     if isinstance(world_sizes, str) or not isinstance(world_sizes, Sequence):
         raise ValueError(
             f"world sizes are {shown(world_sizes)}; give them as a list, as [8, 64]"
@@ -51,7 +61,8 @@ def check(
         raise ValueError("there are no world sizes; give some, as [8, 64]")
     for world_size in world_sizes:
         check_count("a world size", world_size, most=2**20)
-    check_count("batch size", batch_size, "the samples of all ranks together")
+    if x is not None:
+        check_count("batch size", batch_size, "the samples of all ranks together")
     check_count("accumulate", accumulate, "the microbatches of one optimizer step")
     check_choice("precision", precision, PRECISIONS)
     check_flag("activation_checkpointing", activation_checkpointing)
@@ -66,14 +77,16 @@ def check(
 
 
 def check_input(x: Any) -> None:
-    """ValueError unless `x` is a batch: a tensor, or a tuple of them."""
-    inputs = x if isinstance(x, tuple) else (x,)
+    """ValueError unless `x` is a batch: a tensor, or a tuple or dict of them."""
+    inputs: Any = x if isinstance(x, tuple) else (x,)
+    if isinstance(x, Mapping):
+        inputs = [each for each in x.values() if isinstance(each, torch.Tensor)]
     if not inputs or not all(
         isinstance(each, torch.Tensor) and each.dim() for each in inputs
     ):
         raise ValueError(
-            f"the input is {type(x).__name__}; it must be a tensor, or a tuple of "
-            "tensors, whose first dimension is the batch"
+            f"the input is {type(x).__name__}; it must be a tensor, or a tuple or dict "
+            "of tensors, whose first dimension is the batch"
         )
 
 
@@ -108,24 +121,89 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def ids_for(model: nn.Module, sequence: int | None) -> torch.Tensor:
-    """Token ids (1, T) for a model that begins with an Embedding, on the meta device.
+def inputs_of(model: nn.Module, x: Any) -> Inputs:
+    """What `model` is called with, of a batch as `check_input` allows it.
 
-    ValueError where it does not, or where T is not given.
+    A dict is what a loader gives: arguments by name, where the model has those names.
     """
+    if isinstance(x, tuple):
+        return x, {}
+    if not isinstance(x, Mapping):
+        return (x,), {}
+    taken = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    if any(key in taken for key in x) or takes_any:
+        return (), {key: x[key] for key in x if key in taken or takes_any}
+    return (x,), {}
+
+
+def batch_of(x: Any) -> int:
+    """The samples in a batch."""
+    first = next(t for t in tree_leaves(plain(x)) if isinstance(t, torch.Tensor))
+    return len(first)
+
+
+def plain(x: Any) -> Any:
+    """A batch with a dict for any other mapping, as tokenizers give them."""
+    return dict(x) if isinstance(x, Mapping) else x
+
+
+def guessed_input(
+    model: nn.Module, batch_size: int | None, sequence: int | None
+) -> tuple[torch.Tensor | None, str]:
+    """A batch for `model` on the meta device, and a sentence that says what was assumed
+    of it; or None, and what to give, to be read after a colon.
+
+    Token ids (batch, `sequence`) for a model that begins with an Embedding, and rows of
+    numbers for one that begins with a Linear layer.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    by_place = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = [p.name for p in parameters if p.kind in by_place and p.default is p.empty]
+    if len(names) > 1:
+        return None, (
+            "give --input NAME, a variable with a batch: a tuple or dict of "
+            f"{', '.join(names)}"
+        )
     first = next((m for m in model.modules() if not any(m.children())), None)
-    if not isinstance(first, nn.Embedding):
-        raise ValueError(
-            f"the model begins with {type(first).__name__}, so that its input cannot "
-            "be guessed; give --input NAME, a variable with a batch"
+    if isinstance(first, nn.Embedding):
+        if sequence is None or batch_size is None:
+            return None, (
+                "give --batch-size B and --sequence T, for the model begins "
+                "with an Embedding and so takes token ids (batch, T), or --input NAME, "
+                "a variable with a batch"
+            )
+        check_count("sequence", sequence, "the tokens of a sample")
+        return torch.empty(1, sequence, dtype=torch.int64, device="meta"), ""
+    layer = first_layer(model)
+    if not isinstance(layer, nn.Linear):
+        return None, (
+            "give --input NAME, a variable with a batch, for the model begins "
+            f"with {type(layer or first).__name__}, and its input cannot be guessed"
         )
-    if sequence is None:
-        raise ValueError(
-            "the model begins with an Embedding, so it takes token ids of shape "
-            "(batch, T); give --sequence T, or --input NAME, a variable with a batch"
+    if batch_size is None:
+        return None, (
+            "give --batch-size B, the samples of all ranks together, or "
+            "--input NAME, a variable with a batch"
         )
-    check_count("sequence", sequence, "the tokens of a sample")
-    return torch.empty(1, sequence, dtype=torch.int64, device="meta")
+    size = layer.in_features
+    return torch.empty(1, size, device="meta"), (
+        f"Input of shape ({batch_size}, {size}) is assumed, for the model begins with "
+        "Linear; give other input by --input NAME."
+    )
+
+
+def first_layer(model: nn.Module) -> nn.Module | None:
+    """The first part of a model that has parameters of its own, where it is plain which
+    one that is."""
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            is_list = isinstance(child, nn.Sequential | nn.ModuleList)
+            return first_layer(child) if is_list else child
+    return model if any(True for _ in model.parameters()) else None
 
 
 def cross_entropy(output: Any) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """What each strategy keeps and gathers, added to what a step of the model needs."""
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from math import prod
 
-import torch
 from torch import nn
 
+from labkit.estimate.trace import NOTHING
+from labkit.estimate.trace import Inputs
 from labkit.estimate.trace import Loss
 from labkit.estimate.trace import Moment
 from labkit.estimate.trace import Optimizer
@@ -27,12 +29,15 @@ Memory = dict[str, float]
 
 
 class Plan:
-    """The memory of one model by strategy; steps that are alike are traced once."""
+    """The memory of one model by strategy; steps that are alike are traced once.
+
+    Without inputs it is what there is besides a step's activations and temporaries.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        inputs: tuple[torch.Tensor, ...],
+        inputs: Inputs | None,
         loss_fn: Loss,
         optimizer: Optimizer | None,
         accumulate: int,
@@ -46,15 +51,17 @@ class Plan:
         self.is_cpu = device == "cpu"
         self._optimizer = optimizer
         self._device = device
-        self._trace = partial(
-            trace_step,
-            model,
-            inputs,
-            loss_fn,
-            dtype=DTYPES[precision],
-            activation_checkpointing=activation_checkpointing,
-            device=device,
-        )
+        self._trace: Callable[..., Trace] = lambda **step: NOTHING
+        if inputs is not None:
+            self._trace = partial(
+                trace_step,
+                model,
+                inputs,
+                loss_fn,
+                dtype=DTYPES[precision],
+                activation_checkpointing=activation_checkpointing,
+                device=device,
+            )
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._updates: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
         parameters = list(model.parameters())
@@ -169,7 +176,7 @@ class Plan:
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group`.
         """
-        shards = [(-(-s[0] // num_shards), *s[1:]) for s in self.shapes]
+        shards = [(-(-s[0] // num_shards), *s[1:]) if s else () for s in self.shapes]
         state, temporaries = self.update(self.trainable_of(shards))
         kept = 4.0 * sum(map(prod, shards)) + self.buffers
         is_sharded = num_shards > 1

@@ -2,10 +2,14 @@
 
 import copy
 import inspect
+import logging
+import math
 import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import contextmanager
 from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import field
@@ -17,7 +21,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
+from labkit.records import shorten
 from labkit.strategies.model_options import checkpoint_activations
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import cast_floats
@@ -26,6 +32,12 @@ from labkit.strategies.prepared import optimizer_tensors
 Loss = Callable[[Any], torch.Tensor]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Shapes = Sequence[Sequence[int]]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a model is called with: by place, and by name."""
+
+
+class UntraceableError(ValueError):
+    """The model cannot be run without data, or not on this input."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +62,15 @@ class Trace:
     """Indices of parameters, in the order in which their gradients are complete."""
     entered: list[int] = field(default_factory=list)
     """The blocks in the order of the forward pass."""
-    activations: int = 0
+    activations: float = 0
 
     def peak(self, extra: Callable[[Moment], float] = lambda moment: 0.0) -> float:
         """The greatest sum of what is alive and what `extra` adds to it."""
         return max(moment.others + extra(moment) for moment in self.moments)
+
+
+NOTHING = Trace([Moment(0, 0, 0, is_backward=False)], activations=math.nan)
+"""In the place of a step whose input is not known."""
 
 
 class _Watch(TorchDispatchMode):
@@ -115,7 +131,7 @@ def fake_copy(
 
 def trace_step(
     model: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Inputs,
     loss_fn: Loss,
     *,
     batch_size: int,
@@ -127,6 +143,8 @@ def trace_step(
     """A forward and backward pass on `batch_size` samples, without data.
 
     Below fp32 either the model is cast, or its operators (autocast).
+
+    Raises UntraceableError where the model, or the loss, raises anything.
     """
     trace = Trace()
     is_low = dtype is not torch.float32
@@ -142,9 +160,14 @@ def trace_step(
         fake.train(model.training)
         if activation_checkpointing:
             checkpoint_activations(fake)
-        batch = tuple(
-            torch.empty((batch_size, *x.shape[1:]), dtype=x.dtype, device=device)
-            for x in inputs
+        args, kwargs = tree_map_only(
+            torch.Tensor,
+            lambda x: torch.empty(
+                (batch_size, *x.shape[1:]) if x.dim() else (),
+                dtype=x.dtype,
+                device=device,
+            ),
+            inputs,
         )
         parameters = list(fake.parameters())
         for index, parameter in enumerate(parameters):
@@ -156,11 +179,11 @@ def trace_step(
             _follow(block, unit, now, trace.entered)
         watch = _Watch([*parameters, *fake.buffers()], note)
         autocast = torch.autocast(device, dtype) if is_low else nullcontext()
-        with watch:
+        with running(inputs), watch:
             if is_low and casts_model:
-                batch = cast_floats(batch, dtype)
+                args, kwargs = cast_floats((args, kwargs), dtype)
             with nullcontext() if casts_model else autocast:
-                output = fake(*batch)
+                output = fake(*args, **kwargs)
             if is_low:
                 output = cast_floats(output, torch.float32)
             loss = loss_fn(output)
@@ -170,6 +193,27 @@ def trace_step(
             loss.backward()
             note(watch.total)
     return trace
+
+
+@contextmanager
+def running(inputs: Inputs) -> Iterator[None]:
+    """Whatever a model raises in it says that it cannot be traced, and on what."""
+    logger = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it logs what it raises
+    try:
+        yield
+    except Exception as error:
+        shapes = [
+            f"{tuple(x.shape)}" for x in tree_leaves(inputs) if hasattr(x, "shape")
+        ]
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise UntraceableError(
+            f"a step without data, on input of shape {', '.join(shapes)}, ends in "
+            f"{type(error).__name__}: {shorten(first.removesuffix('.'), 160)}"
+        ) from error
+    finally:
+        logger.setLevel(level)
 
 
 def _finish(finished: list[int], index: int, parameter: torch.Tensor) -> None:
@@ -213,7 +257,7 @@ def trace_update(
 ) -> tuple[int, int]:
     """Bytes of the optimizer's state for fp32 parameters, and of its temporaries."""
     temporaries: list[int] = [0]
-    parameters = [nn.Parameter(torch.empty(*s, device="meta")) for s in shapes]
+    parameters = [nn.Parameter(torch.empty(tuple(s), device="meta")) for s in shapes]
     kind: Any = optimizer or torch.optim.AdamW
     given: dict[str, Any] = {}
     if isinstance(kind, torch.optim.Optimizer):

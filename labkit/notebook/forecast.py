@@ -16,7 +16,8 @@ REST = "activations, buffers"
 class Forecast:
     """Predicted memory of a rank by world size and strategy.
 
-    `table` is in bytes, by (world_size, strategy), with a column "fits";
+    `table` is in bytes, by (world_size, strategy), with a column "fits"; without
+    activations where they are not known, and "fits" is then False or None.
     `device_bytes` is what a rank has; `sentence` says what fits and what would.
     """
 
@@ -38,14 +39,18 @@ class Forecast:
         print(self.sentence)
 
     def in_mib(self) -> "pd.DataFrame":
-        """The table to be read: MiB, and "yes" or "no" for what fits; the peak of
+        """The table to be read: MiB, and "yes", "no" or "?" for what fits; the peak of
         `prepare` where it is above that of a step."""
         columns = list(COMPONENTS)
         if (self.table["setup_peak"] > self.table["total_peak"]).any():
             columns.append("setup_peak")
         shown = (self.table[columns] / 2**20).round(1)
+        if shown["activations_peak"].isna().any():
+            shown["activations_peak"] = "?"
+            shown["total_peak"] = [f"> {peak}" for peak in shown["total_peak"]]
         shown.columns = [f"{name} (MiB)" for name in shown.columns]
-        shown["fits"] = ["yes" if fits else "no" for fits in self.table["fits"]]
+        words = {True: "yes", False: "no", None: "?"}
+        shown["fits"] = [words[fits] for fits in self.table["fits"]]
         return shown
 
     def plot(self) -> "RunFigure":
