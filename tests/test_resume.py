@@ -127,6 +127,40 @@ def test_resumed_equals_uninterrupted_under_every_strategy(
     assert resumed.mismatches == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "DataLoader(data, 12, shuffle=True, generator=torch.Generator())",
+        "DataLoader(data, 12, sampler=WeightedRandomSampler([1.0] * 46, 46))",
+        "DataLoader(Stream(), 12)",
+        "DataLoader(Stream(), 12, num_workers=1)",
+    ],
+)
+def test_samplers_and_streams_go_on_where_they_were(
+    train: Callable[..., Run], tmp_path: Path, source: str
+) -> None:
+    stream = """
+from torch.utils.data import IterableDataset, WeightedRandomSampler
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (data[i] for i in torch.randperm(46).tolist())
+
+loader = """
+    code = loop(epochs=2).replace(
+        "loader = DataLoader(data, 12, shuffle=True, num_workers=0)", stream + source
+    )
+    whole = train("ddp", code, every=1)
+    forget_after(tmp_path / "kept", 6)
+    resumed = train("ddp", code, resume=True)
+    assert_goes_on(resumed, whole, after=6)
+    if "Stream" in source:
+        forget_after(tmp_path / "kept", 6)
+        other = code.replace("torch.randperm(46)", "torch.arange(46)")
+        with pytest.raises(RankError, match="epoch 2 does not begin with the samples"):
+            train("ddp", other, resume=True)
+
+
 def test_where_an_epoch_ends_and_with_workers_and_after_a_finished_run(
     train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
@@ -746,6 +747,12 @@ def check_prepared(model: Any, optimizer: Any) -> None:
         raise ValueError(
             "model is sharded already, by an earlier run or by hand; make it anew in "
             "this cell, or use %%dist_train raw"
+        )
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        raise ValueError(
+            "the model has lazy modules that have seen no input as yet, so their "
+            "parameters have no shape; call model(x) once before prepare, and make the "
+            "optimizer after that"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
