@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "clip": {"clip": 0.2},
 }
+IN_BF16 = ("user_autocast",)
+"""Loops that compute in bf16 whatever the option."""
 CONFIGS = {
     # Parameters as small as a loop's are else kept whole on every rank.
     "zero3": {"zero_optimization": {"stage3_param_persistence_threshold": 10}},
@@ -138,7 +140,8 @@ def run_cell(lab: Lab, loop: str, strategy: str, option: str) -> Cell:
     away = max(deviation(result, wanted, untrained(loop)) for result in results)
     differences = [*filter(says_it_differs, run.notes), *run.mismatches]
     ended = functools.partial(ended, deviation=away, seconds=seconds)
-    if away <= WITHIN[options.get("precision", "fp32")]:
+    precision = "bf16" if loop in IN_BF16 else options.get("precision", "fp32")
+    if away <= WITHIN[precision]:
         return ended("right", " ".join([*run.notes, *run.mismatches]))
     if differences:
         return ended("noted", " ".join(differences))
