@@ -198,11 +198,6 @@ def test_wrong_weights_are_explained(lab: Lab, options: str) -> None:
     assert WRONG[options] in str(caught.value)
 
 
-def test_a_batch_size_without_its_name_is_explained(lab: Lab) -> None:
-    with pytest.raises(RankError, match="prepare got 64 after the dataset; name what"):
-        train(lab, "ddp", SETUP + "prepare(model, optimizer, data, 64)")
-
-
 # ---- BatchNorm ----
 
 # The last batch, of one sample, leaves the last rank without one.
@@ -255,6 +250,22 @@ torch.manual_seed(0)
     assert any("WithActivation has a forward of its own" in note for note in run.notes)
     with pytest.raises(RankError, match="WithActivation has a forward of its own"):
         train(lab, "ddp", own + prepare + LOOP, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_syncbatchnorm_has_the_statistics_of_all_ranks(
+    lab: Lab, precision: str
+) -> None:
+    norm = SETUP.replace("nn.Tanh()", "nn.{norm}(8)")
+    prepare = "model, optimizer, loader = prepare(model, optimizer, data, {given})\n"
+    given = prepare.format(given="batch_size=5, shuffle=False")
+    code = norm.replace("{norm}", "SyncBatchNorm") + given + LOOP
+    train(lab, "ddp", code, precision=precision)
+    found = lab.pull("model", full=True)
+    code = norm.replace("{norm}", "BatchNorm1d") + "loader = DataLoader(data, 5)\n"
+    expected = plain(code + LOOP)["model"].state_dict()
+    atol = 1e-6 if precision == "fp32" else 0.05
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
 
 
 # ---- evaluation in a loop of one's own ----

@@ -491,7 +491,6 @@ WRONG_IN_A_CELL = {
     "log(**{'\\ud800': 1})": "is a text of",
     "log(**{'x' * 201: 1})": "is a text of 1 to 200 bytes",
     "log(**{'(epoch)': 1})": "is labkit's own; choose another name",
-    "prepare(m, o, d, 4)": "prepare got 4 after the dataset; name what it is",
     "prepare(m, o, d)": "batch_size is None; it must be a whole number from 1: the",
     "prepare(m, o, d, batch_size=4, weigh=1)": "weigh is 1; give a function of a",
     "prepare(m, o, d, batch_size=4, reduction=1)": "choose one of: mean, sum",
