@@ -17,7 +17,7 @@ help:
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
-	@echo "make conformance                           write docs/conformance.md anew"
+	@echo "make conformance                           regenerate docs/conformance.md"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
 .venv/installed: pyproject.toml

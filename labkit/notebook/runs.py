@@ -227,7 +227,8 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of the cell's loop under this strategy, in sentences."""
+        """Sentences about the cell's loop: where its result differs from that of one
+        process, and what labkit did otherwise than the code says."""
         return list(self.collector.notes)
 
     @property

@@ -14,11 +14,12 @@ OTHER_DEVICE = (
     "torch.cuda.set_device, and device_ids of DistributedDataParallel, are not needed"
 )
 IN_PARTS = (
-    "this strategy has parameters in parts (DTensors) outside of the model's forward "
-    "pass, and the loop computes with them and with tensors that are whole: a penalty, "
-    "an average of weights, a copy. Take the optimizer's weight_decay or compute it in "
-    "forward; p.full_tensor() and torch.distributed.checkpoint.state_dict gather what "
-    "is only looked at; under ddp, zero1, zero2 and zero3 the loop is right as it is"
+    "outside the model's forward pass this strategy keeps parameters as shards "
+    "(DTensors), and the loop combines them with ordinary tensors or copies the "
+    "model: a penalty, an average of weights. Use the optimizer's weight_decay, "
+    "or compute the penalty in forward; to read values use p.full_tensor() or "
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict; under ddp, "
+    "zero1, zero2 and zero3 the loop works unchanged"
 )
 HINTS = {
     "got mixed torch.Tensor and DTensor": IN_PARTS,

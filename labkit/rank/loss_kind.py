@@ -24,16 +24,17 @@ PASSED = (
 Value = float | torch.Tensor
 
 UNEVEN = (
-    "the loss is a mean, but not over as many numbers for each sample (ignore_index, "
-    "a mask, class weights, or lengths that differ), and a rank's mean counts by its "
-    "samples: the gradient is not that of the mean over the whole batch. Give "
-    "prepare(..., weigh=...) what the mean of a batch divides by, as "
-    "weigh=lambda batch: (batch[1] != -100).sum()"
+    "the loss is a mean over a number of elements that differs between samples "
+    "or batches (ignore_index, a mask, class weights, lengths), but ranks are "
+    "averaged by their number of samples: the gradient differs from that of one "
+    "process on the whole batch. Pass prepare(..., weigh=f), where f(batch) "
+    "returns what the mean of that batch divides by, for example weigh=lambda "
+    "batch: (batch[1] != -100).sum()"
 )
 SUM = (
-    "the loss is a sum, and those of ranks and microbatches are averaged as means are: "
-    "the gradient is a part of that of the sum over the whole batch. Give "
-    'prepare(..., reduction="sum") for the whole, or take the mean'
+    "the loss is a sum over samples, but the losses of ranks and microbatches "
+    "are averaged: the gradient is a fraction of what one process computes on "
+    'the whole batch. Pass prepare(..., reduction="sum"), or use a mean'
 )
 
 

@@ -305,10 +305,10 @@ class Keeper:
         accumulate = max(each.batches.dealer.accumulate for each in self._loaders)
         if accumulate > 1:
             self._tell(
-                "len(loader) counts the microbatches of --accumulate "
-                f"{accumulate}, and {kind} steps with the optimizer: of a schedule of "
-                f"len(loader) steps it would go through 1/{accumulate}. Make it of "
-                "loader.num_steps"
+                f"len(loader) counts microbatches (--accumulate {accumulate}), but "
+                f"{kind} advances once per optimizer step: a schedule of len(loader) "
+                f"steps completes only 1/{accumulate} of its course, unlike in one "
+                "process. Build it from loader.num_steps"
             )
 
     def _restore(self, scheduler: LRScheduler) -> None:

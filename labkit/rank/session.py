@@ -87,8 +87,8 @@ RESERVED = frozenset(
 )
 
 UNMEASURED = (
-    "memory and collectives were measured in no more steps, for torch.profiler was at "
-    "work, which would have seen labkit measure"
+    "memory and collectives were not measured in the remaining steps: a profiler "
+    "is active and would record labkit's own measurement"
 )
 
 
@@ -506,17 +506,18 @@ class Session:
         ours = self._prepared_ids()
         if any(id(parameter) in ours for parameter in model.parameters()):
             raise UnsupportedLoopError(
-                "the model has parameters that were prepared in this cell already: a "
-                "parameter has one optimizer. Give prepare one optimizer with a "
-                "parameter group for each part"
+                "parameters of this model were already prepared in this cell, and a "
+                "parameter can have only one optimizer. Pass prepare one optimizer "
+                "with one parameter group for each part"
             )
         owned = {id(parameter) for parameter in model.parameters()}
-        names = [shown_shape(p) for p in parameters_of(optimizer) if id(p) not in owned]
-        if names and not self.strategy.is_single:
+        others = [p for p in parameters_of(optimizer) if id(p) not in owned]
+        shapes = [tuple(parameter.shape) for parameter in others]
+        if shapes and not self.strategy.is_single:
             raise UnsupportedLoopError(
-                f"the optimizer has {len(names)} parameters that are not the model's "
-                f"({names[0]} is the first), which {self.strategy.name} would not "
-                "synchronize; make both part of one module and prepare that: "
+                f"{len(shapes)} of the optimizer's parameters (the first has shape "
+                f"{shapes[0]}) do not belong to the model, so {self.strategy.name} would "
+                "not synchronize them; put both modules into one and prepare that: "
                 "both = torch.nn.ModuleList([model, other])"
             )
         release_former(model.parameters())
@@ -526,10 +527,10 @@ class Session:
             return
         if use := lonely_use(self.code):
             raise UnsupportedLoopError(
-                f"{use} is for one rank alone, and under {self.strategy.name} no rank "
-                "has the whole model: it would wait for the others for ever. Have all "
-                "ranks do it, and print or save its result on one; "
-                "save_checkpoint(folder) saves the whole from all ranks"
+                f"{use} runs on one rank only, but under {self.strategy.name} no rank "
+                "has the whole model, so that rank would wait forever for the others. "
+                "Run it on all ranks and print or save the result on one; "
+                "save_checkpoint(folder), called on all ranks, saves the whole model"
             )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -544,9 +545,9 @@ class Session:
             )
         if any(optimizer is each.prepared.optimizer for each in self._optimizers):
             raise UnsupportedLoopError(
-                f"{kind} steps by itself, and not by what prepare returned for it; "
-                "write model, optimizer, loader = prepare(model, optimizer, ...) and "
-                "step that optimizer"
+                f"the loop steps the {kind} that was passed to prepare instead of the "
+                "optimizer that prepare returned; write model, optimizer, loader = "
+                "prepare(model, optimizer, ...) and call step() on that optimizer"
             )
         ours = self._prepared_ids()
         if any(id(parameter) in ours for parameter in parameters_of(optimizer)):
@@ -556,9 +557,9 @@ class Session:
                 "prepare one optimizer with a parameter group for each part"
             )
         self.note(
-            f"{kind} was not prepared: under {strategy} what it trains is not "
-            "synchronized, and every rank has its own. prepare takes several models, "
-            "each with its optimizer"
+            f"{kind} was not passed to prepare, so under {strategy} its parameters are "
+            "not synchronized: every rank trains its own copy, unlike one process. Call "
+            "prepare once for each model and its optimizer"
         )
 
     def _check_loss(self, loss: torch.Tensor) -> None:
@@ -577,18 +578,18 @@ class Session:
         ours = self._prepared_ids()
         if self.world_size > 1 and any(id(each) in ours for each in inputs):
             raise UnsupportedLoopError(
-                "torch.autograd.grad gives this rank's gradients of the parameters, "
-                f"which {self.strategy.name} does not average; use loss.backward() and "
-                "parameter.grad, which are of all ranks, or %%dist_train raw"
+                "torch.autograd.grad returns the gradients of this rank alone, which "
+                f"{self.strategy.name} does not average; use loss.backward() and read "
+                "parameter.grad, which is averaged over all ranks, or %%dist_train raw"
             )
 
     def _check_graph(self) -> None:
         if self.world_size > 1 and self._optimizers:
             raise UnsupportedLoopError(
-                "backward(create_graph=True) is to be differentiated again, which "
-                f"gradients that {self.strategy.name} averages over the ranks cannot "
-                "be; take torch.autograd.grad(..., create_graph=True) with respect to "
-                "the inputs, or use %%dist_train single"
+                "backward(create_graph=True) asks for gradients that can be "
+                f"differentiated again; those that {self.strategy.name} averages over "
+                "the ranks cannot. Use torch.autograd.grad(..., create_graph=True) with "
+                "respect to the inputs, or %%dist_train single"
             )
 
     def _check_scaler(self) -> None:
@@ -712,10 +713,6 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def shown_shape(tensor: torch.Tensor) -> str:
-    return f"one of shape {tuple(tensor.shape)}"
 
 
 def speak_as_ddp(model: nn.Module) -> None:

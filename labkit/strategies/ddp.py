@@ -89,9 +89,10 @@ class DDP(Prepared):
                 if id(p) in self._reduced and id(p) not in ours
             )
             raise UnsupportedLoopError(
-                f"{name} takes no part in this backward pass, and did in the first: "
-                "under ddp all ranks would wait for its gradient. Give "
-                '--config with {"find_unused_parameters": True}'
+                f"{name} gets no gradient in this backward pass but did in the first "
+                "one, so ddp would wait for it on every rank. Define options = "
+                '{"find_unused_parameters": True} in a notebook cell and add '
+                "--config options to the magic line"
             )
         ddp.reducer.prepare_for_backward([])
 

@@ -97,10 +97,10 @@ class FSDP(Prepared):
         for name, shard in self._shards.items():
             if shard._local_tensor.shape != self._shapes[name]:
                 raise UnsupportedLoopError(
-                    f"the loop has given {name} a tensor that is no part of it, of "
-                    f"shape {tuple(shard._local_tensor.shape)}: some functions that "
-                    "write into a tensor, as torch.nn.init.eye_, do so to one that "
-                    "fsdp has in parts. Do it before prepare, or use ddp"
+                    f"the loop replaced this rank's shard of {name} by a tensor of "
+                    f"shape {tuple(shard._local_tensor.shape)}: some in-place "
+                    "functions, such as torch.nn.init.eye_, do not work on sharded "
+                    "parameters. Call them before prepare, or use ddp"
                 )
 
     def memory(self) -> dict[str, Tensors]:

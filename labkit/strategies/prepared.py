@@ -330,9 +330,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if kind.upper() in WHOLE_PARAMETER_OPTIMIZERS:
         raise UnsupportedLoopError(
-            f"{kind} steps a parameter by what the whole of it is, and a rank has but "
-            "a part of it under this strategy; use ddp, or an optimizer that steps "
-            "every element by itself, as AdamW"
+            f"{kind} computes its update from a whole parameter, but under this "
+            "strategy a rank has only a part of it; use ddp, or an element-wise "
+            "optimizer such as AdamW"
         )
 
 

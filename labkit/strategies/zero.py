@@ -270,10 +270,10 @@ class ZeRO(Prepared):
             if id(parameter) in changed
         )
         raise UnsupportedLoopError(
-            f"{name}.requires_grad was {not is_trained} at prepare and is "
-            f"{is_trained} now: {self.name} has laid out its parts by then. Freeze and "
-            "unfreeze before prepare, in a %%dist_train cell for each phase, which "
-            "goes on with the model; or use ddp"
+            f"{name}.requires_grad was {not is_trained} in prepare and is {is_trained} "
+            f"now; {self.name} partitions the trainable parameters in prepare. Freeze or "
+            "unfreeze before prepare, in a %%dist_train cell of its own for each phase "
+            "(under zero3, build the model again in that cell), or use ddp, fsdp or hsdp"
         )
 
     # ---- the step ----
@@ -310,9 +310,9 @@ class ZeRO(Prepared):
                     continue
                 if group.get("weight_decay") or id(parameter) in self._ever_used:
                     self.note(
-                        f"{name} takes no part in some steps; {self.name} steps it "
-                        "with a gradient of 0, which weight decay and momentum turn "
-                        "into an update, where one process leaves it as it is"
+                        f"{name} gets no gradient in some steps; {self.name} then "
+                        "updates it with a gradient of 0, so weight decay and momentum "
+                        "change it, where one process leaves it unchanged"
                     )
                     break
         self._ever_used |= self._used
@@ -537,9 +537,9 @@ class ZeRO3(ZeRO):
         if not self._has_said_so and torch.distributed.get_rank() == 0:
             self._has_said_so = True
             print(
-                "labkit: the loop computes with parameters outside of the model's "
-                "forward pass. zero3 has them in parts: those are whole on every rank "
-                "from here on",
+                "labkit: the loop uses parameters outside the model's forward pass. "
+                "zero3 shards them, so those are gathered now and stay whole on every "
+                "rank, which takes memory",
                 file=sys.stderr,
             )
 

@@ -25,8 +25,7 @@ people write theirs, and run on two ranks under every strategy. What it computes
 compared with one process of plain PyTorch on the same batches.
 
 - `✓` right: the result of one process.
-- `r` refused: an error, before anything is changed, that says what was found and what
-  to write instead.
+- `r` refused: an error that says what was found and what to write instead.
 - `n` noted: another result, and a note under the run that says so.
 
 Each place in the table has a mark for each of: {options}.
