@@ -516,9 +516,9 @@ class Session:
         if shapes and not self.strategy.is_single:
             raise UnsupportedLoopError(
                 f"{len(shapes)} of the optimizer's parameters (the first has shape "
-                f"{shapes[0]}) do not belong to the model, so {self.strategy.name} would "
-                "not synchronize them; put both modules into one and prepare that: "
-                "both = torch.nn.ModuleList([model, other])"
+                f"{shapes[0]}) do not belong to the model, so {self.strategy.name} "
+                "would not synchronize them; put both modules into one and prepare "
+                "that: both = torch.nn.ModuleList([model, other])"
             )
         release_former(model.parameters())
 
@@ -557,9 +557,9 @@ class Session:
                 "prepare one optimizer with a parameter group for each part"
             )
         self.note(
-            f"{kind} was not passed to prepare, so under {strategy} its parameters are "
-            "not synchronized: every rank trains its own copy, unlike one process. Call "
-            "prepare once for each model and its optimizer"
+            f"{kind} was not passed to prepare, so under {strategy} its parameters "
+            "are not synchronized: every rank trains its own copy, unlike one "
+            "process. Call prepare once for each model and its optimizer"
         )
 
     def _check_loss(self, loss: torch.Tensor) -> None:
@@ -588,8 +588,8 @@ class Session:
             raise UnsupportedLoopError(
                 "backward(create_graph=True) asks for gradients that can be "
                 f"differentiated again; those that {self.strategy.name} averages over "
-                "the ranks cannot. Use torch.autograd.grad(..., create_graph=True) with "
-                "respect to the inputs, or %%dist_train single"
+                "the ranks cannot. Use torch.autograd.grad(..., create_graph=True) "
+                "with respect to the inputs, or %%dist_train single"
             )
 
     def _check_scaler(self) -> None:

@@ -270,10 +270,11 @@ class ZeRO(Prepared):
             if id(parameter) in changed
         )
         raise UnsupportedLoopError(
-            f"{name}.requires_grad was {not is_trained} in prepare and is {is_trained} "
-            f"now; {self.name} partitions the trainable parameters in prepare. Freeze or "
-            "unfreeze before prepare, in a %%dist_train cell of its own for each phase "
-            "(under zero3, build the model again in that cell), or use ddp, fsdp or hsdp"
+            f"{name}.requires_grad was {not is_trained} in prepare and is "
+            f"{is_trained} now; {self.name} partitions the trainable parameters in "
+            "prepare. Freeze or unfreeze before prepare, in a %%dist_train cell of "
+            "its own for each phase (under zero3, build the model again in that "
+            "cell), or use ddp, fsdp or hsdp"
         )
 
     # ---- the step ----
