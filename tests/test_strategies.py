@@ -133,7 +133,8 @@ def reference(
     clip: float | None = None,
     scheduled: bool = False,
 ) -> Reference:
-    """The plain loop. Microbatch m of K of a batch of n begins at its sample n*m//K."""
+    """The plain loop. Microbatch m of K of a batch of n begins at its sample n*m/K,
+    rounded up."""
     names: dict[str, Any] = {"torch": torch}
     torch.manual_seed(0)
     exec(textwrap.dedent(SETUPS[setup]), names)
@@ -148,8 +149,8 @@ def reference(
             size = min(names["batch_size"], len(data) - first)
             batch_loss = 0.0
             for micro in range(accumulate):
-                start = first + size * micro // accumulate
-                stop = first + size * (micro + 1) // accumulate
+                start = first - (-size * micro // accumulate)
+                stop = first - (-size * (micro + 1) // accumulate)
                 if stop > start:
                     x, y = data[start:stop]
                     loss = loss_fn(model(x), y) * (stop - start) / size
@@ -481,7 +482,12 @@ def loss_fn(output, y):
 @pytest.mark.parametrize(
     ("strategy", "config", "found", "expected"),
     [
-        ("ddp", {"bucket_cap_mb": 1}, "model.bucket_bytes_cap", 2**20),
+        (
+            "ddp",
+            {"bucket_cap_mb": 1},
+            "optimizer.prepared._ddp.bucket_bytes_cap",
+            2**20,
+        ),
         ("fsdp", {}, "kind", "DTensor"),
         ("fsdp", {"reshard_after_forward": False}, "kind", "Parameter"),
         ("fsdp", {"mesh": (2,)}, "tuple(model[1].weight.device_mesh.shape)", (2,)),
@@ -490,13 +496,13 @@ def loss_fn(output, y):
         (  # the largest parameter has 1024 elements
             "zero2",
             {"zero_optimization": {"reduce_bucket_size": 1000}},
-            "model.zero_reduce_bucket_size()",
+            "optimizer.prepared.engine.zero_reduce_bucket_size()",
             1000,
         ),
         pytest.param(
             "zero3",
             {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-            "model.zero_param_persistence_threshold()",
+            "optimizer.prepared.engine.zero_param_persistence_threshold()",
             0,
         ),
     ],
@@ -590,15 +596,27 @@ def test_more_microbatches_than_samples_are_refused(lab: Lab) -> None:
 # ---- one run after another ----
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_of_an_earlier_run_is_refused_in_words(lab: Lab, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "hsdp"])
+def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
+    lab: Lab, strategy: str
+) -> None:
     train(lab, strategy, cell("mlp", before="epochs = 0"))
     again = "prepare(model, torch.optim.SGD(model.parameters()), data, batch_size=9)"
     message = "model is sharded already, by an earlier run.*make it anew in this cell"
-    if strategy == "ddp":
-        message = "wrapped in DistributedDataParallel already; give.*the plain model"
     with pytest.raises(RankError, match=message):
         train(lab, strategy, again)
+
+
+@pytest.mark.parametrize("then", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_whole_model_of_an_earlier_run_is_trained_on(
+    lab: Lab, strategy: str, then: str
+) -> None:
+    train(lab, strategy, cell("mlp", "no momentum").replace("epochs = 9, 2", "9, 1"))
+    code = cell("mlp", "no momentum").replace("model = mlp(num_hidden=16)\n", "")
+    run = train(lab, then, code)
+    assert run.num_steps == 6
+    assert run.mismatches == []
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
