@@ -10,9 +10,12 @@ from torch.utils._pytree import tree_leaves
 from labkit import RankError
 from labkit.rank.hints import HINTS
 
-WITHIN = {"fp32": 1e-3, "bf16": 0.2}
-"""How far a result may be from the reference's, as a part of how far training moved
-it."""
+WITHIN = {"fp32": 1e-3, "bf16": 0.1}
+"""How far a result may be from the reference's, which is in fp32, as a part of how far
+training moved it.
+
+The rounding of bf16 was measured to make up to 0.03 of it in these loops. Half of each
+gradient, or one rank's samples alone, make 0.25 and more."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r"^File (\S+?):\d+", re.MULTILINE)

@@ -77,4 +77,4 @@ def test_a_wrong_loop_would_be_seen(loop: str) -> None:
     with contextlib.suppress(ValueError, TypeError):  # batches it cannot cut
         half = run_plainly(code_of(loop), num_shares=2)
         found.append(deviation(half, right, start))
-    assert max(d for d in found if math.isfinite(d)) > 1.25 * max(WITHIN.values())
+    assert max(d for d in found if math.isfinite(d)) > 2 * max(WITHIN.values())

@@ -8,13 +8,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 view1 = torch.randn(24, 6)
-view2 = view1 + 0.1 * torch.randn(24, 6)
+view2 = view1 + 0.5 * torch.randn(24, 6)
 
 online = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
 target = copy.deepcopy(online).to(device)
 for p in target.parameters():
     p.requires_grad = False
-optimizer = torch.optim.SGD(online.parameters(), lr=0.5)
+optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
 online, optimizer, loader = prepare(
     online, optimizer, TensorDataset(view1, view2), batch_size=8, shuffle=False
 )

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 t = torch.linspace(0, 1, 24).unsqueeze(1)
 
 model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
 model, optimizer, loader = prepare(
     model, optimizer, TensorDataset(t), batch_size=8, shuffle=False
 )

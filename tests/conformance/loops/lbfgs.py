@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 x = torch.randn(16, 6)
-y = x @ torch.randn(6, 1)
+y = (3 * x @ torch.randn(6, 1)).sin()
 
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3)
