@@ -146,6 +146,22 @@ def test_a_noticed_loss_stays_when_the_tensor_is_changed(
     assert notes.steps == [7.0]
 
 
+def test_a_closures_loss_adds_to_what_was_accumulated_before_its_step(
+    notes: Notes, x: nn.Parameter
+) -> None:
+    """As Lightning does it; and LBFGS evaluates its closure several times."""
+    optimizer = torch.optim.LBFGS([x], lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        loss = (x**2).sum() / 2
+        loss.backward()
+        return loss
+
+    (x.sum() / 2).backward()
+    optimizer.step(closure)
+    assert notes.steps == [3.5 + 12.5]
+
+
 # ---- nothing is different for the loop ----
 
 

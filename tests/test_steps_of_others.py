@@ -159,3 +159,28 @@ def test_an_engine_of_deepspeed_counts_its_own_steps(
     """
     check(lab, train(lab, "raw", engine), 4 // accumulate)
     lab.run("del model, optimizer")
+
+
+def test_deepspeed_begins_again_in_another_group(lab: Lab) -> None:
+    engine = """
+    import os
+    import deepspeed
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+    dist.init_process_group("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 6,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+    }
+    model, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    for x, y in batches:
+        model.backward(compute(x, y))
+        model.step()
+    del model
+    dist.destroy_process_group()
+    """
+    for _ in range(2):
+        check(lab, train(lab, "raw", engine), 4)

@@ -65,6 +65,8 @@ class Noticer:
         self._losses: list[tuple[Loss, float, int, int]] = []
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._is_inside_step = False
+        self._num_before_step = 0
+        """Losses that there were when the step began that is under way."""
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """How many optimizers came before this one."""
@@ -75,6 +77,7 @@ class Noticer:
     ) -> Result:
         """Take one step, however often `take` calls the `step` of optimizers."""
         self._is_inside_step = True
+        self._num_before_step = len(self._losses)
         try:
             result = take()
         finally:
@@ -115,6 +118,7 @@ class Noticer:
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
             if not self._is_inside_step and num_steps_under_way() == 1:
+                self._num_before_step = len(self._losses)
                 self.check_optimizer(optimizer)
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
@@ -143,7 +147,9 @@ class Noticer:
         values = [value_of(*each) for each in zip(roots, seeds, strict=True)]
         found = [value for value in values if value is not None]
         # Of a step that evaluates its loss several times the first one counts.
-        is_again = self._losses and (self._is_inside_step or num_steps_under_way())
+        is_again = len(self._losses) > self._num_before_step and (
+            self._is_inside_step or num_steps_under_way()
+        )
         if found and not is_again:
             place = self.batch, self.microbatch
             self._losses.append((sum(found[1:], found[0]), self.weight, *place))

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from labkit.checkpoint import abandon_saves
 from labkit.rank.recovery import FormerGroups
 from labkit.rank.recovery import bind_to_new_groups
+from labkit.rank.recovery import forget_lost_groups
 from labkit.rank.rpc import end_rpc
 from labkit.rank.rpc import forget_rpc
 from labkit.records import Placement
@@ -204,6 +205,7 @@ class Membership:
         self._group = c10d._get_default_group()
         self._solo = dist.new_group([0], timeout=self.timeout)
         bind_to_new_groups(self._former, self._group, self._variables)
+        forget_lost_groups()
         self._former = None
         self._users_groups.clear()
         return self.prove(self.placement.group_timeout_s)
@@ -333,6 +335,7 @@ class Membership:
             **more,
         )
         self._users_groups.append(c10d._get_default_group())
+        forget_lost_groups()
 
     def _rendezvous_as_user(
         self, url: str, timeout: timedelta = c10d.default_pg_timeout, **more: Any

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
@@ -140,6 +141,13 @@ def rename_groups(mesh: Any, successors: Mapping[str, Group]) -> None:
         now = [successors.get(name) for name in names]
         mesh._dim_group_names = [LOST if g is None else g.group_name for g in now]
         mesh._pg_registry.update({g.group_name: g for g in now if g is not None})
+
+
+def forget_lost_groups() -> None:
+    """Have DeepSpeed make its copy of the default group again, if that has gone."""
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None and groups._WORLD_GROUP not in c10d._world.pg_map:
+        groups._WORLD_GROUP = None
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:

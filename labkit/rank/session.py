@@ -51,6 +51,7 @@ from labkit.rank.replicas import ReplicaWatch
 from labkit.rank.resume import Keeper
 from labkit.rank.resume import seed_everything
 from labkit.rank.stepping import PreparedOptimizer
+from labkit.rank.stepping import watching_zero_grad
 from labkit.records import CHECKPOINT
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTES
@@ -177,6 +178,7 @@ class Session:
         with (
             self._noticer.watching(),
             self._keeper.watching(),
+            watching_zero_grad(self._optimizers),
             warnings.catch_warnings(),
             self._watch.watching_loaders(lambda: self._noticer.num_backwards)
             if self.strategy.technique is None

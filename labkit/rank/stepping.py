@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
@@ -111,8 +112,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 )
         self.take_step(self, lambda: self.mean_loss(closure()))
 
+    @property
+    def is_held(self) -> bool:
+        """Whether some microbatches of a step have been, and not the last."""
+        return self._num_held > 0
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._num_held:
+        if not self.is_held:
             self._hidden.clear()
             self.prepared.zero_grad(set_to_none)
 
@@ -174,6 +180,30 @@ def steps_once(optimizer: torch.optim.Optimizer) -> bool:
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim")
     return is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+@contextlib.contextmanager
+def watching_zero_grad(optimizers: list[PreparedOptimizer]) -> Iterator[None]:
+    """Have the `zero_grad()` of a prepared model do what its optimizer's does.
+
+    After a forward pass under FSDP the model has other tensors than those that are
+    updated, and ZeRO has gradients beside those of the parameters.
+    """
+    zero_grad = nn.Module.zero_grad
+
+    @functools.wraps(zero_grad)
+    def of_prepared(self: nn.Module, set_to_none: bool = True) -> None:
+        ours = [each for each in optimizers if each.prepared.module is self]
+        if not any(each.is_held for each in ours):
+            zero_grad(self, set_to_none)  # of what the optimizer does not update too
+        for each in ours:
+            each.zero_grad(set_to_none)
+
+    nn.Module.zero_grad = of_prepared  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
