@@ -21,10 +21,25 @@ IN_PARTS = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict; under ddp, "
     "zero1, zero2 and zero3 the loop works unchanged"
 )
+PARTIAL_SUMS = (
+    "if this is parameter.grad: with --accumulate it is None between the microbatches "
+    "of a step, for it is not whole yet. Skip parameters whose grad is None, or clip "
+    "with --clip NORM"
+)
+OTHER_PRECISION = (
+    "in this precision ZeRO keeps the model itself in it, and model(x) converts x; "
+    "before calling a part or another method of the model, convert the input: "
+    "x = x.to(next(model.parameters()).dtype)"
+)
 HINTS = {
     "got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
+    r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
+    r"mean|mul_?|norm|pow|square|sum|view)'": PARTIAL_SUMS,
+    r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
+    r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
+    r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
     "_cuda_setDevice": OTHER_DEVICE,
     "Torch not compiled with CUDA": OTHER_DEVICE,

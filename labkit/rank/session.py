@@ -123,7 +123,8 @@ class Session:
         self._noticer = Noticer(self._after_optimizer_step)
         self._noticer.on_backward = self._on_backward
         self._noticer.check_loss = self._check_loss
-        if strategy.technique is not None and not strategy.is_single:
+        is_plain = strategy.is_single and options.accumulate == 1
+        if strategy.technique is not None and not is_plain:
             self._noticer.check_optimizer = self._check_optimizer
             self._noticer.check_gradients_of = self._check_gradients_of
             self._noticer.check_graph = self._check_graph
@@ -512,6 +513,13 @@ class Session:
                 "parameter can have only one optimizer. Pass prepare one optimizer "
                 "with one parameter group for each part"
             )
+        if self._optimizers and self.options.accumulate > 1:
+            raise UnsupportedLoopError(
+                "--accumulate is for one model: with several, as in a GAN, each is to "
+                "see the others after their step, and between microbatches there is "
+                "none. Leave out --accumulate, or put the models into one "
+                "torch.nn.ModuleList with one optimizer"
+            )
         owned = {id(parameter) for parameter in model.parameters()}
         others = [p for p in parameters_of(optimizer) if id(p) not in owned]
         shapes = [tuple(parameter.shape) for parameter in others]
@@ -538,6 +546,8 @@ class Session:
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that `prepare` did not return is about to step."""
         kind, strategy = type(optimizer).__name__, self.strategy.name
+        if not self._optimizers and self.strategy.is_single:
+            return
         if not self._optimizers:
             raise UnsupportedLoopError(
                 f"the cell trains without prepare, so {strategy} distributes nothing "
@@ -578,11 +588,12 @@ class Session:
 
     def _check_gradients_of(self, inputs: Roots) -> None:
         ours = self._prepared_ids()
-        if self.world_size > 1 and any(id(each) in ours for each in inputs):
+        if any(id(each) in ours for each in inputs):
             raise UnsupportedLoopError(
-                "torch.autograd.grad returns the gradients of this rank alone, which "
-                f"{self.strategy.name} does not average; use loss.backward() and read "
-                "parameter.grad, which is averaged over all ranks, or %%dist_train raw"
+                "torch.autograd.grad returns the gradients of this rank and microbatch "
+                f"alone, which {self.strategy.name} does not average; use "
+                "loss.backward() and read parameter.grad, which is that of the whole "
+                "batch, or use %%dist_train raw"
             )
 
     def _check_graph(self) -> None:

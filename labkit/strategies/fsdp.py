@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -152,11 +153,8 @@ class HSDP(FSDP):
         if isinstance(sizes, DeviceMesh):
             return sizes
         world_size = dist.get_world_size()
-        return init_device_mesh(
-            self.device.type,
-            mesh_shape(sizes or replicas_and_shards(world_size), 2),
-            mesh_dim_names=("replicate", "shard"),
-        )
+        shape = mesh_shape(sizes or replicas_and_shards(world_size), 2)
+        return mesh_of(dist.group.WORLD, self.device.type, shape)
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return {name: shard._local_tensor for name, shard in self._shards.items()}
@@ -175,6 +173,12 @@ def whole_scalars() -> None:
     if "item" not in vars(DTensor):
         for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
             setattr(DTensor, name, of_whole(getattr(torch.Tensor, name)))
+
+
+@lru_cache(maxsize=4)
+def mesh_of(world: Any, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
+    """The mesh over the default group `world`: its groups are made once. Collective."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def replicas_and_shards(world_size: int) -> tuple[int, int]:

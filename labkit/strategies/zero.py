@@ -76,6 +76,8 @@ KNOWN_KEYS = (
 
 
 _linear = nn.functional.linear
+_known_world: list[Any] = []
+"""The default process group that DeepSpeed has cloned."""
 _former: list[Any] = []
 """Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
 holds on to every engine that is not destroyed, has to make the next."""
@@ -697,9 +699,12 @@ def import_deepspeed(device: torch.device) -> Any:
         # It would compile an op for 36 s, which is for inference.
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
     # It keeps groups from one initialize to the next, and ours may have been
-    # formed anew in between.
-    deepspeed.comm.comm.cdb = None
-    deepspeed.utils.groups._WORLD_GROUP = None
+    # re-created in between. A clone for every run would leave threads and files.
+    world = torch.distributed.group.WORLD
+    if _known_world != [world]:
+        _known_world[:] = [world]
+        deepspeed.comm.comm.cdb = None
+        deepspeed.utils.groups._WORLD_GROUP = None
     return deepspeed
 
 
