@@ -155,7 +155,12 @@ class RankLoader:
 
     def _advance(self, share: Share) -> None:
         """Count a global batch where this is the last of its microbatches."""
-        assert self._at is not None
+        if self._at is None:
+            raise UnsupportedLoopError(
+                "the loader was iterated within a loop over itself, as by "
+                "next(iter(loader)); take batches for something else from another one: "
+                "loader.share(dataset, batch_size=B)"
+            )
         if share.is_last:
             self._at = Position(self._at.epoch, self._at.batch + 1, share.fingerprint)
 

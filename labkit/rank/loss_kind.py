@@ -78,7 +78,11 @@ class LossWatch:
         """By their place, how many numbers a sample the last mean was over."""
 
     def look(
-        self, loss: torch.Tensor, num_samples: int | None, microbatch: int
+        self,
+        loss: torch.Tensor,
+        num_samples: int | None,
+        microbatch: int,
+        seed: torch.Tensor | None = None,
     ) -> str | None:
         """What is to be noted of a loss of this microbatch; None where it is as it is
         taken to be.
@@ -90,6 +94,8 @@ class LossWatch:
         # A number in a graph is no tensor to a dispatch mode, as of the step's probe.
         with torch._C._DisableTorchDispatch():
             kind = reduction_of(loss)
+            if seed is not None and is_sum_of(loss, seed):
+                return SUM
         if kind is None:
             return None
         if kind.is_weighted:
@@ -101,6 +107,15 @@ class LossWatch:
         each = float(kind.count) / num_samples
         before = self._before.setdefault(self._place, each)
         return None if each.is_integer() and each == before else UNEVEN
+
+
+def is_sum_of(losses: torch.Tensor, seed: torch.Tensor) -> bool:
+    """Whether `losses.backward(seed)` differentiates a sum of several losses, each
+    with the same weight, which is not their mean."""
+    if losses.numel() < 2 or seed.device.type != "cpu":
+        return False
+    weight = float(seed.flatten()[0])
+    return bool((seed == weight).all()) and abs(weight * losses.numel() - 1) > 1e-3
 
 
 def is_looked_at(microbatch: int, *, is_on_gpu: bool) -> bool:

@@ -51,8 +51,9 @@ class Noticer:
         `Prepared.scale`."""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         """Called before (True) and after a backward pass."""
-        self.check_loss: Callable[[torch.Tensor], None] = lambda loss: None
-        """Called with a loss that a backward pass begins with."""
+        self.check_loss: Callable[[torch.Tensor, torch.Tensor | None], None]
+        self.check_loss = lambda loss, seed: None
+        """Called with what a backward pass begins with, and its gradient."""
         self.check_gradients_of: Callable[[Roots], None] = lambda inputs: None
         """Called with what `torch.autograd.grad` is asked for."""
         self.check_scaler: Callable[[], None] = lambda: None
@@ -154,9 +155,9 @@ class Noticer:
             place = self.batch, self.microbatch
             self._losses.append((sum(found[1:], found[0]), self.weight, *place))
         seeds = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
-        for root in roots:
+        for root, seed in zip(roots, seeds, strict=True):
             if isinstance(root, torch.Tensor):
-                self.check_loss(root)
+                self.check_loss(root, seed)
         self.on_backward(True)
         return seeds
 

@@ -12,11 +12,12 @@ HARMLESS = {
 """Functions, and methods of a model, that need no parameter's values."""
 
 
-def lonely_use(code: str) -> str | None:
+def lonely_use(code: str, *, gradients_alone: bool = False) -> str | None:
     """The first line within `if rank == 0:` or the like that uses a model which
     `prepare` gave, as "line 12: evaluate(model)"; None if there is none.
 
-    Functions of the cell that use such a model are followed.
+    Functions of the cell that use such a model are followed. With `gradients_alone`
+    only what mentions `grad` counts: the strategy has parameters whole.
     """
     try:
         tree = ast.parse(code)
@@ -27,14 +28,35 @@ def lonely_use(code: str) -> str | None:
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
-        and any(uses(call, models, set()) for call in calls(node.body))
+        and any(uses(each, models, set()) for each in node.body)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and is_about_rank(node.test):
-            for call in calls(node.body):
-                if uses(call, models, users):
-                    return f"line {call.lineno}: {ast.unparse(call)}"
+        for part in parts_of_some_ranks(node):
+            if uses(part, models, users) and not (
+                gradients_alone and not mentions_gradients(part)
+            ):
+                first = ast.unparse(part).splitlines()[0]
+                return f"line {part.lineno}: {first}"
     return None
+
+
+def parts_of_some_ranks(node: ast.AST) -> Iterator[ast.stmt | ast.expr]:
+    """What of a statement or expression runs on some ranks alone."""
+    if isinstance(node, ast.If) and is_about_rank(node.test):
+        yield from node.body
+        yield from node.orelse
+    elif isinstance(node, ast.IfExp) and is_about_rank(node.test):
+        yield node.body
+        yield node.orelse
+    elif isinstance(node, ast.BoolOp) and is_about_rank(node.values[0]):
+        yield from node.values[1:]
+
+
+def mentions_gradients(node: ast.AST) -> bool:
+    return any(
+        isinstance(each, ast.Attribute) and each.attr == "grad"
+        for each in ast.walk(node)
+    )
 
 
 def prepared_names(node: ast.AST) -> Iterator[str]:
@@ -59,24 +81,21 @@ def is_about_rank(test: ast.expr) -> bool:
     return False
 
 
-def calls(body: list[ast.stmt]) -> Iterator[ast.Call]:
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call):
-                yield node
-
-
-def uses(call: ast.Call, models: set[str], users: set[str]) -> bool:
-    """Whether a call is of a model, or is given one, or is of one of `users`."""
-    name = name_of(call.func)
-    if name in users:
-        return True
-    if name in HARMLESS:
-        return False
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    return any(
-        isinstance(each, ast.Name) and each.id in models for each in (owner, *call.args)
-    )
+def uses(node: ast.AST, models: set[str], users: set[str]) -> bool:
+    """Whether something in it needs the values of one of `models`: calls it, is given
+    it, or reads what it is made of; or calls one of `users`."""
+    if isinstance(node, ast.Call):
+        if name_of(node.func) in users:
+            return True
+        if name_of(node.func) in HARMLESS:
+            return any(
+                uses(each, models, users)
+                for each in node.args
+                if not isinstance(each, ast.Name)
+            )
+    if isinstance(node, ast.Name):
+        return node.id in models
+    return any(uses(each, models, users) for each in ast.iter_child_nodes(node))
 
 
 def name_of(function: ast.expr) -> str:

@@ -213,6 +213,7 @@ class Session:
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
         self._has_ended = True
+        BatchNorm.counts_here = True
         self._undo.clear()
         self._optimizers.clear()
 
@@ -309,6 +310,7 @@ class Session:
             seed_everything(self.seed + len(self._optimizers))
             self.note(FROM_META)
         technique = self.strategy.load()
+        release_former(model.parameters())
         prepared = technique(model, optimizer, self.device, options)
         prepared.note = self.note
         self._undo.append(prepared.close)
@@ -448,6 +450,8 @@ class Session:
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._is_first_microbatch = True
+        for optimizer in self._optimizers:
+            optimizer.drop_held()
         self._keeper.begin_epoch()
         self._note_progress(epoch=epoch)
         with contextlib.suppress(TypeError):  # a sampler or stream without a length
@@ -513,6 +517,11 @@ class Session:
                 "parameter can have only one optimizer. Pass prepare one optimizer "
                 "with one parameter group for each part"
             )
+        if self._optimizers and self.options.precision == "fp16":
+            raise UnsupportedLoopError(
+                "--precision fp16 scales the loss of one model; with several, as in a "
+                "GAN, use --precision bf16"
+            )
         if self._optimizers and self.options.accumulate > 1:
             raise UnsupportedLoopError(
                 "--accumulate is for one model: with several, as in a GAN, each is to "
@@ -530,15 +539,15 @@ class Session:
                 "would not synchronize them; put both modules into one and prepare "
                 "that: both = torch.nn.ModuleList([model, other])"
             )
-        release_former(model.parameters())
 
     def _check_rank_guards(self) -> None:
-        if self.world_size == 1 or not self.strategy.load().is_sharded:
+        technique = self.strategy.load()
+        if self.world_size == 1 or not technique.is_partitioned:
             return
-        if use := lonely_use(self.code):
+        if use := lonely_use(self.code, gradients_alone=not technique.is_sharded):
             raise UnsupportedLoopError(
                 f"{use} runs on one rank only, but under {self.strategy.name} no rank "
-                "has the whole model, so that rank would wait forever for the others. "
+                "has the whole of it, so that rank would wait forever for the others. "
                 "Run it on all ranks and print or save the result on one; "
                 "save_checkpoint(folder), called on all ranks, saves the whole model"
             )
@@ -574,7 +583,7 @@ class Session:
             "process. Call prepare once for each model and its optimizer"
         )
 
-    def _check_loss(self, loss: torch.Tensor) -> None:
+    def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
         """Note a loss that is not the mean of those of ranks and microbatches."""
         number, is_on_gpu = self._noticer.microbatch, loss.device.type != "cpu"
         if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
@@ -582,7 +591,7 @@ class Session:
         num_samples = None if self._share is None else self._share.num_samples
         if num_samples == 0:  # a stand-in
             return
-        if text := self._loss_watch.look(loss, num_samples, number):
+        if text := self._loss_watch.look(loss, num_samples, number, seed):
             self.note(text)
             self._loss_watch = None
 
@@ -719,7 +728,14 @@ class Session:
 
 
 def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:
-    """After the run, in which steps are counted."""
+    """After the run, in which steps are counted, losses weighted and scaled."""
+    prepared = optimizer.prepared
+    if prepared.options.accumulate > 1 or prepared.options.precision == "fp16":
+        raise UnsupportedLoopError(
+            "the run of this optimizer has ended, and with it --accumulate and the "
+            "scaling of --precision fp16; prepare model and optimizer again in a "
+            "%%dist_train cell"
+        )
     optimizer.prepared.step(closure)
 
 
@@ -730,9 +746,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def speak_as_ddp(model: nn.Module) -> None:
     """A loop that was written for DDP says `model.module`, and `model.no_sync()`."""
-    # Not as an attribute: that would make it a part of itself.
-    vars(model).setdefault("module", model)
-    vars(model).setdefault("no_sync", contextlib.nullcontext)
+    for name, value in {"module": model, "no_sync": contextlib.nullcontext}.items():
+        if not hasattr(model, name):
+            vars(model)[name] = value  # no child: that would make it a part of itself
 
 
 def is_sampled(step: int) -> bool:

@@ -71,6 +71,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
+    def drop_held(self) -> None:
+        """Forget the microbatches of a step that the loop has broken off."""
+        if self._num_held:
+            self._num_held = 0
+            self._hidden.clear()
+            self.prepared.zero_grad()
+
     # ---- the step ----
 
     def step(self, closure: Closure | None = None) -> Any:

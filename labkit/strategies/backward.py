@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from labkit.checks import UnsupportedLoopError
+
 Roots = Sequence[Any]
 """The tensors, or graph edges, that a backward pass begins with."""
 Seeds = tuple[torch.Tensor | None, ...]
@@ -43,7 +45,7 @@ class Follower(Protocol):
         """It has begun, and gives gradients to `used`, at least one. It is called
         within the pass, before any gradient is there."""
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, has_failed: bool) -> None:
         """It has ended, with all gradients there, or failed."""
 
 
@@ -114,33 +116,63 @@ def _run(
     run: Callable[..., Any], roots: Roots, seeds: Any, *args: Any, **kwargs: Any
 ) -> Any:
     global _is_inside
-    if _is_inside or not (_followers or _watchers):  # as of a checkpointed block
+    if _is_inside and kwargs.get("accumulate_grad", True):
+        return _run_inside(run, roots, seeds, *args, **kwargs)
+    if _is_inside or not (_followers or _watchers):
         return run(roots, seeds, *args, **kwargs)
     if not kwargs.get("accumulate_grad", True):
         for watcher in _watchers:
             watcher.differentiating(args[2])
         return run(roots, seeds, *args, **kwargs)
-    _is_inside = True
+    _is_inside = has_failed = True
     begun: list[Watcher] = []
     reached: list[Follower] = []
     hooks: list[Any] = []
     try:
         for watcher in _watchers:
-            begun.append(watcher)
             seeds = watcher.begin(roots, seeds, args[1])
+            begun.append(watcher)
         if followers := living():
             reach = _Reach(followers, roots, reached)
             for node in {*map(_node_of, roots)} - {None}:
                 hooks.append(node.register_prehook(reach))
-        return run(roots, seeds, *args, **kwargs)
+        result = run(roots, seeds, *args, **kwargs)
+        has_failed = False
+        return result
     finally:
         _is_inside = False
         for follower in reached:
-            follower.end_backward()
+            follower.end_backward(has_failed=has_failed)
         for hook in hooks:
             hook.remove()
         for watcher in begun:
             watcher.end()
+
+
+def _run_inside(
+    run: Callable[..., Any], roots: Roots, seeds: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A pass within a pass, as of a block that is checkpointed with
+    `use_reentrant=True`: its parameters are out of sight of the pass around it."""
+
+    def refuse(gradients: Any) -> None:
+        will_execute = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+        for follower in living():
+            if any(will_execute(node) for _, node in follower.accumulators()):
+                raise UnsupportedLoopError(
+                    "the model is checkpointed with use_reentrant=True: the backward "
+                    "pass of such a block is out of sight of the one around it, and "
+                    "its gradients would not be averaged. Write checkpoint(..., "
+                    "use_reentrant=False), as PyTorch recommends, or give "
+                    "--activation-checkpointing"
+                )
+
+    hooks = [n.register_prehook(refuse) for n in {*map(_node_of, roots)} - {None}]
+    try:
+        return run(roots, seeds, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Reach:

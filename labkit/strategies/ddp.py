@@ -52,7 +52,9 @@ class DDP(Prepared):
             "gradient_as_bucket_view": True,
             **self.options.config,
         }
+        self._comm_hooks: list[tuple[Any, Any]] = []
         self._make_reducer()
+        vars(self.module)["register_comm_hook"] = self._register_comm_hook
         self._has_agreed = False
         follow(self)
         self.autocast()
@@ -62,12 +64,26 @@ class DDP(Prepared):
         self._ddp = DistributedDataParallel(self.module, **self._settings)
         # Later ones are made within a backward pass, which has saved the parameters.
         self._settings["init_sync"] = False
+        self._has_failed = False
+        for state, hook in self._comm_hooks:
+            self._ddp.register_comm_hook(state, hook)
         self._reduced = {id(p) for p in self.given_parameters if p.requires_grad}
+
+    def _register_comm_hook(self, state: Any, hook: Any) -> None:
+        """`DistributedDataParallel.register_comm_hook`, which the model has in a "
+        "run."""
+        self._ddp.register_comm_hook(state, hook)
+        self._comm_hooks.append((state, hook))
+
+    def close(self) -> None:
+        super().close()
+        vars(self.module).pop("register_comm_hook", None)
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         if not self.is_last:
             return
-        if {id(parameter) for parameter, _ in self._accumulators} != self._reduced:
+        trained = {id(parameter) for parameter, _ in self._accumulators}
+        if trained != self._reduced or self._has_failed:
             self._make_reducer()  # the loop has frozen some, or unfrozen
         if not self._has_agreed:
             self._agree_on_unused(len(used) < len(self._reduced))
@@ -95,6 +111,9 @@ class DDP(Prepared):
                 "--config options to the magic line"
             )
         ddp.reducer.prepare_for_backward([])
+
+    def end_backward(self, *, has_failed: bool) -> None:
+        self._has_failed = has_failed  # which its reducer would wait for the end of
 
     def _agree_on_unused(self, has_unused: bool) -> None:
         """Look for unused parameters in every pass if the first one has any, on any

@@ -67,6 +67,10 @@ class CellGradients:
     def begin_ours(self) -> None:
         self._depth += 1
 
+    def begin_pass(self) -> None:
+        """A backward pass begins, within which it is not the cell that looks."""
+        self._depth = 1  # whatever an interrupt has left
+
     def end_ours(self) -> None:
         self._depth -= 1
 

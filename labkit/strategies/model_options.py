@@ -1,6 +1,7 @@
 """What a magic line can ask of a model under any strategy."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from functools import partial
@@ -172,8 +173,9 @@ class SumOverRanks(torch.autograd.Function):
 def own_forward(module: nn.Module) -> bool:
     """Whether this is a BatchNorm whose class computes something else than torch's."""
     plain = nn.modules.batchnorm._BatchNorm.forward
-    is_torchs = type(module) in (BatchNorm, nn.SyncBatchNorm)
-    return not is_torchs and type(module).forward is not plain
+    forward: Any = type(module).forward
+    is_torchs = isinstance(module, nn.SyncBatchNorm) or forward is BatchNorm.forward
+    return not is_torchs and forward is not plain
 
 
 def wants_all_ranks(module: nn.Module) -> bool:
@@ -209,12 +211,21 @@ def replace_batchnorm(
         was_synchronized = wants_all_ranks(module)
         is_synchronized = synchronize or was_synchronized
         is_needed = is_synchronized or not is_fp32
-        if own_forward(module) or not (is_needed or type(module) is BatchNorm):
+        if own_forward(module) or not (is_needed or isinstance(module, BatchNorm)):
             continue
-        module.__class__ = BatchNorm
+        module.__class__ = batchnorm_like(type(module))
         vars(module)["was_synchronized"] = was_synchronized
         vars(module)["is_synchronized"] = is_synchronized
     return [] if is_fp32 else left
+
+
+@functools.cache
+def batchnorm_like(kind: Any) -> Any:
+    """BatchNorm as above that is also a `kind`: loops ask whether a module is a
+    `torch.nn.BatchNorm1d`."""
+    if issubclass(kind, BatchNorm):
+        return kind
+    return type(kind.__name__, (BatchNorm, kind), {"__module__": BatchNorm.__module__})
 
 
 def has_own_statistics(model: nn.Module, *, synchronize: bool) -> bool:

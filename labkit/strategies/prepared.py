@@ -122,8 +122,8 @@ class Prepared:
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It gives gradients to `used`, some of this model's parameters."""
 
-    def end_backward(self) -> None:
-        """It has ended."""
+    def end_backward(self, *, has_failed: bool) -> None:
+        """It has ended, or failed half-way."""
 
     # ---- the step ----
 

@@ -79,8 +79,8 @@ _linear = nn.functional.linear
 _known_world: list[Any] = []
 """The default process group that DeepSpeed has cloned."""
 _former: list[Any] = []
-"""Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
-holds on to every engine that is not destroyed, has to make the next."""
+"""Of runs that have ended. Their models may be used on, until DeepSpeed, which holds
+on to every engine that is not destroyed, has to make the next."""
 
 
 class ZeRO(Prepared):
@@ -132,8 +132,11 @@ class ZeRO(Prepared):
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
         self.engine.set_gradient_accumulation_boundary(False)
+        self._casts: list[Any] = []
         self._has_gradients = False
         """Whether there was a backward pass since the last step."""
+        self._is_broken = ""
+        """Why the model cannot be trained on."""
         self.hides_gradients = False
         """Whether they are partial sums, which no loop is to see."""
         self._is_reduced = False
@@ -151,7 +154,7 @@ class ZeRO(Prepared):
         if self.options.precision != "fp32":
             # DeepSpeed keeps the model itself in this precision, not its inputs.
             dtype = self.dtype
-            self._handles += [
+            self._casts = [
                 self.module.register_forward_pre_hook(
                     lambda module, args, kwargs: cast_floats((args, kwargs), dtype),
                     with_kwargs=True,
@@ -209,6 +212,7 @@ class ZeRO(Prepared):
         return seed * self._loss_scale if self._loss_scale != 1.0 else seed
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        self._check_whole()
         self._check_trained(only_new=True)
         if not self._gradients.hand_back():
             self.zero_grad()
@@ -222,20 +226,27 @@ class ZeRO(Prepared):
         self._zero.clear_backward_seen_flag()
         self.engine._manual_backward_expected = True
         self.engine._backward_prologue()
-        self._gradients.begin_ours()
+        self._gradients.begin_pass()
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, has_failed: bool) -> None:
         self._gradients.end_ours()
+        if has_failed:
+            self._is_broken = (
+                "a backward pass failed half-way, with the gradients of some "
+                "parameters averaged; make model and optimizer again, and prepare them"
+            )
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient of all ranks, whole; None if there is none. Collective."""
-        if not self._has_gradients:
+        if not self._has_gradients or id(parameter) not in self._trained_ids:
             return None
         self._reduce()
         return self._gather_gradient(parameter) / self._loss_scale
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Put `value`, which is whole and equal on all ranks, in its place."""
+        if id(parameter) not in self._trained_ids:
+            return
         self._has_gradients = True
         self._reduce()
         self._partition_gradient(parameter, value * self._loss_scale)
@@ -258,6 +269,10 @@ class ZeRO(Prepared):
     def _owned(self) -> list[nn.Parameter]:
         """The parameters that the user's optimizer has."""
         return [p for group in self._given_groups for p in group["params"]]
+
+    def _check_whole(self) -> None:
+        if self._is_broken:
+            raise UnsupportedLoopError(f"under {self.name} {self._is_broken}")
 
     def _check_trained(self, *, only_new: bool = False) -> None:
         now = {id(p): p for p in self._owned() if p.requires_grad}
@@ -282,6 +297,7 @@ class ZeRO(Prepared):
     # ---- the step ----
 
     def step(self, closure: Closure | None = None) -> float | None:
+        self._check_whole()
         self._check_trained()
         if not self._gradients.hand_back():
             self.zero_grad()
@@ -292,8 +308,10 @@ class ZeRO(Prepared):
             self._reduce()
             self._take_weights()
             self.engine.set_gradient_accumulation_boundary(True)
-            self.engine.step()  # clips, and clears the gradients
-            self.engine.set_gradient_accumulation_boundary(False)
+            try:
+                self.engine.step()  # clips, and clears the gradients
+            finally:
+                self.engine.set_gradient_accumulation_boundary(False)
         self.zero_grad()
         norm = self.engine.get_global_grad_norm()
         return None if self.options.clip is None or norm is None else float(norm)
@@ -408,14 +426,24 @@ class ZeRO(Prepared):
     def release(self) -> None:
         unfollow(self)
         self._gradients.close()
-        destroy_former_engines()
+        for handle in self._casts:
+            handle.remove()
+        self._is_broken = (
+            "DeepSpeed has let go of this model, for a later run has prepared one; "
+            "prepare model and optimizer again"
+        )
+        if self in _former:
+            _former.remove(self)
+        with contextlib.suppress(Exception):  # its process group may be gone
+            land_parameters(self.engine)
+            self.engine.destroy()
 
     def close(self) -> None:
         super().close()
         with contextlib.suppress(Exception):  # of a run that failed half-way
             self._take_weights()
         vars(self.module).pop("__deepcopy__", None)
-        _former.append(self.engine)
+        _former.append(self)
         restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
@@ -711,10 +739,7 @@ def import_deepspeed(device: torch.device) -> Any:
 def destroy_former_engines() -> None:
     """Let go of what earlier runs left in DeepSpeed; does nothing the first time."""
     while _former:
-        engine = _former.pop()
-        with contextlib.suppress(Exception):  # its process group may be gone
-            land_parameters(engine)
-            engine.destroy()
+        _former.pop().release()
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
@@ -777,9 +802,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     if isinstance(model, deepspeed.DeepSpeedEngine):
         model = model.module
-    for engine in _former:
-        if engine.module is model:
-            land_parameters(engine)
+    for former in _former:
+        if former.module is model:
+            land_parameters(former.engine)
     partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(partitioned):
         return {key: value.clone() for key, value in model.state_dict().items()}
