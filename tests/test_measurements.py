@@ -399,6 +399,45 @@ def test_a_compiled_model_under_zero3_is_refused(lab: Lab) -> None:
         lab.train("zero3", code, live=False)
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_what_zero_trained_with_is_not_charged_to_the_next_run(
+    lab: Lab, strategy: str
+) -> None:
+    lab.train(strategy, SMALL, live=False)
+    lab.run(
+        """
+        def bytes_of(kind):
+            held = list(kind.memory().values())
+            return {
+                tensor.untyped_storage()._cdata: tensor.untyped_storage()
+                for tensors in held for tensor in tensors if tensor is not None
+            }
+        trained_with = list(bytes_of(optimizer.prepared).values())
+        before = sum(storage.nbytes() for storage in trained_with)
+        import weakref
+        trained_with = [weakref.ref(storage) for storage in trained_with]
+        kept, batch, output = model, x, model(x).detach()
+        del model, optimizer, loader
+        """
+    )
+    lab.train("raw", "log(x=1.0)", live=False)
+    lab.run(
+        """
+        import gc
+        gc.collect()
+        alive = [storage() for storage in trained_with]
+        after = sum(storage.nbytes() for storage in alive if storage is not None)
+        torch.testing.assert_close(kept(batch), output)
+        """
+    )
+    share = 1 if strategy == "zero3" else 2  # what the model has, in whole or in parts
+    for before, after in zip(
+        lab.pull("before", "all"), lab.pull("after", "all"), strict=True
+    ):
+        assert after <= 1.05 * share * SMALL_WHOLE / 2
+        assert before > 2 * after
+
+
 # ---- runs side by side ----
 
 

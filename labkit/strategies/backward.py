@@ -156,7 +156,7 @@ def _run_inside(
     `use_reentrant=True`: its parameters are out of sight of the pass around it."""
 
     def refuse(gradients: Any) -> None:
-        will_execute = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+        will_execute = torch._C._will_engine_execute_node
         for follower in living():
             if any(will_execute(node) for _, node in follower.accumulators()):
                 raise UnsupportedLoopError(

@@ -211,9 +211,10 @@ def replace_batchnorm(
         was_synchronized = wants_all_ranks(module)
         is_synchronized = synchronize or was_synchronized
         is_needed = is_synchronized or not is_fp32
+        kind: Any = type(module)
         if own_forward(module) or not (is_needed or isinstance(module, BatchNorm)):
             continue
-        module.__class__ = batchnorm_like(type(module))
+        module.__class__ = batchnorm_like(kind)
         vars(module)["was_synchronized"] = was_synchronized
         vars(module)["is_synchronized"] = is_synchronized
     return [] if is_fp32 else left

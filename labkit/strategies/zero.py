@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -443,7 +444,14 @@ class ZeRO(Prepared):
         with contextlib.suppress(Exception):  # of a run that failed half-way
             self._take_weights()
         vars(self.module).pop("__deepcopy__", None)
+<<<<<<< HEAD
         _former.append(self)
+=======
+        _former.append(self.engine)
+        masters = [master for master, _ in self.partitions()]
+        free = weakref.finalize(self, free_training_states, self.engine, masters)
+        free.atexit = False
+>>>>>>> measure
         restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
@@ -743,6 +751,24 @@ def destroy_former_engines() -> None:
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
+
+
+def free_training_states(engine: Any, masters: Sequence[torch.Tensor]) -> None:
+    """Free what only training needs, once the cell has let go of its optimizer, which
+    DeepSpeed has not. The model goes on as it is."""
+    if not any(engine is each for each in _former):
+        return
+    zero = engine.optimizer
+    zero.optimizer.state.clear()
+    if engine.zero_optimization_stage() < 3:  # of which the model needs nothing more
+        with contextlib.suppress(Exception):  # its process group may be gone
+            engine.destroy()
+        zero.averaged_gradients.clear()
+        zero.all_grad_tensors.clear()
+    gradients = [getattr(zero, "grad_partitions_flat_buffer", None)]
+    gradients += [master.grad for master in masters]
+    for tensor in flat([masters, gradients, buckets(zero)]):
+        tensor.untyped_storage().resize_(0)
 
 
 def restore_linear() -> None:
