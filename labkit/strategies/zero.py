@@ -80,8 +80,10 @@ _linear = nn.functional.linear
 _known_world: list[Any] = []
 """The default process group that DeepSpeed has cloned."""
 _former: list[Any] = []
-"""Of runs that have ended. Their models may be used on, until DeepSpeed, which holds
-on to every engine that is not destroyed, has to make the next."""
+"""Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
+holds on to every engine that is not destroyed, has to make the next."""
+_preparers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What has prepared the model of an engine, by that one's id, while a cell has it."""
 
 
 class ZeRO(Prepared):
@@ -433,25 +435,19 @@ class ZeRO(Prepared):
             "DeepSpeed has let go of this model, for a later run has prepared one; "
             "prepare model and optimizer again"
         )
-        if self in _former:
-            _former.remove(self)
-        with contextlib.suppress(Exception):  # its process group may be gone
-            land_parameters(self.engine)
-            self.engine.destroy()
+        _former[:] = [each for each in _former if each is not self.engine]
+        destroy(self.engine)
 
     def close(self) -> None:
         super().close()
         with contextlib.suppress(Exception):  # of a run that failed half-way
             self._take_weights()
         vars(self.module).pop("__deepcopy__", None)
-<<<<<<< HEAD
-        _former.append(self)
-=======
         _former.append(self.engine)
+        _preparers[id(self.engine)] = self
         masters = [master for master, _ in self.partitions()]
         free = weakref.finalize(self, free_training_states, self.engine, masters)
         free.atexit = False
->>>>>>> measure
         restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
@@ -744,10 +740,20 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+def destroy(engine: Any) -> None:
+    with contextlib.suppress(Exception):  # its process group may be gone
+        land_parameters(engine)
+        engine.destroy()
+
+
 def destroy_former_engines() -> None:
     """Let go of what earlier runs left in DeepSpeed; does nothing the first time."""
-    while _former:
-        _former.pop().release()
+    for engine in list(_former):
+        if (prepared := _preparers.get(id(engine))) is not None:
+            prepared.release()
+        else:
+            destroy(engine)
+    _former.clear()
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
@@ -828,9 +834,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     if isinstance(model, deepspeed.DeepSpeedEngine):
         model = model.module
-    for former in _former:
-        if former.module is model:
-            land_parameters(former.engine)
+    for engine in _former:
+        if engine.module is model:
+            land_parameters(engine)
     partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(partitioned):
         return {key: value.clone() for key, value in model.state_dict().items()}
