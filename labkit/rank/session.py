@@ -332,6 +332,9 @@ class Session:
         self._noticer.number_of(stepping)
         self._optimizers.append(stepping)
         speak_as_ddp(model)
+        if options.accumulate > 1:
+            vars(model)["zero_grad"] = stepping.zero_grad
+            self._undo.append(lambda: vars(model).pop("zero_grad", None))
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
         rank_loader = RankLoader(

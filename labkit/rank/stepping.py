@@ -36,6 +36,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The mean over all ranks of a loss that a closure returns."""
         self._is_last = True
         self._num_held = 0
+        self._has_passed = False
+        """Whether there was a backward pass since the last `step()`."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters whose gradients the loop does not see as yet, and those."""
         self.begin_microbatch()
@@ -63,6 +65,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.prepared.scale_gradients()
 
     def end_backward(self) -> None:
+        self._has_passed = True
         if self._is_last:
             self.prepared.unscale_gradients()
             return
@@ -75,6 +78,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Forget the microbatches of a step that the loop has broken off."""
         if self._num_held:
             self._num_held = 0
+            self._has_passed = False
             self._hidden.clear()
             self.prepared.zero_grad()
 
@@ -88,6 +92,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._has_passed = False
         self.held_back = not self._is_last
         if self.held_back:
             self._num_held += 1
