@@ -130,6 +130,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self._num_held > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._num_held and self._has_passed:
+            raise UnsupportedLoopError(
+                "the loop discards the gradients of a backward pass before its step; "
+                "with --accumulate those of the step's earlier microbatches would go "
+                "with them. Leave out --accumulate for this loop"
+            )
         if not self.is_held:
             self._hidden.clear()
             self.prepared.zero_grad(set_to_none)
