@@ -31,13 +31,25 @@ OTHER_PRECISION = (
     "before calling a part or another method of the model, convert the input: "
     "x = x.to(next(model.parameters()).dtype)"
 )
+TWICE = (
+    "where a gradient is differentiated again (create_graph=True), this strategy has "
+    "freed the parameters that the second pass needs; use ddp, zero1 or zero2"
+)
+UNFROZEN = (
+    "a parameter that was frozen in prepare has been unfrozen since, which this "
+    "strategy cannot do in bf16 or fp16; unfreeze before prepare, in a %%dist_train "
+    "cell of its own, or use fp32 or ddp"
+)
 HINTS = {
     "got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
-    r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
+    r"'NoneType' object has no attribute '(shape|abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|square|sum|view)'": PARTIAL_SUMS,
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
+    r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
+    "mat2 must be a matrix": TWICE,
+    "attempting to assign a gradient with dtype": UNFROZEN,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,

@@ -34,6 +34,7 @@ from labkit.rank.evaluation import Scores
 from labkit.rank.evaluation import evaluate
 from labkit.rank.loader import RankLoader
 from labkit.rank.loader import Weigh
+from labkit.rank.loop_body import extra_work
 from labkit.rank.loss_kind import LossWatch
 from labkit.rank.loss_kind import is_looked_at
 from labkit.rank.memory import memory_reader
@@ -333,6 +334,14 @@ class Session:
         self._optimizers.append(stepping)
         speak_as_ddp(model)
         if options.accumulate > 1:
+            if work := extra_work(self.code):
+                self.note(
+                    f"{work}: with --accumulate {options.accumulate} the loop goes "
+                    f"round {options.accumulate} times a step, and does that each "
+                    "time, where one process with whole batches does it once; write "
+                    "`if not optimizer.held_back:` around what is to be done once a "
+                    "step"
+                )
             vars(model)["zero_grad"] = stepping.zero_grad
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
         # From here on ranks may differ: dropout is to fall on other units.
