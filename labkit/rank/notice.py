@@ -54,8 +54,10 @@ class Noticer:
         self.check_loss: Callable[[torch.Tensor, torch.Tensor | None], None]
         self.check_loss = lambda loss, seed: None
         """Called with what a backward pass begins with, and its gradient."""
-        self.check_gradients_of: Callable[[Roots], None] = lambda inputs: None
-        """Called with what `torch.autograd.grad` is asked for."""
+        self.check_gradients_of: Callable[[Roots, bool], None]
+        self.check_gradients_of = lambda inputs, create_graph: None
+        """Called with what `torch.autograd.grad` is asked for, and whether its result
+        is to be differentiated, too."""
         self.check_scaler: Callable[[], None] = lambda: None
         """Called before a loop scales its loss itself."""
         self.check_graph: Callable[[], None] = lambda: None
@@ -164,8 +166,8 @@ class Noticer:
     def end(self) -> None:
         self.on_backward(False)
 
-    def differentiating(self, inputs: Roots) -> None:
-        self.check_gradients_of(inputs)
+    def differentiating(self, inputs: Roots, create_graph: bool) -> None:
+        self.check_gradients_of(inputs, create_graph)
 
     def _scaled(self, seed: torch.Tensor) -> torch.Tensor:
         return self.scale(seed if self.weight == 1.0 else self.weight * seed)

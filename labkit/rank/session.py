@@ -607,7 +607,18 @@ class Session:
             self.note(text)
             self._loss_watch = None
 
-    def _check_gradients_of(self, inputs: Roots) -> None:
+    def _check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
+        if (
+            create_graph
+            and self.options.accumulate > 1
+            and any(each.is_sharded for each in self.prepared())
+        ):
+            raise UnsupportedLoopError(
+                "torch.autograd.grad(..., create_graph=True) with --accumulate: "
+                f"{self.strategy.name} frees parameters, and gradients between "
+                "microbatches, that the second pass needs. Leave out --accumulate, or "
+                "use ddp, zero1 or zero2"
+            )
         ours = self._prepared_ids()
         if any(id(each) in ours for each in inputs):
             raise UnsupportedLoopError(

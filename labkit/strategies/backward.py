@@ -58,7 +58,7 @@ class Watcher(Protocol):
     def end(self) -> None:
         """It has ended, or failed."""
 
-    def differentiating(self, inputs: Roots) -> None:
+    def differentiating(self, inputs: Roots, create_graph: bool) -> None:
         """`torch.autograd.grad` is called for `inputs`."""
 
 
@@ -122,7 +122,7 @@ def _run(
         return run(roots, seeds, *args, **kwargs)
     if not kwargs.get("accumulate_grad", True):
         for watcher in _watchers:
-            watcher.differentiating(args[2])
+            watcher.differentiating(args[2], args[1])
         return run(roots, seeds, *args, **kwargs)
     _is_inside = has_failed = True
     begun: list[Watcher] = []
