@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from labkit import Lab
 from labkit import Run
@@ -69,8 +71,12 @@ class Outcome:
         torch.testing.assert_close(self.weights, other.weights, rtol=1e-4, atol=1e-6)
 
 
-def run_as_rank(rank: int, port: int, script: str, arguments: list[str]) -> None:
+def run_as_rank(
+    rank: int, port: int, is_done: Any, script: str, arguments: list[str]
+) -> None:
     """Run a script in this process, in the environment that torchrun gives."""
+    # Gloo's destructor can wait for ever, right after a group's last collective.
+    dist.destroy_process_group = lambda *args: None
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -84,6 +90,8 @@ def run_as_rank(rank: int, port: int, script: str, arguments: list[str]) -> None
         exec(WITHOUT_OPS)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+    is_done.wait()
+    os._exit(0)
 
 
 @pytest.fixture(scope="session")
@@ -105,17 +113,20 @@ def two_processes(processes: Any, tmp_path: Path) -> Callable[..., Outcome]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         given = [each.format(output=folder) for each in arguments]
+        is_done = processes.Barrier(2)
+        path = str(SCRIPTS / script)
         ranks = [
             processes.Process(
-                target=run_as_rank, args=(rank, port, str(SCRIPTS / script), given)
+                target=run_as_rank, args=(rank, port, is_done, path, given)
             )
             for rank in range(2)
         ]
         try:
             for each in ranks:
                 each.start()
+            connection.wait([each.sentinel for each in ranks])
             for each in ranks:
-                each.join()
+                each.join(10)
         finally:
             for each in ranks:
                 each.kill()
