@@ -342,7 +342,8 @@ class Session:
                     "`if not optimizer.held_back:` around what is to be done once a "
                     "step"
                 )
-            vars(model)["zero_grad"] = stepping.zero_grad
+            # Not the method itself, which a copy of the model would copy, with us.
+            vars(model)["zero_grad"] = lambda *a, **kw: stepping.zero_grad(*a, **kw)
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)

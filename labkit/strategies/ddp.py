@@ -54,7 +54,10 @@ class DDP(Prepared):
         }
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._make_reducer()
-        vars(self.module)["register_comm_hook"] = self._register_comm_hook
+        # Not the method itself, which a copy of the model would copy, with us.
+        vars(self.module)["register_comm_hook"] = lambda state, hook: (
+            self._register_comm_hook(state, hook)
+        )
         self._has_agreed = False
         follow(self)
         self.autocast()
