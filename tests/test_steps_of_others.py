@@ -149,7 +149,12 @@ def test_an_engine_of_deepspeed_counts_its_own_steps(
         "bf16": {{"enabled": {precision == "bf16"}}},
     }}
     model, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
+        model=model,
+        model_parameters=[  # DeepSpeed takes a step for each group
+            {{"params": [model.weight]}},
+            {{"params": [model.bias], "weight_decay": 0.0}},
+        ],
+        config=config,
     )
     dtype = torch.bfloat16 if {precision == "bf16"} else torch.float32
     for x, y in batches:

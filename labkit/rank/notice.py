@@ -22,8 +22,6 @@ Result = TypeVar("Result")
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """What torch wraps the `step` of every optimizer in."""
-_SETS_UP = "initialize_optimizer_states"
-"""In which DeepSpeed takes a step, so that the optimizer makes its state."""
 
 
 class Noticer:
@@ -125,7 +123,9 @@ class Noticer:
                 self.check_optimizer(optimizer)
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
-            if not self._is_inside_step and num_steps_under_way() == 1:
+            if self._is_inside_step or num_steps_under_way() > 1:
+                return
+            if self._losses or not is_deepspeeds_step():
                 self._report(optimizer)
 
         torch.amp.GradScaler.scale = noticed_scale  # type: ignore[method-assign,assignment]
@@ -174,14 +174,24 @@ class Noticer:
 
 
 def num_steps_under_way() -> int:
-    """How many optimizers' `step` are on the stack, one calling the other; DeepSpeed
-    setting one up counts as calling it."""
+    """How many optimizers' `step` are on the stack, one calling the other."""
     frame: FrameType | None = sys._getframe(1)
     found = 0
     while frame is not None:
-        found += frame.f_code is _STEP or frame.f_code.co_name == _SETS_UP
+        found += frame.f_code is _STEP
         frame = frame.f_back
     return found
+
+
+def is_deepspeeds_step() -> bool:
+    """Whether DeepSpeed takes the step under way: one so that the optimizer makes its
+    state, and in training one for each group of parameters."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("deepspeed."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def value_of(root: Any, seed: torch.Tensor | None) -> Loss | None:
