@@ -119,7 +119,7 @@ class Plan:
                 self.shapes, self.units, self.sizes, strict=True
             ):
                 whole[unit] += 4 * size
-                rows = max(1, *shape[:1])
+                rows = max((1, *shape[:1]))
                 shards[unit] += 4 * size / rows * -(-rows // num_shards)
             # The root comes last.
             order = [*range(1, self.num_units), 0]
