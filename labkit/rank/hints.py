@@ -44,6 +44,7 @@ HINTS = {
     "got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
+    "on inputs with different meshes": IN_PARTS,
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|shape|square|sum|view)'": PARTIAL_SUMS,
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,

@@ -609,16 +609,15 @@ class Session:
             self._loss_watch = None
 
     def _check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
-        if (
-            create_graph
-            and self.options.accumulate > 1
-            and any(each.is_sharded for each in self.prepared())
+        has_microbatches = self.options.accumulate > 1
+        if create_graph and any(
+            not each.differentiates_twice or (each.is_sharded and has_microbatches)
+            for each in self.prepared()
         ):
             raise UnsupportedLoopError(
-                "torch.autograd.grad(..., create_graph=True) with --accumulate: "
-                f"{self.strategy.name} frees parameters, and gradients between "
-                "microbatches, that the second pass needs. Leave out --accumulate, or "
-                "use ddp, zero1 or zero2"
+                "torch.autograd.grad(..., create_graph=True) needs parameters in two "
+                f"backward passes, and {self.strategy.name} frees them after the "
+                "first; use ddp, zero1 or zero2 (or zero3 without --accumulate)"
             )
         ours = self._prepared_ids()
         if any(id(each) in ours for each in inputs):

@@ -44,12 +44,15 @@ class FSDP(Prepared):
     """
 
     is_partitioned = is_sharded = True
+    differentiates_twice = False
 
     def place(self) -> None:
         """A block at a time, in `wrap`."""
 
     def wrap(self) -> None:
         check_elementwise(self.optimizer)
+        for name, parameter in self.module.named_parameters():
+            check_hooks(name, parameter)
         whole_scalars()
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
@@ -96,6 +99,7 @@ class FSDP(Prepared):
 
     def check_layout(self) -> None:
         for name, shard in self._shards.items():
+            check_hooks(name, shard)
             if shard._local_tensor.shape != self._shapes[name]:
                 raise UnsupportedLoopError(
                     f"the loop replaced this rank's shard of {name} by a tensor of "
@@ -158,6 +162,16 @@ class HSDP(FSDP):
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return {name: shard._local_tensor for name, shard in self._shards.items()}
+
+
+def check_hooks(name: str, parameter: Any) -> None:
+    """UnsupportedLoopError for a hook on a parameter, which would never be called."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise UnsupportedLoopError(
+            f"{name} has a hook for its gradient, which fully_shard never calls: it "
+            "sets gradients by itself. Change parameter.grad between backward and "
+            "step instead, or use ddp"
+        )
 
 
 def whole_scalars() -> None:

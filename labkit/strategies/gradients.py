@@ -31,6 +31,9 @@ class Owner(Protocol):
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Put `value`, which is whole and equal on all ranks, in its place."""
 
+    def note_zeroed(self) -> None:
+        """The loop has taken a gradient away by hand."""
+
     def gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have these whole on every rank, and keep them so. Collective."""
 
@@ -90,6 +93,8 @@ class CellGradients:
         return self._given[id(parameter)][1]
 
     def set(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        if value is None:
+            self.owner.note_zeroed()
         if not self.owner.hides_gradients:
             self._given[id(parameter)] = parameter, value
 

@@ -48,6 +48,8 @@ class Prepared:
     is_sharded = False
     """Whether it has only a part of them, but where a pass needs the whole."""
 
+    differentiates_twice = True
+    """Whether a gradient may be differentiated again, as of a gradient penalty."""
     keeps_gradients = False
     """Whether all gradients are there at once only within the backward pass."""
 

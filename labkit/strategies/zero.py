@@ -138,6 +138,9 @@ class ZeRO(Prepared):
         self._casts: list[Any] = []
         self._has_gradients = False
         """Whether there was a backward pass since the last step."""
+        self._has_stepped = False
+        self._is_zeroed = True
+        """Whether the loop has zeroed gradients since its last step."""
         self._is_broken = ""
         """Why the model cannot be trained on."""
         self.hides_gradients = False
@@ -217,6 +220,12 @@ class ZeRO(Prepared):
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         self._check_whole()
         self._check_trained(only_new=True)
+        if self._has_stepped and not (self._is_zeroed or self._has_gradients):
+            raise UnsupportedLoopError(
+                "the loop does not zero gradients after its step, so that they add "
+                f"up; under {self.name} the step clears them. Call "
+                "optimizer.zero_grad() once a step, or use ddp"
+            )
         if not self._gradients.hand_back():
             self.zero_grad()
         elif self._is_reduced:
@@ -315,11 +324,20 @@ class ZeRO(Prepared):
                 self.engine.step()  # clips, and clears the gradients
             finally:
                 self.engine.set_gradient_accumulation_boundary(False)
-        self.zero_grad()
+        self._clear()
+        self._has_stepped, self._is_zeroed = True, False
         norm = self.engine.get_global_grad_norm()
         return None if self.options.clip is None or norm is None else float(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._is_zeroed = True
+        self._clear()
+
+    def note_zeroed(self) -> None:
+        """The loop has taken a gradient away by hand."""
+        self._is_zeroed = True
+
+    def _clear(self) -> None:
         self._gradients.forget()
         self._has_gradients = self._is_reduced = self.hides_gradients = False
         with self._gradients.ours():
