@@ -32,8 +32,9 @@ OTHER_PRECISION = (
     "x = x.to(next(model.parameters()).dtype)"
 )
 TWICE = (
-    "where a gradient is differentiated again (create_graph=True), this strategy has "
-    "freed the parameters that the second pass needs; use ddp, zero1 or zero2"
+    "where a graph is differentiated twice (retain_graph=True, create_graph=True), "
+    "this strategy has freed the parameters that the second pass needs; use ddp, zero1 "
+    "or zero2"
 )
 UNFROZEN = (
     "a parameter that was frozen in prepare has been unfrozen since, which this "
@@ -50,6 +51,7 @@ HINTS = {
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
     r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
     "mat2 must be a matrix": TWICE,
+    r"size of tensor a \(0\) must match": TWICE,
     "attempting to assign a gradient with dtype": UNFROZEN,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,

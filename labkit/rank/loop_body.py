@@ -64,7 +64,9 @@ def names_in(node: ast.AST, names: set[str]) -> bool:
 def unusual(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that do more than compute values for this batch."""
     for statement in body:
-        if isinstance(statement, ast.If):
+        if isinstance(statement, ast.If) and ".step(" in ast.unparse(statement):
+            yield statement  # it accumulates by itself
+        elif isinstance(statement, ast.If):
             yield from unusual([*statement.body, *statement.orelse])
         elif isinstance(statement, ast.With) and "no_grad" not in ast.unparse(
             statement

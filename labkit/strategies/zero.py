@@ -220,12 +220,6 @@ class ZeRO(Prepared):
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         self._check_whole()
         self._check_trained(only_new=True)
-        if self._has_stepped and not (self._is_zeroed or self._has_gradients):
-            raise UnsupportedLoopError(
-                "the loop does not zero gradients after its step, so that they add "
-                f"up; under {self.name} the step clears them. Call "
-                "optimizer.zero_grad() once a step, or use ddp"
-            )
         if not self._gradients.hand_back():
             self.zero_grad()
         elif self._is_reduced:
@@ -311,6 +305,12 @@ class ZeRO(Prepared):
     def step(self, closure: Closure | None = None) -> float | None:
         self._check_whole()
         self._check_trained()
+        if self._has_stepped and not self._is_zeroed and self._has_gradients:
+            raise UnsupportedLoopError(
+                "the loop does not zero gradients between two steps, so that they add "
+                f"up; under {self.name} the step clears them. Call "
+                "optimizer.zero_grad() once a step, or use ddp"
+            )
         if not self._gradients.hand_back():
             self.zero_grad()
         if not self._has_gradients:
