@@ -51,6 +51,8 @@ HINTS = {
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
     r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
     "mat2 must be a matrix": TWICE,
+    r"unsupported operand type\(s\) for .*'NoneType'": PARTIAL_SUMS,
+    "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
     "attempting to assign a gradient with dtype": UNFROZEN,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,

@@ -22,9 +22,9 @@ def extra_work(code: str) -> str | None:
     loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.While) and takes_batches(node, loaders):
-            is_counted = not (
-                isinstance(node, ast.For) and names_in(node.iter, loaders)
-            )
+            goes_over = isinstance(node, ast.For) and names_in(node.iter, loaders)
+            is_zipped = goes_over and "zip(" in ast.unparse(node).splitlines()[0]
+            is_counted = is_zipped or not goes_over
             found = node if is_counted else next(unusual(node.body), None)
             if found is not None:
                 first = ast.unparse(found).splitlines()[0]
