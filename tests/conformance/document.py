@@ -27,8 +27,8 @@ compared with one process of plain PyTorch on the same batches.
 - `✓` right: the result of one process.
 - `r` refused: an error that says what was found and what to write instead.
 - `n` noted: another result, and a note under the run that says so.
-- `W`, `B` and `H` are open faults: a wrong result without a word, an error from inside a
-  library, a hang.
+- `W`, `B` and `H` are open faults: a wrong result without a word, an error from inside
+  a library, a hang.
 
 Each place in the table has a mark for each of: {options}.
 
