@@ -450,7 +450,7 @@ class ZeRO(Prepared):
         for handle in self._casts:
             handle.remove()
         self._is_broken = (
-            "DeepSpeed has let go of this model, for a later run has prepared one; "
+            "DeepSpeed has released this model, because a later run prepared one; "
             "prepare model and optimizer again"
         )
         _former[:] = [each for each in _former if each is not self.engine]
