@@ -75,7 +75,11 @@ def unusual(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             function = statement.value.func
             name = getattr(function, "attr", getattr(function, "id", ""))
-            if name not in PLAIN_CALLS:
+            is_by_batch = name == "step" and any(
+                not isinstance(each, ast.Name | ast.Lambda)  # no closure
+                for each in statement.value.args
+            )
+            if name not in PLAIN_CALLS or is_by_batch:
                 yield statement
         elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = getattr(statement, "targets", None) or [statement.target]  # type: ignore[union-attr]

@@ -691,6 +691,8 @@ class Session:
 
     def _on_backward(self, begins: bool) -> None:
         """Before and after every backward pass."""
+        if begins and self._share is None and self.options.accumulate > 1:
+            self._note_own_data()
         for optimizer in self._optimizers if begins else ():
             optimizer.begin_backward()
         if self._probe is not None and begins:
@@ -699,6 +701,17 @@ class Session:
             self._probe.end_backward()
         for optimizer in self._optimizers if not begins else ():
             optimizer.end_backward()
+
+    def _note_own_data(self) -> None:
+        if self._optimizers:
+            count = self.options.accumulate
+            self.note(
+                "the loop takes batches from elsewhere than the loader that prepare "
+                f"returned; with --accumulate {count} it steps once in {count} "
+                "backward passes, where one process steps after each. Take them from "
+                f"the loader, which splits each of its batches into {count}, or go "
+                f"round {count} times as often"
+            )
 
     def _end_probe(self, *, is_complete: bool = True) -> None:
         if self._probe is None:

@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from labkit.records import ModelFacts
 from labkit.strategies.materialize import move
 from labkit.strategies.materialize import parts
 from labkit.strategies.materialize import release
+from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_elementwise
@@ -82,6 +85,8 @@ class FSDP(Prepared):
         self._hand_shards_to_optimizer(whole)
         # Or the part of the model that is called first would take itself for the root.
         self._root._get_fsdp_state()._lazy_init()
+        self._route = Route(groups(self.module))
+        self._undo.append(self._route.close)
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
         """One dimension: everything is sharded over all ranks."""
@@ -107,6 +112,10 @@ class FSDP(Prepared):
                     "functions, such as torch.nn.init.eye_, do not work on sharded "
                     "parameters. Call them before prepare, or use ddp"
                 )
+
+    def step(self, closure: Closure | None = None) -> float | None:
+        self._route.check(self.device)
+        return super().step(closure)
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
@@ -162,6 +171,42 @@ class HSDP(FSDP):
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return {name: shard._local_tensor for name, shard in self._shards.items()}
+
+
+class Route:
+    """Which blocks the model has run since the last step, and in which order.
+
+    Each of them gathers its parameters from all ranks. Ranks that run different ones
+    at a time give each other the wrong parameters, of which only sizes would tell.
+    """
+
+    def __init__(self, groups: Iterable[Any]) -> None:
+        self._groups = list(groups)
+        self._hash = 0
+        for number, group in enumerate(self._groups, start=1):
+            group.pre_forward = partial(self._pass, number, group.pre_forward)
+
+    def _pass(self, number: int, pre_forward: Callable[..., Any], *args: Any) -> Any:
+        self._hash = (self._hash * 1_000_003 + number) % (1 << 61)
+        return pre_forward(*args)
+
+    def check(self, device: torch.device) -> None:
+        """UnsupportedLoopError if it is not the same on all ranks. Collective."""
+        ours = torch.tensor([self._hash, -self._hash], device=device)
+        self._hash = 0
+        dist.all_reduce(ours, dist.ReduceOp.MAX)
+        if ours.sum().item():
+            raise UnsupportedLoopError(
+                "ranks ran different layers of the model in this step, or in another "
+                "order, while fsdp and hsdp gather a layer's parameters from all ranks "
+                "at once: what they computed is wrong, and is not stepped with. Make "
+                "what the model decides by chance or by its samples equal on all "
+                "ranks, or use ddp, zero1 or zero2"
+            )
+
+    def close(self) -> None:
+        for group in self._groups:
+            vars(group).pop("pre_forward", None)
 
 
 def check_hooks(name: str, parameter: Any) -> None:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.checks import UnsupportedLoopError
+from labkit.strategies.forward import Forward
+from labkit.strategies.forward import wrap_forward
 from labkit.strategies.prepared import blocks
 
 Undo = Callable[[], None]
@@ -25,22 +27,23 @@ def checkpoint_activations(model: nn.Module) -> list[Undo]:
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost";
     `torch.utils.checkpoint`.
     """
-    undo: list[Undo] = []
-    for block in blocks(model) or [model]:
+    return [wrap_forward(block, _checkpointed) for block in blocks(model) or [model]]
+
+
+def _checkpointed(plain: Forward) -> Forward:
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def compute(
+            *args: Any, **kwargs: Any
+        ) -> Any:  # no `partial`: dynamo skips them
+            return plain(block, *args, **kwargs)
+
         options: dict[str, Any] = {"use_reentrant": False}
         if any(map(has_running_statistics, block.modules())):
             # Only there, for dynamo compiles no checkpoint that has it.
             options["context_fn"] = partial(_contexts, block)
-        block.forward = _checkpointed(block.forward, options)
-        undo.append(partial(delattr, block, "forward"))
-    return undo
+        return checkpoint(compute, *args, **options, **kwargs)
 
-
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Any:
-    def again(*args: Any, **kwargs: Any) -> Any:  # no `partial`: dynamo skips them
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return again
+    return forward
 
 
 def _contexts(block: nn.Module) -> tuple[Any, Any]:
@@ -226,6 +229,8 @@ def batchnorm_like(kind: Any) -> Any:
     `torch.nn.BatchNorm1d`."""
     if issubclass(kind, BatchNorm):
         return kind
+    if issubclass(kind, nn.SyncBatchNorm):  # which DDP refuses on a CPU
+        return BatchNorm
     return type(kind.__name__, (BatchNorm, kind), {"__module__": BatchNorm.__module__})
 
 
@@ -242,17 +247,14 @@ def keep_stand_ins_out(model: nn.Module) -> list[Undo]:
     """Leave running statistics as they are where the batch is a stand-in."""
     if not any(map(has_running_statistics, model.modules())):
         return []
-    entered = contextlib.ExitStack()
 
-    def enter(module: nn.Module, args: Any) -> None:
-        if not BatchNorm.counts_here:
-            entered.enter_context(without_running_statistics(model, is_stand_in=True))
+    def without_stand_ins(plain: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if BatchNorm.counts_here:
+                return plain(*args, **kwargs)
+            with without_running_statistics(model, is_stand_in=True):
+                return plain(*args, **kwargs)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        entered.close()
+        return forward
 
-    handles = [
-        model.register_forward_pre_hook(enter),
-        model.register_forward_hook(leave, always_call=True),
-    ]
-    return [handle.remove for handle in handles]
+    return [wrap_forward(model, without_stand_ins)]

@@ -19,6 +19,8 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
 from labkit.strategies.backward import Roots
+from labkit.strategies.forward import Forward
+from labkit.strategies.forward import wrap_forward
 from labkit.strategies.materialize import give_values
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
@@ -77,7 +79,7 @@ class Prepared:
         """Has a sentence shown under the run."""
         self.is_last = True
         """Whether the next backward pass is of its step's last microbatch."""
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         parameters = list(module.parameters())
         self.given_parameters = parameters
         self._pattern: list[bool] = []
@@ -193,6 +195,10 @@ class Prepared:
         self._forget_unscaling()
         self.optimizer.zero_grad(set_to_none)
 
+    def stepping_groups(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the optimizer's groups hold what it has state of."""
+        return contextlib.nullcontext()
+
     def memory(self) -> dict[str, Tensors]:
         """The tensors that hold this rank's model states right now, by component."""
         return {
@@ -273,8 +279,8 @@ class Prepared:
 
     def close(self) -> None:
         """Take back what only this run needed of the model."""
-        for handle in self._handles:
-            handle.remove()
+        for undo in self._undo:
+            undo()
 
     def autocast(self) -> None:
         """Compute the forward pass in `--precision`; parameters stay in fp32.
@@ -285,19 +291,17 @@ class Prepared:
             return
         if self.options.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type)
-        entered = contextlib.ExitStack()
+        device_type, dtype = self.device.type, self.dtype
 
-        def enter(module: nn.Module, args: Any) -> None:
-            entered.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
+        def in_autocast(plain: Forward) -> Forward:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with torch.autocast(device_type, dtype=dtype):
+                    output = plain(*args, **kwargs)
+                return cast_floats(output, torch.float32)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            entered.close()
-            return cast_floats(output, torch.float32)
+            return forward
 
-        self._handles += [
-            self.module.register_forward_pre_hook(enter),
-            self.module.register_forward_hook(leave, always_call=True),
-        ]
+        self._undo.append(wrap_forward(self.module, in_autocast))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.strategies.agreement import InOrder
+from labkit.strategies.agreement import used_anywhere
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -156,6 +159,17 @@ class ZeRO(Prepared):
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
         self._lay_out()
+        self._zero._backward_hook_state._grad_acc_post_hooks.insert(
+            0, partial(call, weakref.WeakMethod(self._fill_up))
+        )
+        self._in_order: InOrder | None = None
+        if not self.keeps_gradients:  # but reduces them in the backward pass
+            zero = self._zero
+            reduce = zero.reduce_ready_partitions_and_remove_grads
+            self._in_order = InOrder(reduce, trained, self.device)
+            zero.reduce_ready_partitions_and_remove_grads = self._in_order.add
+        self._missing: list[nn.Parameter] = []
+        """What other ranks have used in this backward pass."""
         follow(self)
         if self.options.precision != "fp32":
             # DeepSpeed keeps the model itself in this precision, not its inputs.
@@ -224,7 +238,7 @@ class ZeRO(Prepared):
             self.zero_grad()
         elif self._is_reduced:
             self._carry()
-        self._used.update(map(id, used))
+        self._agree_on_used(used)
         self._has_gradients = True
         self.hides_gradients = not self.is_last
         # What else the engine's `forward` would do, which need not be called once for
@@ -234,8 +248,44 @@ class ZeRO(Prepared):
         self.engine._backward_prologue()
         self._gradients.begin_pass()
 
+    def _agree_on_used(self, used: Sequence[nn.Parameter]) -> None:
+        """Of which parameters any rank has gradients in this pass. Collective."""
+        ours = set(map(id, used))
+        trained = [p for p in self.given_parameters if id(p) in self._trained_ids]
+        anywhere, not_everywhere = used_anywhere(trained, ours, self.device)
+        if not_everywhere and self.is_sharded:
+            ids = {id(parameter) for parameter in not_everywhere}
+            name = next(n for n, p in self.module.named_parameters() if id(p) in ids)
+            raise UnsupportedLoopError(
+                f"some ranks used {name} in this forward pass and others did not; "
+                f"{self.name} gathers a layer's parameters from all ranks at once, so "
+                "that they have to run the same layers. Make what the model decides "
+                "by chance or by its samples equal on all ranks, or use ddp, zero1 or "
+                "zero2"
+            )
+        self._missing = [p for p in not_everywhere if id(p) not in ours]
+        self._used.update(map(id, anywhere))
+        if self._in_order is not None:
+            self._in_order.begin(anywhere)
+
+    def _fill_up(self) -> None:
+        """All gradients of a pass are there: those which only other ranks have are 0
+        here, and as many have to be reduced on every rank."""
+        late = self._missing if self._in_order is None else self._in_order.late()
+        for parameter in late:
+            if parameter.grad is None:
+                shape, device = plain_shape(parameter), parameter.device
+                parameter.grad = torch.zeros(shape, dtype=self.dtype, device=device)
+            self._process_gradient(parameter)
+
+    def _process_gradient(self, parameter: nn.Parameter) -> None:
+        """What DeepSpeed does with a gradient that has come."""
+        raise NotImplementedError
+
     def end_backward(self, *, has_failed: bool) -> None:
         self._gradients.end_ours()
+        if not has_failed and self._in_order is not None:
+            self._in_order.agree()
         if has_failed:
             self._is_broken = (
                 "a backward pass failed half-way, with the gradients of some "
@@ -346,19 +396,29 @@ class ZeRO(Prepared):
 
     def _note_unused(self) -> None:
         """DeepSpeed steps a parameter without a gradient as if that were 0."""
+        unused: list[str] = []
         for group, names in zip(self._given_groups, self._names, strict=True):
+            if not has_memory(self.optimizer, group):
+                continue
+            decays = bool(group.get("weight_decay"))
             for parameter, name in zip(group["params"], names, strict=True):
-                if id(parameter) in self._used or not parameter.requires_grad:
+                number = id(parameter)
+                if number in self._used or not parameter.requires_grad:
                     continue
-                if group.get("weight_decay") or id(parameter) in self._ever_used:
-                    self.note(
-                        f"{name} gets no gradient in some steps; {self.name} then "
-                        "updates it with a gradient of 0, so weight decay and momentum "
-                        "change it, where one process leaves it unchanged"
-                    )
-                    break
+                if decays or number in self._ever_used:
+                    unused.append(name)
+        if unused and not self._has_noted_unused:
+            self._has_noted_unused = True
+            others = f" (and {len(unused) - 1} others)" if len(unused) > 1 else ""
+            self.note(
+                f"{unused[0]}{others} gets no gradient in some steps; {self.name} then "
+                "updates it with a gradient of 0, so weight decay and momentum change "
+                "it, where one process leaves it unchanged"
+            )
         self._ever_used |= self._used
         self._used.clear()
+
+    _has_noted_unused = False
 
     def _take_weights(self) -> None:
         """Step from the weights that the model has, which the loop may have changed:
@@ -482,6 +542,11 @@ class ZeRO1(ZeRO):
             for group in self._zero.bit16_groups
             for parameter in group
         ]
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(self._zero.bit16_groups)
+            for parameter in group
+        }
         self._carried: dict[int, list[torch.Tensor]] = {}
         """Gradients that were reduced before another backward pass, by group."""
 
@@ -503,6 +568,9 @@ class ZeRO1(ZeRO):
             ):
                 tensor.add_(more)
         self._carried.clear()
+
+    def _process_gradient(self, parameter: nn.Parameter) -> None:
+        self._zero.process_gradients(parameter, self._group_of[id(parameter)])
 
     def _groups(self) -> range:
         return range(len(self._zero.bit16_groups))
@@ -572,6 +640,9 @@ class ZeRO3(ZeRO):
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
 
+    def _process_gradient(self, parameter: nn.Parameter) -> None:
+        self._zero.reduce_ready_partitions_and_remove_grads(parameter)
+
     def gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have these whole on every rank, and keep them so. Collective."""
         # DeepSpeed gathers these again after every step, and frees none in between.
@@ -624,6 +695,23 @@ class ZeRO3(ZeRO):
                 for parameter in empty:
                     parameter.data = parameter.data.new_empty(0)
 
+    @contextlib.contextmanager
+    def stepping_groups(self) -> Iterator[None]:
+        # Where DeepSpeed puts them in a step, a sub-group after the other.
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for number, group in enumerate(groups):
+            group["params"] = [
+                partition
+                for sub, partition in enumerate(self._zero.fp32_partitioned_groups_flat)
+                if self._zero.sub_group_to_group_id[sub] == number
+            ]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+
     def _discard(self) -> None:
         # Or a parameter that the next step does not use would have those of this one.
         if self._zero.grad_partitions_flat_buffer is not None:
@@ -666,6 +754,12 @@ class ZeRO3(ZeRO):
         }
 
 
+def call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call the method of what DeepSpeed is not to keep alive."""
+    if (living := method()) is not None:
+        living()
+
+
 def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a model, as for an average of weights: without what DeepSpeed
     has hooked to it."""
@@ -694,6 +788,12 @@ def take(weights: torch.Tensor, master: torch.Tensor) -> None:
         is_same = weights == master.to(weights.dtype)
         weights = torch.where(is_same, master, weights.to(master.dtype))
     master.copy_(weights)
+
+
+def has_memory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a gradient of 0 changes a parameter: by momentum or weight decay."""
+    is_sgd = type(optimizer) is torch.optim.SGD
+    return not is_sgd or bool(group["momentum"] or group["weight_decay"])
 
 
 def bucket_elements(num_parameters: int) -> int:
