@@ -239,8 +239,8 @@ def test_a_function_of_the_terminal_trains(terminal: Terminal) -> None:
         "    weight.sum().backward()\n"
         "    torch.optim.SGD([weight], lr=0.1).step()\n"
     )
-    shown = terminal.run("%dist_train ddp by_hand --name of-a-function")
-    assert "<Run 'of-a-function': ddp on 2 ranks, finished, 1 step" in shown
+    shown = terminal.run("%dist_train raw by_hand --name of-a-function")
+    assert "<Run 'of-a-function': raw on 2 ranks, finished, 1 step" in shown
 
 
 def test_ctrl_c_ends_a_run_and_the_next_cell_works(terminal: Terminal) -> None:

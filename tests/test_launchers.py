@@ -207,7 +207,11 @@ def test_a_shell_command_that_launches_gets_a_note(lab: Lab, capsys: Captured) -
 # ---- processes of the cells' own ----
 
 
-def test_a_spawn_pool_finds_what_the_cell_defined(lab: Lab) -> None:
+def test_a_spawn_pool_finds_what_the_cell_defined(lab: Lab, tmp_path: Path) -> None:
+    # Neither a script that ran in the namespace, nor an emptied one, is in the way.
+    (tmp_path / "script.py").write_text("ran = True\n")
+    lab.run(f"%run -i {tmp_path / 'script.py'}")
+    lab.run("get_ipython().user_ns.clear()")
     lab.run(
         code(
             """

@@ -151,6 +151,7 @@ class CellRunner:
         if "_oh" not in namespace:  # a cell has cleared it of what IPython needs
             self.shell.init_user_ns()
         namespace.update(
+            __name__="__main__",
             __builtins__=builtins,
             rank=self.placement.rank,
             local_rank=self.placement.local_rank,

@@ -64,9 +64,21 @@ def raise_from_scripts(shell: Any) -> None:
     """Have `%run` raise what its script raises, which IPython only shows."""
     execfile = shell.safe_execfile
 
-    def safe_execfile(*args: Any, exit_ignore: bool = False, **more: Any) -> None:
-        with contextlib.suppress(SystemExit) if exit_ignore else nullcontext():
-            execfile(*args, **{**more, "raise_exceptions": True})
+    def safe_execfile(
+        file: str,
+        where: dict[str, Any],
+        *args: Any,
+        exit_ignore: bool = False,
+        **more: Any,
+    ) -> None:
+        try:
+            with contextlib.suppress(SystemExit) if exit_ignore else nullcontext():
+                execfile(file, where, *args, **{**more, "raise_exceptions": True})
+        finally:
+            if where is shell.user_ns:
+                # Of `%run -i`, which leaves it: processes that later cells spawn would
+                # run the script again.
+                where.pop("__file__", None)
 
     def safe_run_module(name: str, where: dict[str, Any]) -> None:
         try:

@@ -159,6 +159,8 @@ class Session:
         """Until it has found something to note."""
         self._share: Share | None = None
         """What the loop has at the moment; None in one over data of its own."""
+        self._loader: RankLoader | None = None
+        """Which gave the batch that the loop has."""
         self._loss_weight: float | None = None
         """Of this step so far; None where losses count by the number of samples."""
         self._step_ended: float | None = None
@@ -353,7 +355,7 @@ class Session:
             self.device,
             on_epoch=lambda epoch: self._begin_epoch(epoch, batches),
             before_batch=lambda: self._before_batch(rank_loader),
-            on_batch=self._begin_batch,
+            on_batch=lambda share: self._begin_batch(share, rank_loader),
             on_end=self._end_batches,
             on_drawn=self._watch.note_draw,
             weigh=weigh,
@@ -487,10 +489,19 @@ class Session:
             self._keeper.finish(self._optimizer_steps)
             raise
 
-    def _begin_batch(self, share: Share) -> None:
+    def _begin_batch(self, share: Share, loader: RankLoader) -> None:
         if self._has_ended:
             return
         assert self._num_samples is not None
+        is_zipped = self._share is not None and loader is not self._loader
+        if is_zipped and share.weight != self._noticer.weight:
+            self.note(
+                "the loop takes batches of two loaders at once, and this rank's parts "
+                "are not the same fraction of both, so the mean over the ranks is not "
+                "that of one process. Give both batch sizes that the number of ranks "
+                "divides, and drop_last=True"
+            )
+        self._loader = loader
         self._noticer.begin_microbatch(is_first=self._is_first_microbatch)
         self._is_first_microbatch = share.is_last  # is the next one
         self._num_samples += share.num_samples
