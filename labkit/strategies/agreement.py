@@ -8,6 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
+
+
+def greatest(values: torch.Tensor) -> list[Any]:
+    """The greatest of all ranks, element by element. Collective, and no part of what
+    is measured of a step: it is no part of the strategy."""
+    with no_dispatch():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        found: list[Any] = values.tolist()
+    return found
 
 
 def used_anywhere(
@@ -16,9 +26,7 @@ def used_anywhere(
     """Of `parameters`, equal on all ranks: those in use on any rank, and those of them
     in use on some ranks alone. `used` holds ids of this rank's. Collective."""
     ours = torch.tensor([id(parameter) in used for parameter in parameters])
-    both = torch.stack([ours, ~ours]).to(device, torch.uint8)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    some, not_all = both.bool().tolist()
+    some, not_all = greatest(torch.stack([ours, ~ours]).to(device, torch.uint8))
     return (
         [p for p, is_used in zip(parameters, some, strict=True) if is_used],
         [p for p, *on in zip(parameters, some, not_all, strict=True) if all(on)],
@@ -78,5 +86,6 @@ class InOrder:
         self._has_agreed = True
         came = [*dict.fromkeys([*self._came, *self._order])]
         order = torch.tensor(came, device=self._device)
-        dist.broadcast(order, src=0)
+        with no_dispatch():
+            dist.broadcast(order, src=0)
         self._order = order.tolist()

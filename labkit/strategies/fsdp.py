@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
+from labkit.strategies.agreement import greatest
 from labkit.strategies.materialize import move
 from labkit.strategies.materialize import parts
 from labkit.strategies.materialize import release
@@ -192,10 +193,9 @@ class Route:
 
     def check(self, device: torch.device) -> None:
         """UnsupportedLoopError if it is not the same on all ranks. Collective."""
-        ours = torch.tensor([self._hash, -self._hash], device=device)
+        most, least = greatest(torch.tensor([self._hash, -self._hash], device=device))
         self._hash = 0
-        dist.all_reduce(ours, dist.ReduceOp.MAX)
-        if ours.sum().item():
+        if most != -least:
             raise UnsupportedLoopError(
                 "ranks ran different layers of the model in this step, or in another "
                 "order, while fsdp and hsdp gather a layer's parameters from all ranks "
