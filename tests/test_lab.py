@@ -1,6 +1,7 @@
 """Cells, variables and state on a real cluster, without magics."""
 
 import os
+import socket
 import textwrap
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.notebook import cluster
 from labkit.notebook import watchdog
 from labkit.notebook.rank_list import parse_ranks
 
@@ -308,3 +310,31 @@ def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
     assert not os.path.exists(folder)  # noqa: PTH110
     with pytest.raises(RuntimeError, match="the lab is stopped"):
         lab.run("1")
+
+
+@pytest.mark.parametrize("number", [0, 2, 5, 10])
+def test_a_port_that_another_process_takes_does_not_fail_the_start(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    # Of those that ipyparallel finds free, and listens on a moment later: the first is
+    # the hub's, the others those of parts without which it would go on for ever.
+    sockets = [socket.socket() for _ in range(16)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in [*sockets[:number], *sockets[number + 1 :]]:
+        each.close()
+    sockets[number].listen()
+    chosen = f"--ports={','.join(map(str, ports))}"
+    arguments = [*cluster._CONTROLLER_ARGS, chosen]
+    stop = cluster.Cluster.stop
+
+    def free_and_stop(self: cluster.Cluster) -> None:
+        sockets[number].close()
+        stop(self)
+
+    monkeypatch.setattr(cluster, "_CONTROLLER_ARGS", arguments)
+    monkeypatch.setattr(cluster.Cluster, "stop", free_and_stop)
+    with Lab(num_ranks=1) as lab:
+        lab.run("x = 1")
+        assert lab.pull("x") == 1

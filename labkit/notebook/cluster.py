@@ -38,6 +38,8 @@ _CONTROLLER_ARGS = [
     "--log-level=ERROR",  # it warns at every message that publish_data sends
 ]
 _LOAD = "labkit.rank.calls:load"
+_TAKEN = "Address already in use"
+_START_TRIES = 3
 _START_TIMEOUT_S = 120
 _LOOK_S = 0.25
 """How often the processes are looked at; a death in mid-cell is noticed at once."""
@@ -53,6 +55,24 @@ class CallError(RuntimeError):
 
 class RankDiedError(CallError):
     """A rank's process has ended, or none of them can be reached."""
+
+
+class PortTakenError(RuntimeError):
+    """Another process took a port that the controller was to listen on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"in {_START_TRIES} attempts, other processes took ports that "
+            "ipyparallel's controller had found free; run %dist_start again"
+        )
+
+
+def start_cluster(num_ranks: int, **settings: Any) -> "Cluster":
+    """A Cluster; with other ports, where another process has just taken some."""
+    for _ in range(_START_TRIES - 1):
+        with contextlib.suppress(PortTakenError):
+            return Cluster(num_ranks, **settings)
+    return Cluster(num_ranks, **settings)
 
 
 class Cluster:
@@ -101,9 +121,27 @@ class Cluster:
             self._controller = Watched(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
             self._controller_parts = self._controller.process.children()
-        except BaseException:
+        except BaseException as error:
+            is_port_taken = self._is_port_taken()
             self.stop()
+            if is_port_taken:
+                raise PortTakenError from error
             raise
+
+    def _is_port_taken(self) -> bool:
+        """Whether the controller could not listen where it was to.
+
+        ipyparallel looks for free ports, and listens on them a moment later: another
+        process may have one by then. The controller goes on without that part.
+        """
+        launcher = self._cluster.controller
+        if launcher is None:
+            return False
+        try:
+            said = Path(launcher.output_file).read_text(errors="replace")
+        except OSError:  # it has ended, and ipyparallel has taken what it printed
+            said = launcher._output or ""
+        return _TAKEN in said
 
     def _start_watchdog(self) -> "subprocess.Popen[bytes]":
         environment = dict(os.environ)
@@ -172,9 +210,13 @@ class Cluster:
             interrupts.check()
             if reason := self.lost():
                 raise RuntimeError(reason)
+            if self._is_port_taken():
+                raise PortTakenError
             if time.monotonic() > deadline or not all(e.is_alive for e in started):
                 raise failed(f"{len(engines)} of {len(started)} engines started")
             time.sleep(0.02)
+        if self._is_port_taken():
+            raise PortTakenError
         on_progress("loading torch on the engines")
         loading = self._client[engines].apply_async(call_by_name, _LOAD, ())
         try:

@@ -13,6 +13,7 @@ from labkit.notebook import interrupts
 from labkit.notebook.cluster import CallError
 from labkit.notebook.cluster import Cluster
 from labkit.notebook.cluster import RankDiedError
+from labkit.notebook.cluster import start_cluster
 from labkit.records import Outcome
 from labkit.records import Placement
 
@@ -61,7 +62,7 @@ class RankGroup:
         is_cpu = self.placements[0].device == "cpu"
         if is_cpu and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
-        self.cluster = Cluster(
+        self.cluster = start_cluster(
             len(self.placements), environment=environment, on_progress=on_progress
         )
         try:
