@@ -83,11 +83,13 @@ def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
 def check_code(code: Any) -> None:
     """ValueError unless `code` is text that can be sent."""
     if not isinstance(code, str):
-        raise ValueError(f"{shown(code)} is neither code nor a function")
+        raise ValueError(
+            f"{shown(code)} is neither code nor a function; give code as a string"
+        )
     try:
         code.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the code is no text: {error}") from None
+        raise ValueError(f"the code cannot be sent as UTF-8: {error}") from None
 
 
 def check_seed(seed: Any) -> None:
@@ -101,7 +103,7 @@ def check_seed(seed: Any) -> None:
 def check_pushed_name(name: str) -> None:
     """ValueError unless a variable that is pushed can be called so on the ranks."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{shown(name)} is no name of a variable")
+        raise ValueError(f"{shown(name)} is not a valid variable name")
     if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
         raise ValueError(
             f"{name} is every rank's own; push it under another name, as my_{name}"

@@ -60,9 +60,14 @@ _current: "Lab | None" = None
 class Lab:
     """A cluster of ranks in one process group, ready when it exists.
 
-    `num_ranks` is one per visible GPU by default, else 2 on the CPU. As a context
-    manager it stops at the end; otherwise call `stop`. Whatever happens to this
-    process, its ranks end with it.
+    `num_ranks` is one per visible GPU by default, else 2 on the CPU. `backend` is
+    "auto", "nccl" (a GPU for each rank) or "gloo" (ranks may share one), `device` is
+    "auto", "cuda" or "cpu", and `threads` is the number of torch threads of a CPU rank
+    (by default 1, or OMP_NUM_THREADS). `group_timeout_s` is the timeout of the process
+    group; `on_progress` is called with a line of text at each stage of the start.
+
+    As a context manager the lab stops at the end; otherwise call `stop`. Whatever
+    happens to this process, its ranks end with it.
 
     Raises ValueError for a placement that cannot be, before anything is started, and
     RuntimeError if engines do not start.
@@ -103,9 +108,7 @@ class Lab:
             from labkit.notebook.failure import Interrupted
 
             self.stop()
-            raise Interrupted(
-                [], "Interrupted; nothing that was begun is left."
-            ) from None
+            raise Interrupted([], "Interrupted; nothing is left running.") from None
         except BaseException:
             self.stop()
             raise
@@ -230,7 +233,7 @@ class Lab:
         With a folder in `checkpoint` the run's state is saved there `every` 100 steps
         and at its end; the newest 3 (`keep`) are kept. With `resume` it goes on from
         the last one; see `labkit.rank.resume` for how. With `elastic`, when a rank
-        dies, it is started anew and the cell goes on from the last one; the cell then
+        dies, it is started again and the cell goes on from the last one; the cell then
         has to make or import all that it uses.
 
         Raises as `run` does; the run is in `runs` all the same.
@@ -368,7 +371,8 @@ class Lab:
                         raise RuntimeError(
                             f"{name!r} is sharded on {format_ranks(parts)} and not on "
                             f"{format_ranks(others)}, so it cannot be gathered; it is "
-                            "of an earlier run, and was made anew there since"
+                            "of an earlier run, and replaced there since. Make it "
+                            "again on all ranks"
                         )
                     asked, is_collective = list(everyone), True
             with (
@@ -458,7 +462,7 @@ class Lab:
         return Forecast(table, sentence, device_bytes)
 
     def status(self) -> "pd.DataFrame":
-        """One row a rank: host, pid, device, state, memory (bytes), last run, step.
+        """One row per rank: host, pid, device, state, memory (bytes), last run, step.
 
         Where a rank is dead or cannot be reached, a column `cause` says why.
         """
@@ -478,8 +482,8 @@ class Lab:
     def restart(self, *, everyone: bool = False) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started.
 
-        They get their rank and device again; the group is formed anew. The others
-        keep their variables.
+        They get their rank and device again, and the process group is formed again.
+        The others keep their variables; with `everyone` there are no others.
         """
         self._wait_for_the_last_run()
         return self._running().restart(everyone=everyone)
@@ -487,7 +491,7 @@ class Lab:
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.
 
-        A group that is broken is formed anew.
+        A group that is broken is formed again first.
         """
         self._wait_for_the_last_run()
         self._running().check()
@@ -509,7 +513,9 @@ class Lab:
 
     def _running(self) -> "RankGroup":
         if self._ranks is None:
-            raise RuntimeError("the lab is stopped; %dist_start begins another")
+            raise RuntimeError(
+                "the lab is stopped; %dist_start, or Lab(), starts another"
+            )
         return self._ranks
 
     @contextlib.contextmanager

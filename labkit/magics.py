@@ -44,21 +44,21 @@ timeout_option = argument(
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="stop after so long; no limit by default",
+    help="stop the cell after this many seconds; no limit by default",
 )
 hang_option = argument(
     "--hang-after",
     type=float,
     default=HANG_AFTER_S,
     metavar="SECONDS",
-    help="say where every rank stands when nothing has happened for so long (default: "
-    f"{HANG_AFTER_S:g}); 0 for never",
+    help="say where every rank stands when nothing has happened for this long "
+    f"(default: {HANG_AFTER_S:g}); 0 for never",
 )
 precision_option = argument(
     "--precision",
     default="fp32",
     choices=PRECISIONS,
-    help="what the model computes in (default: fp32); fp16 needs a GPU",
+    help="the dtype that the model computes in (default: fp32); fp16 needs a GPU",
 )
 accumulate_option = argument(
     "--accumulate",
@@ -70,7 +70,8 @@ accumulate_option = argument(
 checkpointing_option = argument(
     "--activation-checkpointing",
     action="store_true",
-    help="keep only the inputs of the model's blocks; compute the rest again",
+    help="keep only the inputs of the model's blocks; compute the rest again in the "
+    "backward pass",
 )
 
 
@@ -156,7 +157,7 @@ class LabMagics(Magics):
     )
     @line_magic
     def dist_start(self, line: str) -> None:
-        """Start a cluster: one engine a rank, all in one process group."""
+        """Start a cluster: one engine per rank, all in one process group."""
         args = parse(self.dist_start, line)
         with usage_errors():
             lab = running_lab()
@@ -265,12 +266,13 @@ class LabMagics(Magics):
     @argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint; begin where there is none",
+        help="go on from the last checkpoint in DIR; from step 0 where there is none",
     )
     @argument(
         "--elastic",
         action="store_true",
-        help="when a rank dies, start it anew and go on from the last checkpoint",
+        help="when a rank dies, start it again and go on from the last checkpoint; "
+        "goes with --checkpoint",
     )
     @timeout_option
     @hang_option
@@ -521,10 +523,10 @@ class LabMagics(Magics):
             show(runs[-1])
 
     @magic_arguments()
-    @argument("--all", action="store_true", help="every rank, dead or alive")
+    @argument("--all", action="store_true", help="every rank; all variables are lost")
     @line_magic
     def dist_restart(self, line: str) -> None:
-        """Bring dead ranks back in their places and form the group anew."""
+        """Bring dead ranks back in their places; the others keep their variables."""
         args = parse(self.dist_restart, line)
         with usage_errors():
             started = current_lab().restart(everyone=args.all)
@@ -545,7 +547,10 @@ class LabMagics(Magics):
     ) -> Any:
         """A variable of the notebook; NameError where there is none such."""
         if name not in self.shell.user_ns or not check(self.shell.user_ns[name]):
-            raise NameError(f"the notebook has no {what} {shown(name)}")
+            raise NameError(
+                f"the notebook has no {what} {shown(name)}; define it in a cell "
+                "without a magic"
+            )
         return self.shell.user_ns[name]
 
 

@@ -155,7 +155,7 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": 3}, "the model is a int, no torch.nn.Module"),
+        ({"model": 3}, "model is int; an estimate needs a torch.nn.Module"),
         ({"batch_size": 0}, "batch size is 0"),
         ({"model": nn.LazyLinear(3)}, "lazy layers"),
         ({"x": torch.tensor(1.0)}, "first dimension is the batch"),

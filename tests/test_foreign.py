@@ -205,7 +205,7 @@ def test_what_a_thread_prints_after_its_cell_is_heard(
 def test_breakpoint_says_that_nobody_can_type(lab: Lab, capsys: Captured) -> None:
     lab.run("def look():\n    breakpoint()\n    print('went on')\nlook()")
     captured = capsys.readouterr()
-    assert "breakpoint() in look, line 2, is passed by: nobody can" in captured.err
+    assert "breakpoint() in look, line 2, is skipped: nobody can" in captured.err
     assert "[ranks 0-1] went on" in captured.out
 
 
@@ -261,8 +261,8 @@ HINTS = {
     "import pdb\npdb.set_trace()\npass": "nobody can type on a rank",
     "input('how many? ')": "nobody can type on a rank",
     "dist.breakpoint()": "nobody can type on a rank",
-    "%%dist_train ddp\n1": "magics of labkit are the notebook's",
-    "%dist_push x": "magics of labkit are the notebook's",
+    "%%dist_train ddp\n1": "labkit's magics run in the notebook",
+    "%dist_push x": "labkit's magics run in the notebook",
 }
 
 

@@ -275,7 +275,7 @@ def test_ctrl_c_while_a_lab_starts_leaves_nothing(tmp_path: Path) -> None:
             terminal.begin("%dist_start -n 2")
             terminal.wait_for(moment)
             terminal.interrupt()
-            assert "Interrupted; nothing that was begun is left." in terminal.rest()
+            assert "Interrupted; nothing is left running." in terminal.rest()
             [ipython] = processes_of(tmp_path)
         assert "Ready: 2 ranks" in terminal.run("%dist_start -n 2")
         assert ipython.is_running()

@@ -423,8 +423,8 @@ def test_wrong_arguments_of_a_lab_change_nothing(kept: Lab) -> None:
     model = torch.nn.Linear(2, 2)
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("is neither code nor a function", lambda: lab.run(5)),  # type: ignore[arg-type]
-        ("the code is no text", lambda: lab.run("'\ud800'")),
-        ("the code is no text", lambda: lab.train("raw", "'\ud800'")),
+        ("the code cannot be sent as UTF-8", lambda: lab.run("'\ud800'")),
+        ("the code cannot be sent as UTF-8", lambda: lab.train("raw", "'\ud800'")),
         ("is neither code nor a function", lambda: lab.train("raw", b"1")),  # type: ignore[arg-type]
         ("unknown strategy []", lambda: lab.train([], "1")),  # type: ignore[arg-type]
         ("run name '../x'; use letters", lambda: lab.train("raw", "1", name="../x")),
@@ -445,8 +445,8 @@ def test_wrong_arguments_of_a_lab_change_nothing(kept: Lab) -> None:
         ("cannot go to another process", lambda: lab.push(x=lab)),
         ("rank is every rank's own", lambda: lab.push(rank=5)),
         ("__builtins__ is every rank's", lambda: lab.push(__builtins__=5)),
-        ("'a b' is no name", lambda: lab.push(**{"a b": 5})),
-        ("'for' is no name", lambda: lab.push(**{"for": 5})),
+        ("'a b' is not a valid", lambda: lab.push(**{"a b": 5})),
+        ("'for' is not a valid", lambda: lab.push(**{"for": 5})),
         ("takes a variable's name; found", lambda: lab.pull(["x"])),  # type: ignore[arg-type]
         ("cannot pickle 'sqlite3.Conn", lambda: lab.pull("get_ipython")),
         ("full is 'x'; it must", lambda: lab.pull("kept", full="x")),  # type: ignore[arg-type]
@@ -503,7 +503,7 @@ WRONG_IN_A_CELL = {
     "fit(m, d, 5, optimizer=o, batch_size=4)": "'loss_fn' is 5; give a function",
     "fit(m, d, f, optimizer=o, batch_size=4, epochs=1.5)": "epochs is 1.5; it must",
     "fit(m, d, f, optimizer=o, validate=d, metrics=5)": "metrics are 5; give a dict",
-    "fit(m, d, f, optimizer=o, validate=d, metrics={'loss': f})": "none is 'loss'",
+    "fit(m, d, f, optimizer=o, validate=d, metrics={'loss': f})": "without the name",
     "fit(m, d, f, optimizer=o, validate=d, metrics={'a': 5})": "'a' is 5; give",
 }
 

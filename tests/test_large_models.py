@@ -363,7 +363,7 @@ def test_what_nothing_sets_is_refused_or_loaded(
         ),
         (
             "optimizer = torch.optim.Adagrad(model.parameters())",
-            "Adagrad made its state of parameters on the meta device",
+            "Adagrad made its state from parameters on the meta device",
         ),
     ],
 )

@@ -412,7 +412,7 @@ def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
         reply = kernel.run(f"%dist_estimate {line}")
         assert reply.status == "ok", reply.stderr
         assert "?" in reply.displays[1]["text/plain"]
-        assert "Activations are not in it: give" in reply.stdout
+        assert "Activations are not included: give" in reply.stdout
         assert option in reply.stdout
     kernel.run("%%dist\nfrom labkit.models import GPT\non_rank = GPT(64, context=16)")
     reply = kernel.run("%dist_estimate on_rank --sequence 16 --batch-size 8")

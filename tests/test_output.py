@@ -569,7 +569,8 @@ def test_a_rank_does_not_clear_what_others_have_said(
     assert cleared == []
     captured = capsys.readouterr()
     assert captured.err == (
-        "labkit: clear_output of rank 1 would clear other ranks' output as well\n"
+        "labkit: clear_output of rank 1 is ignored: it would clear other ranks' "
+        "output as well\n"
     )
     assert "[rank 0] hello\n" in captured.out
 

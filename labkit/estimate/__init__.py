@@ -142,7 +142,9 @@ def forecast(
     name of a class of torch.optim.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"the model is a {type(model).__name__}, no torch.nn.Module")
+        raise ValueError(
+            f"model is {type(model).__name__}; an estimate needs a torch.nn.Module"
+        )
     if x is not None:
         check_input(x)
         batch_size = batch_of(x) if batch_size is None else batch_size
@@ -167,7 +169,7 @@ def forecast(
             x, says = None, str(error)
     if x is None:
         table = find(None, **limits, **changes)
-        missing = f"Activations are not in it: {says}."
+        missing = f"Activations are not included: {says}."
         sentences = [what_can_fit(table, device_bytes), missing]
     else:
         advice = what_would_fit(

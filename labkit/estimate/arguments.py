@@ -41,13 +41,13 @@ def check(
         )
     if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
-            "the model is sharded already, by a run or by hand; make it anew and "
+            "the model is sharded already, by a run or by the cell; build it again and "
             "estimate the plain model"
         )
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError(
             "the model has lazy layers, whose sizes come from its first input; call "
-            "it with one batch before"
+            "it with one batch first"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient")

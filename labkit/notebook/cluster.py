@@ -255,7 +255,7 @@ class Cluster:
     def lost(self) -> str:
         """Why no rank can be reached any more; "" while they can."""
         if self._is_ending.is_set():
-            return "the lab was stopped; %dist_start or %dist_restart --all begins anew"
+            return "the lab was stopped; %dist_stop, then %dist_start, starts another"
         assert self._controller is not None
         if not self._controller.is_alive:
             death = self._controller.death()
@@ -267,7 +267,7 @@ class Cluster:
         return (
             f"ipyparallel's controller, which carries every message, died {what}; no "
             "rank can be reached: %dist_restart --all (lab.restart(everyone=True)) "
-            "starts everything anew"
+            "restarts everything"
         )
 
     def death(self, rank: int) -> Death:
@@ -444,7 +444,10 @@ class Cluster:
         try:
             process = psutil.Process(self.pids[rank])
             if process.status() == psutil.STATUS_STOPPED:
-                return f"its process {process.pid} is stopped, as SIGSTOP does"
+                return (
+                    f"its process {process.pid} is stopped, as by SIGSTOP; kill -CONT "
+                    f"{process.pid} continues it"
+                )
             load = process.cpu_percent(0.05)
         except psutil.NoSuchProcess:
             return "its process has just ended"

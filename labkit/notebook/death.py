@@ -26,7 +26,7 @@ _LIKELY_CAUSES = {
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or /dev/shm is full",
     "SIGFPE": "a crash in native code",
-    "SIGILL": "an instruction that this CPU has not",
+    "SIGILL": "an instruction that this CPU does not have",
     "SIGABRT": "native code gave up",
     "SIGTERM": "asked to end from outside",
     "SIGINT": "interrupted from outside",

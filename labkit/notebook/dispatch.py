@@ -365,7 +365,7 @@ def says_nothing(rank: int) -> Outcome:
         rank=rank,
         status="error",
         ename="the rank does not say how the cell ended",
-        evalue="something in it has put labkit's hooks out of use; "
-        "%dist_restart --all begins anew",
+        evalue="something in it has disabled labkit's hooks; "
+        "%dist_restart --all restarts every rank",
         group_in_place=False,
     )

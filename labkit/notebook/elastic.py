@@ -131,7 +131,7 @@ class Elastic:
         times = f"{MAX_RESTARTS} time{'s' * (MAX_RESTARTS > 1)}"
         why = (
             f"; --elastic resumed {times} from step {self._last_step} and a rank died "
-            "before the next checkpoint, so what ends it lies in between"
+            "before the next checkpoint each time; look for the cause in between"
         )
         return self._add(dispatch, {died.rank}, why)
 
@@ -143,8 +143,8 @@ class Elastic:
             if outcome.ename == "NameError" and outcome.rank in self._restarted
         }
         why = (
-            f"; {format_ranks(lacking)} died and was started anew, with nothing but "
-            "this cell: --elastic needs one that makes or imports all that it uses"
+            f"; {format_ranks(lacking)} died and was started again, with nothing but "
+            "this cell: --elastic needs a cell that makes or imports all that it uses"
         )
         return self._add(dispatch, lacking, why) if lacking else outcomes
 

@@ -98,7 +98,11 @@ class HangWatch:
             return  # what a terminal shows stays there
         self._is_noted = True
         is_background = threading.current_thread() is not threading.main_thread()
-        stop = "stop() of the Run" if is_background else "The stop button"
+        stop = (
+            "stop() of the Run"
+            if is_background
+            else "The stop button (Ctrl-C in a terminal)"
+        )
         look = " %dist_stack shows whole stacks." if is_background else ""
         self._show(
             "\n".join(
@@ -107,7 +111,7 @@ class HangWatch:
                     "no rank has printed anything.",
                     *lines,
                     f"{stop} ends this on every rank, with variables kept; --timeout "
-                    f"SECONDS would by itself.{look}",
+                    f"SECONDS does so by itself.{look}",
                 ]
             )
         )

@@ -44,8 +44,8 @@ def check_options(
         check_flag(flag, getattr(options, flag))
     if options.precision == "fp16" and device == "cpu":
         raise ValueError(
-            "fp16 needs a GPU, for the CPU has no fast arithmetic in it; choose bf16, "
-            "which has fp32's range and needs no loss scaling"
+            "fp16 needs a GPU: CPUs have no fast arithmetic in it; choose bf16, which "
+            "has fp32's range and needs no loss scaling"
         )
     if config is not None and (
         not isinstance(config, Mapping) or not all(isinstance(k, str) for k in config)
@@ -70,7 +70,9 @@ def check_options(
                     f"--{name.replace('_', '-')} is for the cell to do"
                 )
         if config:
-            raise ValueError(f"{strategy.name} has nothing that --config could set")
+            raise ValueError(
+                f"{strategy.name} has nothing that --config could set; leave it out"
+            )
 
 
 def plan_checkpoints(

@@ -292,7 +292,10 @@ class OutputMerger:
                 "the run's picture" if not self._may_clear else "other ranks' output"
             )
             self._end_open_line()
-            say(f"clear_output of {format_ranks(ranks)} would clear {others} as well")
+            say(
+                f"clear_output of {format_ranks(ranks)} is ignored: it would clear "
+                f"{others} as well"
+            )
 
     def _show(self, label: str, item: Item) -> None:
         from IPython.display import publish_display_data

@@ -38,8 +38,8 @@ def count_gpus() -> int:
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:]
         raise RuntimeError(
-            f"torch cannot count the GPUs: {''.join(reason)}; mend that, or leave them "
-            "alone with --device cpu"
+            f"torch cannot count the GPUs: {''.join(reason)}; fix that, or leave the "
+            "GPUs unused with --device cpu"
         )
     return int(done.stdout)
 

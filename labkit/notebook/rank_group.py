@@ -27,7 +27,7 @@ _CALLS = "labkit.rank.calls"
 
 DEAF = (
     "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "
-    "asked nor stopped in a collective; %dist_restart starts it anew"
+    "asked nor stopped in a collective; %dist_restart restarts the rank"
 )
 
 
@@ -207,7 +207,8 @@ class RankGroup:
             ) from error
         except CallError as error:
             raise RuntimeError(
-                f"{error}; %dist_restart --all (lab.restart(everyone=True)) begins anew"
+                f"{error}; %dist_restart --all (lab.restart(everyone=True)) restarts "
+                "every rank"
             ) from error
         finally:
             self._busy.release()
@@ -236,7 +237,7 @@ class RankGroup:
         if not self._are_right(sums):
             raise RuntimeError(
                 f"the process group does not work: an all-reduce of the ranks' numbers "
-                f"gave {sums}; %dist_restart --all begins anew"
+                f"gave {sums}; %dist_restart --all restarts every rank"
             )
         self._is_whole = True
 

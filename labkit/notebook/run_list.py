@@ -133,7 +133,7 @@ def list_runs(
     state: str | None = None,
     last: int | None = None,
 ) -> pd.DataFrame:
-    """One row a run on disk, and of `own`, newest last: when, strategy, ranks, state,
+    """One row per run on disk, and of `own`, newest last: when, strategy, ranks, state,
     steps, last loss, steps/s, seconds, bytes of the rank that has most, folder.
 
     `strategy` and `state` keep those that have them, `last` the newest so many.
@@ -201,7 +201,7 @@ def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
         if state_of(store.read_info(found[0])) == "running":
             raise ValueError(f"{name} is running; stop it before you delete it")
         if found[0].is_symlink():
-            raise ValueError(f"{found[0]} is a link; delete it by hand")
+            raise ValueError(f"{found[0]} is a link; remove it yourself")
         doomed[found[0]] = None
     for path in doomed:
         shutil.rmtree(path)

@@ -127,7 +127,8 @@ class Run:
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row a rank and step: step, rank, seconds, loss, memory_bytes, metrics."""
+        """One row per rank and step: step, rank, seconds, loss, memory_bytes and
+        metrics."""
         return self.collector.history()
 
     def mean_loss(self) -> pd.DataFrame:
@@ -220,7 +221,7 @@ class Run:
 
     @property
     def mismatches(self) -> list[str]:
-        """Where the ranks differ that should agree, in words; empty if all is well."""
+        """Where ranks differ that should agree, in sentences; empty if all is well."""
         if self._mismatches is not None:
             return self._mismatches
         return find_mismatches(self.collector.replica_notes, self.strategy)
@@ -306,7 +307,7 @@ class Run:
         return steps_per_s(self.collector)
 
     def summary(self) -> pd.DataFrame:
-        """One row a rank: steps, first and last loss, seconds, steps/s, peak memory.
+        """One row per rank: steps, first and last loss, seconds, steps/s, peak memory.
 
         `behind` is by what share the rank's own step takes longer than the median of
         the others; NaN where that is not known.

@@ -161,8 +161,8 @@ def _take_outcome(run: Run, outcome: Outcome) -> None:
         collector.finish(rank, outcome.num_records)
     if collector.lost[rank]:
         say(
-            f"{collector.lost[rank]:,} records of rank {rank} never came, and are in "
-            "no journal"
+            f"{collector.lost[rank]:,} records of rank {rank} are lost: they never "
+            "came, and are not in its journal"
         )
     if outcome.num_not_on_disk:
         say(

@@ -89,6 +89,6 @@ def pass_breakpoint(*args: Any, **kwargs: Any) -> None:
     code = sys._getframe(1)
     print(
         f"labkit: breakpoint() in {code.f_code.co_name}, line {code.f_lineno}, is "
-        f"passed by: {NO_KEYBOARD}",
+        f"skipped: {NO_KEYBOARD}",
         file=sys.stderr,
     )

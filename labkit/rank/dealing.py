@@ -330,7 +330,7 @@ def deal_out(
     if source.batch_size is not None and dealer.accumulate > source.batch_size:
         raise ValueError(
             f"--accumulate {dealer.accumulate}: a batch of {source.batch_size} cannot "
-            "be cut into so many microbatches"
+            "be cut into so many microbatches; choose a smaller K or a larger batch"
         )
     if not dealer.peers.agree_on(fingerprint_of(dataset)):
         raise UnsupportedLoopError(

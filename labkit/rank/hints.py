@@ -10,8 +10,9 @@ from labkit.rank.raised import told
 
 OTHER_DEVICE = (
     "this rank's device is {device}; write `device`, which every cell has, in place of "
-    'a number or "cuda": .to(device) also for .cuda(), map_location=device. '
-    "torch.cuda.set_device, and device_ids of DistributedDataParallel, are not needed"
+    'a number or "cuda": .to(device), also in place of .cuda(), or '
+    "map_location=device. torch.cuda.set_device, and device_ids of "
+    "DistributedDataParallel, are not needed"
 )
 IN_PARTS = (
     "outside the model's forward pass this strategy keeps parameters as shards "
@@ -27,7 +28,7 @@ PARTIAL_SUMS = (
     "with --clip NORM"
 )
 OTHER_PRECISION = (
-    "in this precision ZeRO keeps the model itself in it, and model(x) converts x; "
+    "ZeRO keeps the model itself in this precision, and only model(x) converts x; "
     "before calling a part or another method of the model, convert the input: "
     "x = x.to(next(model.parameters()).dtype)"
 )
@@ -68,8 +69,8 @@ HINTS = {
     "DistributedDataParallel device_ids": OTHER_DEVICE,
     "frontend does not support input requests": NO_KEYBOARD,
     r"agic (function )?`%%?dist(_\w+)?` not found": (
-        "the magics of labkit are the notebook's: this one goes into a cell of its "
-        "own, without the line that sends the cell to ranks"
+        "labkit's magics run in the notebook, not on ranks: put this one into a cell "
+        "of its own, without %%dist or %%dist_train"
     ),
 }
 """What is found in an error's message -> what is added to it."""

@@ -76,7 +76,7 @@ class Journal:
         if len(self.names) > MAX_NAMES:
             raise ValueError(
                 f"log({name[:40]}=...): a run has at most {MAX_NAMES:,} metrics, and "
-                "there are so many; give the number of a thing as a value, not a name"
+                "this one has them all; log what varies as a value, not in the name"
             )
         if self._num_on_disk is None:
             try:

@@ -68,7 +68,7 @@ class Launchers:
             raise UnsupportedLoopError(
                 f"{call} with join=False: the processes are this lab's "
                 f"{self._ranks()}, which cannot run {name} beside the code that "
-                "follows; leave join out. A library is to be told that they are there: "
+                "follows; leave join out. A library has to use the ranks that exist: "
                 'Lightning by Trainer(strategy="ddp", devices=world_size)'
             )
         world_size = self._membership.world_size
@@ -91,7 +91,7 @@ class Launchers:
             script = [each for each in command if each not in (sys.executable, "-u")]
             raise UnsupportedLoopError(
                 "torchrun starts processes of its own, and this lab's "
-                f"{self._ranks()} are there already; run the script on them with "
+                f"{self._ranks()} exist already; run the script on them with "
                 f"%run {' '.join(script)}"
             )
         name = name_of(entrypoint)

@@ -174,7 +174,7 @@ class RankLoader:
         if self.batches.first_fingerprint != self.resume_at.fingerprint:
             raise UnsupportedLoopError(
                 f"--resume: epoch {self.num_epochs} does not begin with the samples "
-                "that it had before the checkpoint, so its loop is another one; seed "
+                "that it had before the checkpoint, so it is another loop; seed "
                 "the sampler or the stream alike whenever the cell runs, or leave out "
                 "--resume and call load_checkpoint"
             )

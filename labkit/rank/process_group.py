@@ -311,7 +311,7 @@ class Membership:
             if backend is not None and "nccl" in backend:
                 self.note_once(
                     f'init_process_group("{backend}"): NCCL needs a GPU for each rank, '
-                    "which these ranks have not; gloo is used instead"
+                    "which these ranks do not have; gloo is used instead"
                 )
                 backend = "gloo"
             device_id = None

@@ -143,7 +143,7 @@ class Keeper:
             self._go_on()
             self._say(
                 f"the loop of step {self.first_step} took its data from elsewhere than "
-                "the loader that prepare gave, so that data begins anew"
+                "the loader that prepare gave, so that data starts from its beginning"
             )
 
     def begin_epoch(self) -> None:
@@ -247,7 +247,7 @@ class Keeper:
         values = self._checkpoint.values
         if not isinstance(values.get("loop"), dict):
             raise ValueError(
-                f"{self._name} is not of a run with --checkpoint; call load_checkpoint "
+                f"{self._name} was not saved by --checkpoint; call load_checkpoint "
                 "in the cell for it, or name another folder"
             )
         self._saved, self._sections = values["loop"], values["sections"]
@@ -265,7 +265,7 @@ class Keeper:
             if saved.get(name) != value:
                 raise ValueError(
                     f"{self._name} was taken with {name}={saved.get(name)} and "
-                    f"this cell has {name}={value}, so its loop is another one; make "
+                    f"this cell has {name}={value}, so it is another loop; make "
                     "them equal, or leave out --resume and call load_checkpoint"
                 )
 

@@ -256,8 +256,8 @@ class Session:
         rank's device; `loader.share(dataset, batch_size=B)` divides another dataset
         among the ranks, for evaluation.
 
-        The loss is a mean over the samples. Where it is one over something else, as
-        the tokens that are no padding, `weigh(batch)` gives their number in a batch;
+        The loss is a mean over the samples. Where it is a mean over something else, as
+        the tokens that are not padding, `weigh(batch)` gives their number in a batch;
         `reduction="sum"` is for a loss that is a sum over the samples.
 
         After it, the plain PyTorch loop is the same under every strategy.
@@ -301,8 +301,9 @@ class Session:
             is_fp32=options.precision == "fp32",
         ):
             self.note(
-                f"{name} has a forward of its own, so it is as it is under --precision "
-                f"{options.precision}; torch's BatchNorm would have statistics in fp32"
+                f"{name} has a forward of its own, so labkit leaves it as it is: under "
+                f"--precision {options.precision} its statistics are not in fp32, as "
+                "those of torch's BatchNorm would be"
             )
         if options.activation_checkpointing:
             self._undo += checkpoint_activations(model)
@@ -338,10 +339,10 @@ class Session:
         if options.accumulate > 1:
             if work := extra_work(self.code):
                 self.note(
-                    f"{work}: with --accumulate {options.accumulate} the loop goes "
-                    f"round {options.accumulate} times a step, and does that each "
+                    f"{work}: with --accumulate {options.accumulate} the loop body "
+                    f"runs {options.accumulate} times per step and does this each "
                     "time, where one process with whole batches does it once; write "
-                    "`if not optimizer.held_back:` around what is to be done once a "
+                    "`if not optimizer.held_back:` around what is to be done once per "
                     "step"
                 )
             # Not the method itself, which a copy of the model would copy, with us.
@@ -380,7 +381,7 @@ class Session:
         weigh: Weigh | None = None,
         reduction: str = "mean",
     ) -> None:
-        """Train `model` with the plain loop.
+        """Train `model` with the plain loop; the data is divided as in `prepare`.
 
         `loss_fn(model(x), y)` is a batch's mean loss, and for a batch `(a, b, y)` it is
         `loss_fn(model(a, b), y)`. What a batch that is a mapping holds are the model's
@@ -428,7 +429,8 @@ class Session:
         """Send scalars of this rank: `log(accuracy=0.9)`.
 
         The step is the count of optimizer steps in this run unless `step` says
-        otherwise; in a run without an optimizer, the calls with that name count.
+        otherwise; in a run without an optimizer, the count of earlier calls with that
+        name.
         """
         if step is not None and not (
             isinstance(step, int) and abs(step) < 2**62 and not isinstance(step, bool)
@@ -548,9 +550,9 @@ class Session:
             )
         if self._optimizers and self.options.accumulate > 1:
             raise UnsupportedLoopError(
-                "--accumulate is for one model: with several, as in a GAN, each is to "
-                "see the others after their step, and between microbatches there is "
-                "none. Leave out --accumulate, or put the models into one "
+                "--accumulate is for one model: with several, as in a GAN, each has to "
+                "see the others after their step, and between microbatches there is no "
+                "step. Leave out --accumulate, or put the models into one "
                 "torch.nn.ModuleList with one optimizer"
             )
         owned = {id(parameter) for parameter in model.parameters()}
@@ -720,8 +722,8 @@ class Session:
                 "the loop takes batches from elsewhere than the loader that prepare "
                 f"returned; with --accumulate {count} it steps once in {count} "
                 "backward passes, where one process steps after each. Take them from "
-                f"the loader, which splits each of its batches into {count}, or go "
-                f"round {count} times as often"
+                f"the loader, which splits each of its batches into {count}, or have "
+                f"the loop run {count} times as often"
             )
 
     def _end_probe(self, *, is_complete: bool = True) -> None:
@@ -779,9 +781,9 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
     prepared = optimizer.prepared
     if prepared.options.accumulate > 1 or prepared.options.precision == "fp16":
         raise UnsupportedLoopError(
-            "the run of this optimizer has ended, and with it --accumulate and the "
-            "scaling of --precision fp16; prepare model and optimizer again in a "
-            "%%dist_train cell"
+            "this optimizer was prepared in a run that is over, so --accumulate and "
+            "the loss scaling of --precision fp16 no longer work; prepare model and "
+            "optimizer again in a %%dist_train cell"
         )
     optimizer.prepared.step(closure)
 
@@ -818,12 +820,12 @@ def check_prepared(model: Any, optimizer: Any) -> None:
         )
     if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
-            "model is sharded already, by an earlier run or by hand; make it anew in "
-            "this cell, or use %%dist_train raw"
+            "model is sharded already, by an earlier run or by the cell; build it "
+            "again in this cell, or use %%dist_train raw"
         )
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError(
-            "the model has lazy modules that have seen no input as yet, so their "
+            "the model has lazy modules that have not seen any input, so their "
             "parameters have no shape; call model(x) once before prepare, and make the "
             "optimizer after that"
         )
@@ -863,8 +865,8 @@ def check_functions(loss_fn: Any, metrics: Any) -> None:
     """ValueError unless `fit` can call these."""
     if not isinstance(metrics, Mapping) or "loss" in metrics:
         raise ValueError(
-            f"metrics are {shown(metrics)}; give a dict of functions by name, of which "
-            "none is 'loss': that is the loss's"
+            f"metrics are {shown(metrics)}; give a dict of functions by name, without "
+            "the name 'loss', which is loss_fn's"
         )
     for name, function in {"loss_fn": loss_fn, **metrics}.items():
         if not isinstance(name, str) or not callable(function):

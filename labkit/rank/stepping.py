@@ -118,9 +118,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         }.items():
             if is_given:
                 raise UnsupportedLoopError(
-                    f"{kind}.step(closure) evaluates the loss several times a step, "
-                    f"which {name} cannot be part of; leave it out, or do it within "
-                    "the closure"
+                    f"{kind}.step(closure) evaluates the loss several times per step, "
+                    f"and {name} does not work with that; leave it out, or do the same "
+                    "within the closure"
                 )
         self.take_step(self, lambda: self.mean_loss(closure()))
 

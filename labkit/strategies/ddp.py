@@ -41,9 +41,9 @@ class DDP(Prepared):
             # Its first iteration must all-reduce, and a step's first microbatch does
             # not: torch would end in an internal assertion.
             raise ValueError(
-                '--config: "static_graph" cannot be with --accumulate '
-                f"{self.options.accumulate}, for all microbatches but a step's last "
-                "leave the all-reduce out; leave out one of the two"
+                '--config: "static_graph" does not work with --accumulate '
+                f"{self.options.accumulate}: only the last microbatch of a step has an "
+                "all-reduce; leave out one of the two"
             )
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ValueError("ddp has nothing to do: no parameter requires a gradient")

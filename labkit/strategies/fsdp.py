@@ -199,7 +199,7 @@ class Route:
             raise UnsupportedLoopError(
                 "ranks ran different layers of the model in this step, or in another "
                 "order, while fsdp and hsdp gather a layer's parameters from all ranks "
-                "at once: what they computed is wrong, and is not stepped with. Make "
+                "at once: what they computed is wrong, and the step is not taken. Make "
                 "what the model decides by chance or by its samples equal on all "
                 "ranks, or use ddp, zero1 or zero2"
             )

@@ -76,9 +76,9 @@ def check_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str
     for state in optimizer.state.values():
         if any(isinstance(t, torch.Tensor) and t.is_meta for t in state.values()):
             raise UnsupportedLoopError(
-                f"{type(optimizer).__name__} made its state of parameters on the meta "
-                "device, where nothing has values; build the model on the CPU, or take "
-                "an optimizer that makes its state in the first step, as AdamW"
+                f"{type(optimizer).__name__} made its state from parameters on the "
+                "meta device, where nothing has values; build the model on the CPU, or "
+                "take an optimizer that makes its state in the first step, as AdamW"
             )
     unset = find_resets(model).unset
     saved = model.state_dict(keep_vars=True)

@@ -111,7 +111,7 @@ def check_hyperparameters(
             f"the checkpoint's optimizer has {len(saved)} groups of "
             f"{', '.join(str(len(g)) for g in there if isinstance(g, list))} parameters"
             f" and this one {len(names)} of {', '.join(str(len(g)) for g in names)}, "
-            "or others; make it of the same parameters in the same order"
+            "or parameters of other names; make it of the same ones in the same order"
         )
     for number, (group, settings) in enumerate(
         zip(optimizer.param_groups, saved, strict=True)
@@ -195,7 +195,7 @@ def check_all_taken(source: Source, kind: str, taken: Mapping[str, Any]) -> None
         raise ValueError(
             f"the checkpoint has {more[0]} "
             f"{f'and {len(more) - 1} more ' if len(more) > 1 else ''}that this {kind} "
-            "has not"
+            "does not have; make it as it was when the checkpoint was saved"
         )
 
 

@@ -191,7 +191,7 @@ class ZeRO(Prepared):
         check_elementwise(self.optimizer)
         for key, option in SET_BY_OPTION.items():
             if key in given:
-                raise ValueError(f"--config: {key!r} is for {option} to say")
+                raise ValueError(f"--config: {key!r} is set by {option}; leave it out")
         check_keys(given, KNOWN_KEYS, "DeepSpeed")
         if not isinstance(given.get("zero_optimization", {}), Mapping):
             raise ValueError(
