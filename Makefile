@@ -5,6 +5,8 @@
 PYTHON ?= python3
 PORT ?=
 ARGS ?=
+# Of `make test`: each has a lab of two ranks.
+WORKERS ?= 2
 BIN := .venv/bin
 THIRD_PARTY := .venv-third-party
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -13,7 +15,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
-	@echo "make test                                  lint, types, tests, notebooks"
+	@echo "make test [WORKERS=4]                      lint, types, tests, notebooks"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
@@ -34,7 +36,7 @@ lab: .venv/installed
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
 test: .venv/installed lint browser
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=20
 
 $(THIRD_PARTY)/installed: pyproject.toml
 	$(PYTHON) -m venv $(THIRD_PARTY)

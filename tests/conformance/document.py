@@ -21,7 +21,7 @@ MAX_SAID = 2_000
 """Letters of a sentence, beyond which its beginning will do."""
 
 _INTRODUCTION = """\
-# Any loop: right, or refused in words
+# Any loop: right, refused in words, or noted
 
 Every loop in [`tests/conformance/loops`](../tests/conformance/loops) is written as
 people write theirs, and run on two ranks under every strategy. What it computes is
@@ -30,8 +30,9 @@ compared with one process of plain PyTorch on the same batches.
 - `✓` right: the result of one process.
 - `r` refused: an error that says what was found and what to write instead.
 - `n` noted: another result, and a note under the run that says so.
-- `W`, `B` and `H` are open faults: a wrong result without a word, an error from inside
-  a library, a hang.
+
+Nothing else is accepted: not a wrong result without a word (`W`), an error from inside a
+library (`B`), or a hang (`H`).
 
 Each place in the table has a mark for each of: {options}.
 
