@@ -31,8 +31,8 @@ compared with one process of plain PyTorch on the same batches.
 - `r` refused: an error that says what was found and what to write instead.
 - `n` noted: another result, and a note under the run that says so.
 
-Nothing else is accepted: not a wrong result without a word (`W`), an error from inside a
-library (`B`), or a hang (`H`).
+Nothing else is accepted: not a wrong result without a word (`W`), an error from inside
+a library (`B`), or a hang (`H`).
 
 Each place in the table has a mark for each of: {options}.
 
