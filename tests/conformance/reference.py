@@ -45,6 +45,8 @@ def run_plainly(
             for parameter in {*parameters, *model.parameters()}:
                 if parameter.requires_grad:
                     parameter.register_hook(lambda grad: gradient_scale * grad)
+        if gradient_scale == 0.0:  # those too that no backward pass has set
+            optimizer.register_step_pre_hook(lambda *_: optimizer.zero_grad())
         if num_shares > 1:
             loader = FirstShares(loader, num_shares)
         return model, optimizer, loader

@@ -1,0 +1,31 @@
+"""NFNets' adaptive clipping: gradients against the weights' norms, in place."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        for p in model.parameters():
+            if p.grad is None or p.ndim < 2:
+                continue
+            limit = 0.1 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
+            norm = p.grad.detach().norm(dim=1, keepdim=True)
+            clipped = p.grad.detach() * (limit / norm.clamp(min=1e-6))
+            p.grad.detach().copy_(torch.where(norm > limit, clipped, p.grad))
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

@@ -1,0 +1,24 @@
+"""Batches of one sample, as of large images."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(10, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=1, shuffle=False
+)
+
+for epoch in range(1):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

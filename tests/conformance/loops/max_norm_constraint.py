@@ -1,0 +1,29 @@
+"""Rows of the weights are brought back to a norm of at most 0.6 after every step."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.ndim == 2:
+                    norm = p.norm(dim=1, keepdim=True)
+                    p.mul_(norm.clamp(max=0.6) / (norm + 1e-7))
+
+with torch.no_grad():
+    result = model(x[:4].to(device))

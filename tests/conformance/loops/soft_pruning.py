@@ -1,0 +1,32 @@
+"""Magnitude pruning: after every step, small weights are set to zero by masks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+masks = {
+    name: (p.detach().abs() > 0.15).float()
+    for name, p in model.named_parameters()
+    if name.endswith("weight")
+}
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            if name in masks:
+                p.data.mul_(masks[name])
+
+with torch.no_grad():
+    result = model(x[:4].to(device))
