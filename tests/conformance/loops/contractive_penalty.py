@@ -1,0 +1,26 @@
+"""A penalty on each sample's Jacobian, by vmap of jacrev."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        jacobian = torch.vmap(torch.func.jacrev(model))(inputs)
+        loss = F.cross_entropy(model(inputs), labels)
+        (loss + 0.05 * jacobian.pow(2).sum((1, 2)).mean()).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))
