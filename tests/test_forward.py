@@ -123,7 +123,7 @@ for x, y in loader:
     optimizer.step()
 mine = optimizer.state_dict()
 optimizer.load_state_dict(mine)
-others = {**mine, "part": [1 - rank, world_size]}
+others = {**mine, "part": [1 - rank, *mine["part"][1:]]}
 optimizer.load_state_dict(others)
 """
     with pytest.raises(RankError, match="part of the optimizer"):

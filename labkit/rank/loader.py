@@ -77,6 +77,8 @@ class RankLoader:
         self._before_batch = before_batch
         self._on_batch = on_batch
         self._on_end = on_end
+        self.on_evaluated: Callable[[], None] = lambda: None
+        """Called after each pass through a share of another dataset."""
         self._on_drawn = on_drawn
         self._weigh = weigh
         self.num_epochs = 0
@@ -117,7 +119,8 @@ class RankLoader:
         samples of all ranks together. A DataLoader keeps its batch size, collate_fn and
         workers. Ranks get their samples in order: rank 0 the first of them.
         """
-        return ShareLoader(dataset, batch_size, self.batches.dealer.peers)
+        peers = self.batches.dealer.peers
+        return ShareLoader(dataset, batch_size, peers, self.on_evaluated)
 
     def __iter__(self) -> Iterator[Any]:
         self.batches.epoch = self.num_epochs

@@ -58,6 +58,8 @@ class Noticer:
         is to be differentiated, too."""
         self.check_scaler: Callable[[], None] = lambda: None
         """Called before a loop scales its loss itself."""
+        self.check_inputs: Callable[[Roots], None] = lambda inputs: None
+        """Called before a backward pass that is for some tensors alone."""
         self.check_graph: Callable[[], None] = lambda: None
         """Called before a backward pass that is to be differentiated itself."""
         self.check_optimizer: Callable[[torch.optim.Optimizer], None] = lambda o: None
@@ -143,7 +145,11 @@ class Noticer:
 
     # ---- what `labkit.strategies.backward` tells ----
 
-    def begin(self, roots: Roots, seeds: Seeds, create_graph: bool) -> Seeds:
+    def begin(
+        self, roots: Roots, seeds: Seeds, create_graph: bool, inputs: Roots
+    ) -> Seeds:
+        if inputs:
+            self.check_inputs(inputs)
         self.num_backwards += 1
         if create_graph:
             self.check_graph()

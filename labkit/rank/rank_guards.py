@@ -17,7 +17,7 @@ def lonely_use(code: str, *, gradients_alone: bool = False) -> str | None:
     `prepare` gave, as "line 12: evaluate(model)"; None if there is none.
 
     Functions of the cell that use such a model are followed. With `gradients_alone`
-    only what mentions `grad` counts: the strategy has parameters whole.
+    only what mentions `grad` or `backward` counts: the strategy has parameters whole.
     """
     try:
         tree = ast.parse(code)
@@ -54,7 +54,7 @@ def parts_of_some_ranks(node: ast.AST) -> Iterator[ast.stmt | ast.expr]:
 
 def mentions_gradients(node: ast.AST) -> bool:
     return any(
-        isinstance(each, ast.Attribute) and each.attr == "grad"
+        isinstance(each, ast.Attribute) and each.attr in ("grad", "backward")
         for each in ast.walk(node)
     )
 

@@ -128,6 +128,7 @@ class Session:
         if strategy.technique is not None and not is_plain:
             self._noticer.check_optimizer = self._check_optimizer
             self._noticer.check_gradients_of = self._check_gradients_of
+            self._noticer.check_inputs = self._check_inputs
             self._noticer.check_graph = self._check_graph
             self._noticer.check_scaler = self._check_scaler
         self._report = report
@@ -159,6 +160,10 @@ class Session:
         """Until it has found something to note."""
         self._share: Share | None = None
         """What the loop has at the moment; None in one over data of its own."""
+        self._num_unused = 0
+        """Batches of this pass less the backward passes in it."""
+        self._is_uneven = False
+        """Whether some batch of this pass is not weighted as one outside of it is."""
         self._loader: RankLoader | None = None
         """Which gave the batch that the loop has."""
         self._loss_weight: float | None = None
@@ -361,6 +366,7 @@ class Session:
             on_drawn=self._watch.note_draw,
             weigh=weigh,
         )
+        rank_loader.on_evaluated = self._check_routes
         self._keeper.add(stepping, rank_loader)
         if not self._optimizer_steps:
             self._optimizer_steps = self._keeper.first_step
@@ -423,6 +429,7 @@ class Session:
                     batch_size=size,
                     peers=self.peers,
                 )
+                self._check_routes()
                 self.log(step=None, **found)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
@@ -466,6 +473,7 @@ class Session:
     # ---- what the loop tells the session ----
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
+        self._num_unused, self._is_uneven = 0, False
         self._is_first_microbatch = True
         for optimizer in self._optimizers:
             optimizer.drop_held()
@@ -508,6 +516,8 @@ class Session:
         self._is_first_microbatch = share.is_last  # is the next one
         self._num_samples += share.num_samples
         self._num_tokens += share.num_tokens
+        self._num_unused += 1
+        self._is_uneven |= share.weight != self._weight_outside
         self._noticer.weight = share.weight
         self._noticer.is_sum = share.is_sum
         self._share = share
@@ -515,8 +525,11 @@ class Session:
             self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
+            optimizer.prepared.num_batches += 1
             optimizer.begin_microbatch(share.is_last)
-        if is_sampled(self._optimizer_steps + 1 - self._keeper.first_step):
+        if self._probe is None and is_sampled(
+            self._optimizer_steps + 1 - self._keeper.first_step
+        ):
             self._is_probe_due = True
         if self._probe is None and self._is_probe_due and not is_profiled():
             self._begin_probe()
@@ -641,6 +654,28 @@ class Session:
                 "batch, or use %%dist_train raw"
             )
 
+    def _check_routes(self) -> None:
+        """After an evaluation on all ranks. Collective."""
+        if not self._has_ended:
+            for each in self.prepared():
+                each.check_route()
+
+    def _check_inputs(self, inputs: Roots) -> None:
+        """A backward pass is to give gradients to `inputs` alone."""
+        partitioned = [each for each in self.prepared() if each.has_own_gradients]
+        ours = self._prepared_ids()
+        if (
+            self.world_size > 1
+            and not partitioned
+            and any(id(each) in ours for each in inputs)
+        ):
+            raise UnsupportedLoopError(
+                "backward(inputs=...) names some parameters of the model, and "
+                f"{self.strategy.name} averages those of a whole backward pass. Set "
+                "requires_grad_(False) on the others for that pass, or use zero1 or "
+                "zero2"
+            )
+
     def _check_graph(self) -> None:
         if self.world_size > 1 and self._optimizers:
             raise UnsupportedLoopError(
@@ -704,7 +739,9 @@ class Session:
 
     def _on_backward(self, begins: bool) -> None:
         """Before and after every backward pass."""
-        if begins and self._share is None and self.options.accumulate > 1:
+        if begins and self._share is not None:
+            self._num_unused -= 1
+        elif begins:
             self._note_own_data()
         for optimizer in self._optimizers if begins else ():
             optimizer.begin_backward()
@@ -716,7 +753,17 @@ class Session:
             optimizer.end_backward()
 
     def _note_own_data(self) -> None:
-        if self._optimizers:
+        """A backward pass begins that is of no batch of a loader."""
+        if self._is_uneven and self._num_unused > 0:
+            self.note(
+                "the loop trains with batches that it has drawn before (a list of "
+                "them, or a prefetcher), and a backward pass is weighted as the batch "
+                "that was drawn last. Ranks' parts of some are unequal, so the result "
+                "is not that of one process. Draw each batch right before its backward "
+                "pass, or make all parts equal: drop_last=True, a batch size that the "
+                "number of ranks divides, no --accumulate"
+            )
+        elif self._optimizers and self.options.accumulate > 1:
             count = self.options.accumulate
             self.note(
                 "the loop takes batches from elsewhere than the loader that prepare "

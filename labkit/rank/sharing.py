@@ -1,5 +1,6 @@
 """A loader over this rank's share of a dataset, for evaluation."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,9 @@ class ShareLoader:
         source: Dataset[Any] | DataLoader[Any],
         batch_size: int | None,
         peers: Peers,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_end()` is called after each pass, on every rank."""
         if isinstance(source, DataLoader):
             check_loader(source, batch_size)
         else:
@@ -70,6 +73,7 @@ class ShareLoader:
                 "a plain DataLoader"
             )
         self._device = peers.device
+        self._on_end = on_end
         self._loader = DataLoader(
             dataset,
             batch_sampler=OwnBatches(len(dataset), source.batch_size, peers),
@@ -86,3 +90,4 @@ class ShareLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             yield to_device(batch, self._device)
+        self._on_end()

@@ -177,7 +177,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's; of this rank's part of the states alone where a
-        strategy has them in parts, as `part` says: [rank, number of ranks]."""
+        strategy has them in parts: `part` is [rank, number of ranks, strategy]."""
         prepared = self.prepared
         with prepared.stepping_groups():
             found = prepared.optimizer.state_dict()
@@ -186,19 +186,21 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         part = state_dict.get("part")
         if self.prepared.is_partitioned and part not in (None, self._part()):
-            (rank, of), (our_rank, our_of) = part, self._part()
+            (rank, of, strategy), (our_rank, our_of, ours) = part, self._part()
             raise UnsupportedLoopError(
                 f"the state dict holds rank {rank} of {of}'s part of the optimizer's "
-                f"state, and this is rank {our_rank} of {our_of}. Save a file on every "
-                "rank and load each rank's own, or use save_checkpoint(folder) and "
-                "load_checkpoint(folder), which work across strategies and numbers of "
-                "ranks"
+                f"state under {strategy}; this is rank {our_rank} of {our_of} under "
+                f"{ours}. Save a file on every rank and load each rank's own, or use "
+                "save_checkpoint(folder) and load_checkpoint(folder), which work "
+                "across strategies and numbers of ranks"
             )
         with self.prepared.stepping_groups():
             self.prepared.optimizer.load_state_dict(state_dict)
 
-    def _part(self) -> list[int]:
-        return [torch.distributed.get_rank(), torch.distributed.get_world_size()]
+    def _part(self) -> list[Any]:
+        distributed = torch.distributed
+        strategy = type(self.prepared).__name__.lower()
+        return [distributed.get_rank(), distributed.get_world_size(), strategy]
 
     def __repr__(self) -> str:
         return repr(self.prepared.optimizer)

@@ -1,5 +1,6 @@
 """What all ranks have to do alike, where their samples would have them differ."""
 
+import zlib
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
+
+from labkit.checks import UnsupportedLoopError
 
 
 def greatest(values: torch.Tensor) -> list[Any]:
@@ -20,17 +23,75 @@ def greatest(values: torch.Tensor) -> list[Any]:
     return found
 
 
-def used_anywhere(
-    parameters: Sequence[nn.Parameter], used: set[int], device: torch.device
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Of `parameters`, equal on all ranks: those in use on any rank, and those of them
-    in use on some ranks alone. `used` holds ids of this rank's. Collective."""
-    ours = torch.tensor([id(parameter) in used for parameter in parameters])
-    some, not_all = greatest(torch.stack([ours, ~ours]).to(device, torch.uint8))
+SKIPPED = (
+    "ranks are at different batches, because some skipped one: by `continue`, or by a "
+    "condition on a loss that is this rank's alone. Decide alike on all ranks: "
+    "dist.all_reduce what the condition looks at first"
+)
+OTHER_LAYERS = (
+    "ranks ran different layers of the model, or in another order, and zero3, fsdp and "
+    "hsdp gather a layer's parameters from all ranks at once: what they computed is "
+    "wrong and is not stepped with. Make what the model decides by chance or by its "
+    "samples equal on all ranks, or use ddp, zero1 or zero2"
+)
+
+
+def agree(
+    used: Sequence[bool], facts: Sequence[int], device: torch.device
+) -> tuple[list[bool], list[bool], list[bool]]:
+    """For each of `used`: whether it is so on any rank, and whether on some alone. For
+    each of `facts`: whether it is the same on all ranks. Collective."""
+    ours = torch.tensor(used, dtype=torch.int64)
+    numbers = torch.tensor(facts, dtype=torch.int64)
+    told = torch.cat([ours, 1 - ours, numbers, -numbers]).to(device)
+    found = greatest(told)
+    some, not_all = found[: len(used)], found[len(used) : 2 * len(used)]
+    most, least = found[2 * len(used) :][: len(facts)], found[len(found) - len(facts) :]
     return (
-        [p for p, is_used in zip(parameters, some, strict=True) if is_used],
-        [p for p, *on in zip(parameters, some, not_all, strict=True) if all(on)],
+        [bool(each) for each in some],
+        [bool(one and other) for one, other in zip(some, not_all, strict=True)],
+        [one == -other for one, other in zip(most, least, strict=True)],
     )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> int:
+    """A number that tells an optimizer's settings from others, on any rank."""
+    settings = [
+        sorted((key, value) for key, value in group.items() if is_plain(value))
+        for group in optimizer.param_groups
+    ]
+    return zlib.crc32(repr(settings).encode())
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
+class Route:
+    """Which layers a model has run since it was asked, and in which order.
+
+    Each of them gathers its parameters from all ranks. Ranks that run different ones
+    at a time give each other the wrong parameters, of which only sizes would tell.
+    """
+
+    def __init__(self) -> None:
+        self._hash = 0
+
+    def add(self, number: int) -> None:
+        """The layer of this number runs."""
+        self._hash = (self._hash * 1_000_003 + number + 1) % (1 << 61)
+
+    def check(self, device: torch.device) -> None:
+        """UnsupportedLoopError if ranks have taken different routes. Collective."""
+        if agree([], [self.take()], device)[2] != [True]:
+            raise UnsupportedLoopError(OTHER_LAYERS)
+
+    def take(self) -> int:
+        """A number that tells the route from others; the next one begins."""
+        taken, self._hash = self._hash, 0
+        return taken
 
 
 class InOrder:

@@ -52,8 +52,11 @@ class Follower(Protocol):
 class Watcher(Protocol):
     """What sees every backward pass of a run."""
 
-    def begin(self, roots: Roots, seeds: Seeds, create_graph: bool) -> Seeds:
-        """The gradients that it is to begin with."""
+    def begin(
+        self, roots: Roots, seeds: Seeds, create_graph: bool, inputs: Roots
+    ) -> Seeds:
+        """The gradients that it is to begin with. `inputs` are what alone is to have
+        gradients, if it is not all."""
 
     def end(self) -> None:
         """It has ended, or failed."""
@@ -130,7 +133,7 @@ def _run(
     hooks: list[Any] = []
     try:
         for watcher in _watchers:
-            seeds = watcher.begin(roots, seeds, args[1])
+            seeds = watcher.begin(roots, seeds, args[1], args[2])
             begun.append(watcher)
         if followers := living():
             reach = _Reach(followers, roots, reached)

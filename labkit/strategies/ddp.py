@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checks import UnsupportedLoopError
+from labkit.strategies.agreement import settings_of
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -117,6 +118,12 @@ class DDP(Prepared):
 
     def end_backward(self, *, has_failed: bool) -> None:
         self._has_failed = has_failed  # which its reducer would wait for the end of
+        if self._ddp.gradient_as_bucket_view and self.is_last:
+            # The reducer's own views of its buckets must stay what they are, also where
+            # a loop sets `parameter.grad.data`.
+            for parameter, _ in self._accumulators:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.detach()
 
     def _agree_on_unused(self, has_unused: bool) -> None:
         """Look for unused parameters in every pass if the first one has any, on any
@@ -157,7 +164,12 @@ class DDP(Prepared):
         del self._ddp
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        return dict(self.module.named_parameters())
+        settings, num_batches = settings_of(self.optimizer), self.num_batches
+        return {
+            "the optimizer's settings": torch.tensor([settings], device=self.device),
+            "the number of batches": torch.tensor([num_batches], device=self.device),
+            **dict(self.module.named_parameters()),
+        }
 
 
 def is_tensor(root: Any) -> bool:

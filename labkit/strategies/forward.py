@@ -18,7 +18,7 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Forwa
     """Make `wrap(forward)` the model's, where both are functions of the model; returns
     what takes that back."""
     given = vars(module).get("forward")
-    plain = type(module).forward if given is None else as_function(given)
+    plain = as_function(module)
     wrapped = functools.wraps(plain)(wrap(plain))
     ours = vars(module)["forward"] = types.MethodType(wrapped, module)
 
@@ -32,8 +32,10 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Forwa
     return undo
 
 
-def as_function(given: Forward) -> Forward:
-    """The `forward` that somebody has put into a model, as a function of the model."""
-    if isinstance(given, types.MethodType):
-        return given.__func__
-    return lambda module, *args, **kwargs: given(*args, **kwargs)
+def as_function(module: nn.Module) -> Forward:
+    """What a model's `forward` is, as a function of the model."""
+    forward = module.forward
+    if isinstance(forward, types.MethodType) and forward.__self__ is module:
+        return forward.__func__
+    # Another module's, a static one, or a function that somebody has put there.
+    return lambda module, *args, **kwargs: forward(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,16 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
-from labkit.strategies.agreement import greatest
+from labkit.strategies.agreement import OTHER_LAYERS
+from labkit.strategies.agreement import SKIPPED
+from labkit.strategies.agreement import Route
+from labkit.strategies.agreement import agree
+from labkit.strategies.backward import Roots
+from labkit.strategies.backward import follow
+from labkit.strategies.backward import unfollow
 from labkit.strategies.materialize import move
 from labkit.strategies.materialize import parts
 from labkit.strategies.materialize import release
@@ -57,7 +64,7 @@ class FSDP(Prepared):
         check_elementwise(self.optimizer)
         for name, parameter in self.module.named_parameters():
             check_hooks(name, parameter)
-        whole_scalars()
+        patch_dtensor()
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
         settings = dict(self.options.config)
@@ -86,8 +93,23 @@ class FSDP(Prepared):
         self._hand_shards_to_optimizer(whole)
         # Or the part of the model that is called first would take itself for the root.
         self._root._get_fsdp_state()._lazy_init()
-        self._route = Route(groups(self.module))
-        self._undo.append(self._route.close)
+        self._groups = list(groups(self.module))
+        self._parts = [part for group in self._groups for part in group.fsdp_params]
+        self._edges: dict[int, Any] = {}
+        self._used: set[int] = set()
+        """Ids of the whole parameters that this backward pass reaches."""
+        self._route = Route()
+        for number, group in enumerate(self._groups):
+            group.pre_forward = partial(
+                run_on_route, self._route, number, group.pre_forward
+            )
+            group.post_backward = partial(
+                reduce_filled, self._used, group, group.post_backward
+            )
+            self._undo.append(partial(delattr, group, "pre_forward"))
+            self._undo.append(partial(delattr, group, "post_backward"))
+        follow(self)
+        self._undo.append(partial(unfollow, self))
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
         """One dimension: everything is sharded over all ranks."""
@@ -114,8 +136,39 @@ class FSDP(Prepared):
                     "parameters. Call them before prepare, or use ddp"
                 )
 
-    def step(self, closure: Closure | None = None) -> float | None:
+    def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+        # In the graph are the whole parameters, which may be made in any forward pass.
+        found = []
+        for part in self._parts:
+            whole = getattr(part, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad:
+                if id(whole) not in self._edges:
+                    self._edges[id(whole)] = whole, get_gradient_edge(whole).node
+                found.append(self._edges[id(whole)])
+        return found
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        self._used.clear()
+        self._used |= set(map(id, used))
+        flags = [
+            id(getattr(part, "_unsharded_param", None)) in self._used
+            for part in self._parts
+        ]
+        facts = [self.num_batches, self._route.take()]
+        _, some_alone, (is_same_batch, is_same_route) = agree(flags, facts, self.device)
+        if not is_same_batch:
+            raise UnsupportedLoopError(SKIPPED)
+        if any(some_alone) or not is_same_route:
+            raise UnsupportedLoopError(OTHER_LAYERS)
+
+    def check_route(self) -> None:
         self._route.check(self.device)
+
+    def release(self) -> None:
+        unfollow(self)
+
+    def step(self, closure: Closure | None = None) -> float | None:
+        self.check_alike()
         return super().step(closure)
 
     def memory(self) -> dict[str, Tensors]:
@@ -174,39 +227,29 @@ class HSDP(FSDP):
         return {name: shard._local_tensor for name, shard in self._shards.items()}
 
 
-class Route:
-    """Which blocks the model has run since the last step, and in which order.
+def run_on_route(
+    route: Route, number: int, pre_forward: Callable[..., Any], *args: Any
+) -> Any:
+    """What a group of parameters does before its block runs, which is noted."""
+    route.add(number)
+    if torch.is_inference_mode_enabled():
+        # Or what it gathers into could never be part of a backward pass.
+        with torch.inference_mode(False), torch.no_grad():
+            return pre_forward(*args)
+    return pre_forward(*args)
 
-    Each of them gathers its parameters from all ranks. Ranks that run different ones
-    at a time give each other the wrong parameters, of which only sizes would tell.
-    """
 
-    def __init__(self, groups: Iterable[Any]) -> None:
-        self._groups = list(groups)
-        self._hash = 0
-        for number, group in enumerate(self._groups, start=1):
-            group.pre_forward = partial(self._pass, number, group.pre_forward)
-
-    def _pass(self, number: int, pre_forward: Callable[..., Any], *args: Any) -> Any:
-        self._hash = (self._hash * 1_000_003 + number) % (1 << 61)
-        return pre_forward(*args)
-
-    def check(self, device: torch.device) -> None:
-        """UnsupportedLoopError if it is not the same on all ranks. Collective."""
-        most, least = greatest(torch.tensor([self._hash, -self._hash], device=device))
-        self._hash = 0
-        if most != -least:
-            raise UnsupportedLoopError(
-                "ranks ran different layers of the model in this step, or in another "
-                "order, while fsdp and hsdp gather a layer's parameters from all ranks "
-                "at once: what they computed is wrong, and the step is not taken. Make "
-                "what the model decides by chance or by its samples equal on all "
-                "ranks, or use ddp, zero1 or zero2"
-            )
-
-    def close(self) -> None:
-        for group in self._groups:
-            vars(group).pop("pre_forward", None)
+def reduce_filled(
+    used: set[int], group: Any, reduce: Callable[..., Any], *args: Any
+) -> Any:
+    """What a group does once its gradients have come. Where autograd gives none, it is
+    0: as many have to be reduced on every rank."""
+    for part in group.fsdp_params:
+        whole: Any = getattr(part, "_unsharded_param", None)
+        is_late = id(whole) in used and part.unsharded_accumulated_grad is None
+        if is_late and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+    return reduce(*args)
 
 
 def check_hooks(name: str, parameter: Any) -> None:
@@ -219,9 +262,10 @@ def check_hooks(name: str, parameter: Any) -> None:
         )
 
 
-def whole_scalars() -> None:
+def patch_dtensor() -> None:
     """Have `item()` and the like of a DTensor be of the whole: torch's own takes this
-    rank's part of a sum or a norm, without a word."""
+    rank's part of a sum or a norm, without a word. And have `parameter.data = value`
+    set its values, which torch's own drops."""
 
     def of_whole(method: Callable[..., Any]) -> Callable[..., Any]:
         def take(self: DTensor) -> Any:
@@ -229,9 +273,25 @@ def whole_scalars() -> None:
 
         return take
 
+    plain: Any = torch.Tensor.data
+
+    def set_data(tensor: DTensor, value: torch.Tensor) -> None:
+        is_alike = value.shape == tensor.shape and value.dtype == tensor.dtype
+        if not is_alike or value.device != tensor.device:
+            plain.__set__(tensor, value)
+            return
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if isinstance(value, DTensor):
+            value = value.redistribute(mesh, placements)
+        else:
+            value = distribute_tensor(value.detach(), mesh, placements)
+        with torch.no_grad():
+            tensor._local_tensor.copy_(value._local_tensor)
+
     if "item" not in vars(DTensor):
         for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
             setattr(DTensor, name, of_whole(getattr(torch.Tensor, name)))
+        setattr(DTensor, "data", property(plain.__get__, set_data))  # noqa: B010
 
 
 @lru_cache(maxsize=4)
@@ -313,8 +373,6 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A state tensor sharded as its parameter is; a step count stays as it is."""
-    from torch.distributed.tensor import distribute_tensor
-
     assert isinstance(parameter, DTensor)
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value

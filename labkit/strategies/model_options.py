@@ -31,17 +31,15 @@ def checkpoint_activations(model: nn.Module) -> list[Undo]:
 
 
 def _checkpointed(plain: Forward) -> Forward:
-    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        def compute(
-            *args: Any, **kwargs: Any
-        ) -> Any:  # no `partial`: dynamo skips them
+    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def compute(*args: Any) -> Any:  # no `partial`: dynamo skips them
             return plain(block, *args, **kwargs)
 
         options: dict[str, Any] = {"use_reentrant": False}
         if any(map(has_running_statistics, block.modules())):
             # Only there, for dynamo compiles no checkpoint that has it.
             options["context_fn"] = partial(_contexts, block)
-        return checkpoint(compute, *args, **options, **kwargs)
+        return checkpoint(compute, *args, **options)
 
     return forward
 
@@ -177,8 +175,7 @@ def own_forward(module: nn.Module) -> bool:
     """Whether this is a BatchNorm whose class computes something else than torch's."""
     plain = nn.modules.batchnorm._BatchNorm.forward
     forward: Any = type(module).forward
-    is_torchs = isinstance(module, nn.SyncBatchNorm) or forward is BatchNorm.forward
-    return not is_torchs and forward is not plain
+    return forward not in (plain, nn.SyncBatchNorm.forward, BatchNorm.forward)
 
 
 def wants_all_ranks(module: nn.Module) -> bool:
@@ -249,11 +246,11 @@ def keep_stand_ins_out(model: nn.Module) -> list[Undo]:
         return []
 
     def without_stand_ins(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if BatchNorm.counts_here:
-                return plain(*args, **kwargs)
-            with without_running_statistics(model, is_stand_in=True):
-                return plain(*args, **kwargs)
+                return plain(module, *args, **kwargs)
+            with without_running_statistics(module, is_stand_in=True):
+                return plain(module, *args, **kwargs)
 
         return forward
 

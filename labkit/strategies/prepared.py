@@ -18,6 +18,9 @@ from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
+from labkit.strategies.agreement import SKIPPED
+from labkit.strategies.agreement import agree
+from labkit.strategies.agreement import settings_of
 from labkit.strategies.backward import Roots
 from labkit.strategies.forward import Forward
 from labkit.strategies.forward import wrap_forward
@@ -77,6 +80,8 @@ class Prepared:
         """Ranks of the same group hold replicas of each other."""
         self.note: Callable[[str], None] = lambda text: None
         """Has a sentence shown under the run."""
+        self.num_batches = 0
+        """That the loop has been given."""
         self.is_last = True
         """Whether the next backward pass is of its step's last microbatch."""
         self._undo: list[Callable[[], None]] = []
@@ -138,6 +143,25 @@ class Prepared:
     def check_layout(self) -> None:
         """UnsupportedLoopError if the loop has put other tensors in the place of this
         rank's parts."""
+
+    def check_route(self) -> None:
+        """UnsupportedLoopError if ranks have run different layers since the last check,
+        where that matters. Collective."""
+
+    def check_alike(self) -> None:
+        """UnsupportedLoopError unless all ranks are about to step after the same batch,
+        with the same settings: a step of parts is one step. Collective."""
+        facts = [self.num_batches, settings_of(self.optimizer)]
+        _, _, (is_same_batch, has_same_settings) = agree([], facts, self.device)
+        if not is_same_batch:
+            raise UnsupportedLoopError(SKIPPED)
+        if not has_same_settings:
+            found = ", ".join(f"{g['lr']:.3g}" for g in self.optimizer.param_groups)
+            raise UnsupportedLoopError(
+                f"the optimizer's settings differ between ranks (on this one lr is "
+                f"{found}), as where a scheduler gets the loss of one rank. Give it a "
+                "value of all ranks: dist.all_reduce(loss, dist.ReduceOp.AVG) first"
+            )
 
     def unscale_gradients(self) -> None:
         """Let the loop see gradients as they are, and not as an fp16 loss scales them.

@@ -19,8 +19,11 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.strategies.agreement import OTHER_LAYERS
+from labkit.strategies.agreement import SKIPPED
 from labkit.strategies.agreement import InOrder
-from labkit.strategies.agreement import used_anywhere
+from labkit.strategies.agreement import Route
+from labkit.strategies.agreement import agree
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -158,6 +161,7 @@ class ZeRO(Prepared):
         of_cell = self.given_parameters if self.is_sharded else trained
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
+        self._route = Route()
         self._lay_out()
         self._zero._backward_hook_state._grad_acc_post_hooks.insert(
             0, partial(call, weakref.WeakMethod(self._fill_up))
@@ -168,8 +172,9 @@ class ZeRO(Prepared):
             reduce = zero.reduce_ready_partitions_and_remove_grads
             self._in_order = InOrder(reduce, trained, self.device)
             zero.reduce_ready_partitions_and_remove_grads = self._in_order.add
-        self._missing: list[nn.Parameter] = []
-        """What other ranks have used in this backward pass."""
+        self._trained = trained
+        self._anywhere: list[nn.Parameter] = []
+        """What any rank uses in this backward pass."""
         follow(self)
         if self.options.precision != "fp32":
             # DeepSpeed keeps the model itself in this precision, not its inputs.
@@ -251,31 +256,30 @@ class ZeRO(Prepared):
     def _agree_on_used(self, used: Sequence[nn.Parameter]) -> None:
         """Of which parameters any rank has gradients in this pass. Collective."""
         ours = set(map(id, used))
-        trained = [p for p in self.given_parameters if id(p) in self._trained_ids]
-        anywhere, not_everywhere = used_anywhere(trained, ours, self.device)
-        if not_everywhere and self.is_sharded:
-            ids = {id(parameter) for parameter in not_everywhere}
-            name = next(n for n, p in self.module.named_parameters() if id(p) in ids)
-            raise UnsupportedLoopError(
-                f"some ranks used {name} in this forward pass and others did not; "
-                f"{self.name} gathers a layer's parameters from all ranks at once, so "
-                "that they have to run the same layers. Make what the model decides "
-                "by chance or by its samples equal on all ranks, or use ddp, zero1 or "
-                "zero2"
-            )
-        self._missing = [p for p in not_everywhere if id(p) not in ours]
-        self._used.update(map(id, anywhere))
+        flags = [id(parameter) in ours for parameter in self._trained]
+        facts = [self.num_batches, self._route.take() if self.is_sharded else 0]
+        some, some_alone, (is_same_batch, is_same_route) = agree(
+            flags, facts, self.device
+        )
+        if not is_same_batch:
+            raise UnsupportedLoopError(SKIPPED)
+        if self.is_sharded and (any(some_alone) or not is_same_route):
+            raise UnsupportedLoopError(OTHER_LAYERS)
+        self._anywhere = [
+            p for p, is_used in zip(self._trained, some, strict=True) if is_used
+        ]
+        self._used.update(map(id, self._anywhere))
         if self._in_order is not None:
-            self._in_order.begin(anywhere)
+            self._in_order.begin(self._anywhere)
 
     def _fill_up(self) -> None:
         """All gradients of a pass are there: those which only other ranks have are 0
         here, and as many have to be reduced on every rank."""
-        late = self._missing if self._in_order is None else self._in_order.late()
+        if self._in_order is not None:
+            late = self._in_order.late()
+        else:
+            late = [p for p in self._anywhere if p.grad is None]
         for parameter in late:
-            if parameter.grad is None:
-                shape, device = plain_shape(parameter), parameter.device
-                parameter.grad = torch.zeros(shape, dtype=self.dtype, device=device)
             self._process_gradient(parameter)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
@@ -355,6 +359,7 @@ class ZeRO(Prepared):
     def step(self, closure: Closure | None = None) -> float | None:
         self._check_whole()
         self._check_trained()
+        self.check_alike()
         if self._has_stepped and not self._is_zeroed and self._has_gradients:
             raise UnsupportedLoopError(
                 "the loop does not zero gradients between two steps, so that they add "
@@ -542,6 +547,9 @@ class ZeRO1(ZeRO):
             for group in self._zero.bit16_groups
             for parameter in group
         ]
+        self._zero.process_gradients = partial(
+            process_filled, self._zero.process_gradients
+        )
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(self._zero.bit16_groups)
@@ -637,11 +645,26 @@ class ZeRO3(ZeRO):
     stage = 3
     is_sharded = True
 
+    def _lay_out(self) -> None:
+        zero, numbers = self._zero, {}
+        for number, module in enumerate(self.module.modules()):
+            numbers[id(module)] = number
+        offload = zero.parameter_offload
+        offload.pre_sub_module_forward_function = partial(
+            run_on_route, self._route, numbers, offload.pre_sub_module_forward_function
+        )
+        zero.reduce_ready_partitions_and_remove_grads = partial(
+            process_filled, zero.reduce_ready_partitions_and_remove_grads
+        )
+
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
+
+    def check_route(self) -> None:
+        self._route.check(self.device)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have these whole on every rank, and keep them so. Collective."""
@@ -752,6 +775,24 @@ class ZeRO3(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
         }
+
+
+def run_on_route(
+    route: Route, numbers: Mapping[int, int], run: Callable[..., None], module: Any
+) -> None:
+    """What stage 3 does before a layer runs, which is noted."""
+    route.add(numbers.get(id(module), -1))
+    run(module)
+
+
+def process_filled(process: Callable[..., None], parameter: Any, *rest: Any) -> None:
+    """What DeepSpeed does with a gradient that has come. Where autograd gives none, it
+    is 0: as many have to be reduced on every rank."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros(
+            plain_shape(parameter), dtype=parameter.dtype, device=parameter.device
+        )
+    process(parameter, *rest)
 
 
 def call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
