@@ -170,7 +170,7 @@ def fails(lab: Lab, text: str, strategy: str | None, code: str) -> RankError:
     """Run `code`, which fails on rank 1 first, and says `text`."""
     runs = lab.run if strategy is None else partial(lab.train, strategy, live=False)
     with pytest.raises(RankError) as caught:
-        runs(code, timeout=30)
+        runs(code, timeout=60)
     error = caught.value
     assert error.rank == (0 if strategy == "single" else 1), error
     assert text in str(error)
