@@ -1,0 +1,144 @@
+"""What all ranks have to do alike: refused where they do not, and said in words."""
+
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import Lab
+from labkit import RankError
+from labkit.strategies.agreement import InOrder
+from labkit.strategies.agreement import Route
+from labkit.strategies.agreement import settings_of
+
+pytestmark = pytest.mark.timeout(120)
+
+SET_UP = """
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+x = torch.randn(32, 6)
+x[:, 0] = torch.tensor([1.0, -1.0]).repeat_interleave(4).repeat(4)
+y = (x[:, 1] > 0).long()
+data = TensorDataset(x, y)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.head = nn.Linear(6, 2)
+    def forward(self, x):
+        for number in self.order(x):
+            x = self.blocks[number](x)
+        return self.head(x)
+    def order(self, x):
+        return range(3)
+"""
+PREPARE = """
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=8, shuffle=False
+)
+"""
+STEP = """
+for inputs, labels in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+"""
+CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 10}}
+
+
+def train(lab: Lab, strategy: str, *parts: str, **options: Any) -> Any:
+    config = CONFIG if strategy == "zero3" else None
+    code = "\n".join(map(textwrap.dedent, parts))
+    return lab.train(strategy, code, live=False, timeout=30, config=config, **options)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "hsdp"])
+def test_ranks_that_run_layers_in_another_order_are_stopped(
+    lab: Lab, strategy: str
+) -> None:
+    order = """
+    Net.order = lambda self, x: [0, 1, 2] if rank == 0 else [1, 0, 2]
+    """
+    with pytest.raises(RankError, match="ranks ran different layers"):
+        train(lab, strategy, SET_UP, order, PREPARE, STEP)
+
+
+def test_an_evaluation_by_other_layers_is_refused(lab: Lab) -> None:
+    evaluate = """
+    Net.order = lambda self, x: [0, 1, 2] if rank == 0 else [1, 0, 2]
+    with torch.no_grad():
+        for inputs, labels in loader.share(data, batch_size=8):
+            model(inputs)
+    """
+    with pytest.raises(RankError, match="ranks ran different layers"):
+        train(lab, "fsdp", SET_UP, PREPARE, STEP, evaluate)
+
+
+def test_a_run_after_a_refused_one_is_right(lab: Lab) -> None:
+    order = "Net.order = lambda self, x: [rank]"
+    for strategy in ("zero3", "fsdp"):
+        with pytest.raises(RankError, match="ranks ran different layers"):
+            train(lab, strategy, SET_UP, order, PREPARE, STEP)
+    found = []
+    for strategy in ("ddp", "zero3", "fsdp"):
+        train(lab, strategy, SET_UP, PREPARE, STEP)
+        found.append(lab.pull("model", full=True))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+def test_the_state_of_another_strategy_is_refused(lab: Lab, strategy: str) -> None:
+    other = "fsdp" if strategy != "fsdp" else "zero2"
+    train(lab, other, SET_UP, PREPARE, STEP, "kept = optimizer.state_dict()")
+    load = "optimizer.load_state_dict(kept)"
+    with pytest.raises(RankError, match=f"part of the optimizer's state under {other}"):
+        train(lab, strategy, SET_UP, PREPARE, load)
+
+
+def test_gradients_are_reduced_in_one_order() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    first, second, third, fourth = parameters
+    reduced: list[nn.Parameter] = []
+    queue = InOrder(reduced.append, parameters, torch.device("cpu"))
+    queue.begin([first, second, third, fourth])
+    queue.add(second)  # waits for those after it
+    assert reduced == []
+    queue.add(fourth)
+    assert [id(p) for p in reduced] == [id(fourth)]
+    queue.add(third)
+    assert [id(p) for p in reduced] == [id(fourth), id(third), id(second)]
+    assert [id(p) for p in queue.late()] == [id(first)]
+    queue.begin([second])  # another pass, that reaches no more
+    queue.add(second)
+    assert reduced[-1] is second
+    assert queue.late() == []
+
+
+def test_a_route_is_of_layers_and_their_order() -> None:
+    def taken(*numbers: int) -> int:
+        route = Route()
+        for number in numbers:
+            route.add(number)
+        return route.take()
+
+    routes = [(), (0,), (0, 0), (0, 1), (1, 0), (1,), (0, 1, 2)]
+    assert len({taken(*each) for each in routes}) == len(routes)
+    assert taken(0, 1) == taken(0, 1)
+
+
+def test_settings_are_numbers_and_words() -> None:
+    def settings(**group: Any) -> int:
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": [object()], **group}])
+        return settings_of(optimizer)
+
+    assert settings(lr=0.1, betas=(0.9, 0.99)) == settings(lr=0.1, betas=(0.9, 0.99))
+    assert settings(lr=0.1) != settings(lr=0.2)
+    assert settings(betas=(0.9, 0.99)) != settings(betas=(0.9, 0.9))
+    assert settings(lr=0.1, state=object()) == settings(lr=0.1, state=object())
