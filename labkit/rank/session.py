@@ -280,7 +280,12 @@ class Session:
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         check_prepared(model, optimizer)
-        check_supported(model, self.strategy.name)
+        check_supported(
+            model,
+            self.strategy.name,
+            num_ranks=self.world_size,
+            precision=self.options.precision,
+        )
         self._check_ownership(model, optimizer)
         self._check_rank_guards()
         unset = check_values(model, optimizer)

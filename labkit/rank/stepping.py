@@ -144,9 +144,36 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.prepared.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        inner = self.prepared.optimizer
+        before, after = (
+            [[id(parameter) for parameter in group["params"]] for group in each]
+            for each in (inner.param_groups, groups)
+        )
+        if before != after:
+            raise UnsupportedLoopError(
+                "optimizer.param_groups is set to groups of other parameters after "
+                "prepare, when the strategy has laid out its parameters; make the "
+                "groups before prepare, and change their rates and the like in place"
+            )
+        inner.param_groups = groups
+
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self.prepared.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self.prepared.is_partitioned:
+            ours = set(map(id, (*self.prepared.updated(), *self.state)))
+            if any(id(parameter) not in ours for parameter in state):
+                raise UnsupportedLoopError(
+                    "optimizer.state is set to states of other parameters than this "
+                    "rank's parts; an empty one begins anew, and "
+                    "load_checkpoint(folder) loads one of any strategy"
+                )
+        self.prepared.optimizer.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

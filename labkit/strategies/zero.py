@@ -362,9 +362,11 @@ class ZeRO(Prepared):
         self.check_alike()
         if self._has_stepped and not self._is_zeroed and self._has_gradients:
             raise UnsupportedLoopError(
-                "the loop does not zero gradients between two steps, so that they add "
-                f"up; under {self.name} the step clears them. Call "
-                "optimizer.zero_grad() once a step, or use ddp"
+                "the loop calls no zero_grad() between two steps. In one process "
+                "gradients then add up, unless the loop zeroes them itself; under "
+                f"{self.name} the step clears them and p.grad is None after it, so "
+                "there is nothing to add to or to zero. Call optimizer.zero_grad() "
+                "once a step, or use ddp"
             )
         if not self._gradients.hand_back():
             self.zero_grad()
