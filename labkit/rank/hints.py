@@ -75,6 +75,7 @@ HINTS = {
     r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
     "Can't detach views in-place": IN_BUCKETS,
     "has no attribute 'ds_(tensor|status|id|shape)'": FUNCTIONAL,
+    "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,

@@ -37,6 +37,7 @@ from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
+from labkit.strategies.spectral import in_one_precision
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
@@ -176,6 +177,7 @@ class ZeRO(Prepared):
         self._anywhere: list[nn.Parameter] = []
         """What any rank uses in this backward pass."""
         follow(self)
+        self._undo += in_one_precision(self.module)
         if self.options.precision != "fp32":
             # DeepSpeed keeps the model itself in this precision, not its inputs.
             dtype = self.dtype
@@ -389,6 +391,9 @@ class ZeRO(Prepared):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._is_zeroed = True
         self._clear()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients.given()
 
     def note_zeroed(self) -> None:
         """The loop has taken a gradient away by hand."""
