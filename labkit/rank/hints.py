@@ -37,6 +37,22 @@ TWICE = (
     "this strategy has freed the parameters that the second pass needs; use ddp, zero1 "
     "or zero2"
 )
+PART_OF_BATCH = (
+    "a rank's batch is a part of the global one, and may be of another size than "
+    "batch_size: make what goes with it as long as the batch that the loop got, as "
+    "torch.zeros(1, len(inputs), H) for a first hidden state"
+)
+IN_BUCKETS = (
+    "under ddp gradients are views of its buckets, which detach_() cannot detach; in "
+    "place of p.grad.detach_() and p.grad.zero_() write p.grad = None, or call "
+    "optimizer.zero_grad()"
+)
+FUNCTIONAL = (
+    "zero3 keeps parameters in parts and gathers them in the model's own forward "
+    "pass, which torch.func (functional_call, vmap, grad, jacrev) cannot go through; "
+    "use ddp, zero1 or zero2 where the loop ends in loss.backward(), and single where "
+    "torch.func gives the gradients themselves"
+)
 UNFROZEN = (
     "a parameter that was frozen in prepare has been unfrozen since, which this "
     "strategy cannot do in bf16 or fp16; unfreeze before prepare, in a %%dist_train "
@@ -56,6 +72,10 @@ HINTS = {
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
     "attempting to assign a gradient with dtype": UNFROZEN,
+    r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
+    "Can't detach views in-place": IN_BUCKETS,
+    "has no attribute 'ds_(tensor|status|id|shape)'": FUNCTIONAL,
+    "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,

@@ -11,6 +11,8 @@ PLAIN_CALLS = {
 }
 """What a call in a loop's body may do as often as there are microbatches."""
 
+LEAVING = ast.Break | ast.Continue
+
 
 def extra_work(code: str) -> str | None:
     """The first line of a loop over batches that does more than compute a loss and
@@ -64,8 +66,14 @@ def names_in(node: ast.AST, names: set[str]) -> bool:
 def unusual(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that do more than compute values for this batch."""
     for statement in body:
-        if isinstance(statement, ast.If) and ".step(" in ast.unparse(statement):
-            yield statement  # it accumulates by itself
+        is_loop = isinstance(statement, ast.For | ast.While)
+        if (is_loop or isinstance(statement, ast.If)) and ".step(" in ast.unparse(
+            statement
+        ):
+            yield statement  # it accumulates by itself, or steps several times
+        elif isinstance(statement, ast.For | ast.While):
+            inner = unusual([*statement.body, *statement.orelse])
+            yield from (each for each in inner if not isinstance(each, LEAVING))
         elif isinstance(statement, ast.If):
             yield from unusual([*statement.body, *statement.orelse])
         elif isinstance(statement, ast.With) and "no_grad" not in ast.unparse(

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import get_unwrapped
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -318,6 +320,8 @@ def is_profiled() -> bool:
 
 def parts(value: Any) -> Iterator[torch.Tensor]:
     """The dense tensors that a tensor is made of: as a rule itself."""
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)  # as within torch.func.grad and vmap
     if isinstance(value, DTensor):
         yield value._local_tensor
     elif not isinstance(value, torch.Tensor):

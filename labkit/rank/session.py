@@ -220,6 +220,7 @@ class Session:
             undo()
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
+            optimizer.num_ranks = 1  # there is nobody to tell of what differs
         self._has_ended = True
         BatchNorm.counts_here = True
         self._undo.clear()
@@ -280,7 +281,12 @@ class Session:
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         check_prepared(model, optimizer)
-        check_supported(model, self.strategy.name)
+        check_supported(
+            model,
+            self.strategy.name,
+            num_ranks=self.world_size,
+            precision=self.options.precision,
+        )
         self._check_ownership(model, optimizer)
         self._check_rank_guards()
         unset = check_values(model, optimizer)
@@ -338,6 +344,7 @@ class Session:
             self._loss_watch = None if dealer.is_sum else LossWatch()
         stepping = PreparedOptimizer(prepared, self._take_step)
         stepping.mean_loss = self._mean_over_ranks
+        stepping.num_ranks = self.world_size
         self._noticer.number_of(stepping)
         self._optimizers.append(stepping)
         speak_as_ddp(model)

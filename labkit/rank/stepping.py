@@ -11,6 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
+from labkit.rank.forward_state import ForwardState
+from labkit.rank.forward_state import differing
+from labkit.rank.forward_state import digest
+from labkit.strategies.backward import is_followed
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 
@@ -34,6 +38,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.take_step = take_step
         self.mean_loss: Callable[[Any], Any] = lambda loss: loss
         """The mean over all ranks of a loss that a closure returns."""
+        self.num_ranks = 1
+        """That train this model together."""
+        self._forward_state = ForwardState(prepared)
+        self._is_fresh = True
+        """Whether there can be no gradients of the step before."""
         self._is_last = True
         self._num_held = 0
         self._has_passed = False
@@ -92,7 +101,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._has_passed = False
+        self._check_gradients()
+        self._has_passed = self._is_fresh = self.prepared.is_reached = False
+        self._forward_state.look(num_ranks=self.num_ranks, is_last=self._is_last)
         self.held_back = not self._is_last
         if self.held_back:
             self._num_held += 1
@@ -101,6 +112,33 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.take_step(self, None)
         self.begin_microbatch()
         return loss
+
+    def _check_gradients(self) -> None:
+        """UnsupportedLoopError for gradients that no backward pass through the model
+        has given, where those of ranks or microbatches are to be one. Collective."""
+        prepared = self.prepared
+        has_microbatches = prepared.options.accumulate > 1
+        if prepared.is_reached or not is_followed(prepared):
+            return
+        if self.num_ranks == 1 and not has_microbatches:
+            return
+        found = prepared.gradients()
+        if prepared.is_sharded:
+            is_own = self._is_fresh and bool(found)
+        elif has_microbatches:
+            is_own = any(bool(each.count_nonzero()) for each in found)
+        else:  # they may be made equal, or be those of the last step
+            number = digest(found, prepared.device)
+            is_own = any(differing([number], prepared.device))
+        if is_own:
+            raise UnsupportedLoopError(
+                "the loop steps with gradients that no backward pass through the "
+                "prepared model has given: set by hand, as those of torch.func.grad or "
+                "of a copy of the model, they are of this rank's samples and "
+                "microbatch alone. Compute a loss with the model and call "
+                "loss.backward(), which averages them, or use %%dist_train single "
+                "without --accumulate"
+            )
 
     def _step_with(self, closure: Closure) -> None:
         """For an optimizer that evaluates the loss as often as it likes."""
@@ -138,15 +176,43 @@ class PreparedOptimizer(torch.optim.Optimizer):
             )
         if not self.is_held:
             self._hidden.clear()
+            self._is_fresh |= set_to_none
             self.prepared.zero_grad(set_to_none)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.prepared.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        inner = self.prepared.optimizer
+        before, after = (
+            [[id(parameter) for parameter in group["params"]] for group in each]
+            for each in (inner.param_groups, groups)
+        )
+        if before != after:
+            raise UnsupportedLoopError(
+                "optimizer.param_groups is set to groups of other parameters after "
+                "prepare, when the strategy has laid out its parameters; make the "
+                "groups before prepare, and change their rates and the like in place"
+            )
+        inner.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.prepared.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self.prepared.is_partitioned:
+            ours = set(map(id, (*self.prepared.updated(), *self.state)))
+            if any(id(parameter) not in ours for parameter in state):
+                raise UnsupportedLoopError(
+                    "optimizer.state is set to states of other parameters than this "
+                    "rank's parts; an empty one begins anew, and "
+                    "load_checkpoint(folder) loads one of any strategy"
+                )
+        self.prepared.optimizer.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -30,6 +30,9 @@ Seeds = tuple[torch.Tensor | None, ...]
 class Follower(Protocol):
     """What wants to know of backward passes that reach its parameters."""
 
+    is_reached: bool
+    """Set to True by every one of them."""
+
     @property
     def given_parameters(self) -> Sequence[nn.Parameter]:
         """Those that the user's model has."""
@@ -80,6 +83,11 @@ def follow(follower: Follower) -> None:
 def unfollow(follower: Follower) -> None:
     """Tell it no more."""
     _followers[:] = [each for each in _followers if each() is not follower]
+
+
+def is_followed(follower: Any) -> bool:
+    """Whether `follower` is told of backward passes."""
+    return any(each is follower for each in living())
 
 
 def living() -> list[Follower]:
@@ -197,6 +205,7 @@ class _Reach:
         for follower in self._followers:
             used = [p for p, node in follower.accumulators() if will_execute(node)]
             if used:
+                follower.is_reached = True
                 follower.begin_backward(self._roots, used)
                 self._reached.append(follower)
 

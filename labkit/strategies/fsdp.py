@@ -40,6 +40,7 @@ from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.prepared import units
+from labkit.strategies.spectral import in_one_precision
 
 
 class FSDP(Prepared):
@@ -110,6 +111,7 @@ class FSDP(Prepared):
             self._undo.append(partial(delattr, group, "post_backward"))
         follow(self)
         self._undo.append(partial(unfollow, self))
+        self._undo += in_one_precision(self.module)
 
     def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
         """One dimension: everything is sharded over all ranks."""

@@ -98,6 +98,10 @@ class CellGradients:
         if not self.owner.hides_gradients:
             self._given[id(parameter)] = parameter, value
 
+    def given(self) -> list[torch.Tensor]:
+        """The gradients that the cell has, or has put in place, since the last step."""
+        return [value for _, value in self._given.values() if value is not None]
+
     def hand_back(self) -> bool:
         """Put what the cell has seen, and may have changed, where the strategy steps
         from. Collective. (A tensor's version does not tell: under a dispatch mode some
@@ -238,6 +242,13 @@ def is_fleeting(parameter: Any) -> bool:
         getattr(parameter, "ds_active_sub_modules", True)
         or getattr(parameter, "is_external_param", True)
     )
+
+
+def gather(parameter: Any) -> None:
+    """Have it whole on every rank, where stage 3 has it in parts. Collective."""
+    gradients = _of.get(id(parameter))
+    if gradients is not None and is_fleeting(parameter):
+        gradients.owner.gather([parameter])
 
 
 def is_of_cell(frame: Any) -> bool:

@@ -266,9 +266,10 @@ def give_values(model: nn.Module) -> None:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Bring a tensor to a device; it stays the same object."""
-    if tensor.device != device:
-        tensor.data = tensor.detach().to(device)
+    """Bring a tensor to a device, with its elements in their plain order, as
+    collectives need them; it stays the same object."""
+    if tensor.device != device or not tensor.is_contiguous():
+        tensor.data = tensor.detach().to(device).contiguous()
 
 
 def release(tensors: list[torch.Tensor], part: nn.Module) -> None:

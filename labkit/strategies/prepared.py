@@ -22,6 +22,8 @@ from labkit.strategies.agreement import SKIPPED
 from labkit.strategies.agreement import agree
 from labkit.strategies.agreement import settings_of
 from labkit.strategies.backward import Roots
+from labkit.strategies.backward import follow
+from labkit.strategies.backward import unfollow
 from labkit.strategies.forward import Forward
 from labkit.strategies.forward import wrap_forward
 from labkit.strategies.materialize import give_values
@@ -78,6 +80,9 @@ class Prepared:
         """Ranks that share one copy of what this strategy shards."""
         self.replica_group = 0
         """Ranks of the same group hold replicas of each other."""
+        self.is_reached = False
+        """Whether a backward pass has given gradients to this model since its last
+        step; only of what follows them."""
         self.note: Callable[[str], None] = lambda text: None
         """Has a sentence shown under the run."""
         self.num_batches = 0
@@ -104,6 +109,8 @@ class Prepared:
     def wrap(self) -> None:
         """Make `module` and `optimizer` what they are to be. May be collective."""
         check_keys(self.options.config, [], "single")
+        if self.options.accumulate > 1:
+            follow(self)
         self.autocast()
 
     def begin_microbatch(self, *, is_last: bool) -> None:
@@ -245,6 +252,11 @@ class Prepared:
         """What the optimizer updates on this rank."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that a step would be taken with, as far as the loop has had hands on
+        them."""
+        return [p.grad for p in self.updated() if p.grad is not None]
+
     def replicas(self) -> dict[str, torch.Tensor]:
         """By name, what must be equal on all ranks of this rank's replica group."""
         return {}
@@ -300,6 +312,7 @@ class Prepared:
 
     def release(self) -> None:
         """Let go of the model, which is prepared again."""
+        unfollow(self)
 
     def close(self) -> None:
         """Take back what only this run needed of the model."""

@@ -5,11 +5,16 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 
 
-def check_supported(model: nn.Module, strategy: str) -> None:
+def check_supported(
+    model: nn.Module, strategy: str, *, num_ranks: int = 1, precision: str = "fp32"
+) -> None:
     """UnsupportedLoopError, with what to write instead, unless `strategy` can train a
     model like this."""
+    if num_ranks > 1:
+        check_embeddings(model, strategy)
     if strategy in ("single", "ddp"):
         return
+    check_complex(model, strategy, precision)
     if scalars := scalar_parameters(model):
         raise UnsupportedLoopError(
             f"{scalars[0]} is a parameter without a dimension, which {strategy} cannot "
@@ -34,3 +39,37 @@ def check_supported(model: nn.Module, strategy: str) -> None:
 def scalar_parameters(model: nn.Module) -> list[str]:
     """The names of parameters without a dimension, as CLIP's `logit_scale` is."""
     return [name for name, p in model.named_parameters() if not p.dim()]
+
+
+def check_embeddings(model: nn.Module, strategy: str) -> None:
+    """UnsupportedLoopError for an embedding that changes its own rows in forward."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+        ):
+            raise UnsupportedLoopError(
+                f"{name or 'the model'} is an embedding with max_norm="
+                f"{module.max_norm}, which shortens rows within forward: under "
+                f"{strategy} each rank would shorten those of its own samples alone. "
+                "Make it without max_norm, and shorten the rows after "
+                "optimizer.step(), under torch.no_grad(); or use single"
+            )
+
+
+def check_complex(model: nn.Module, strategy: str, precision: str) -> None:
+    """UnsupportedLoopError for complex parameters, of which DeepSpeed makes real ones,
+    and which have no bf16 or fp16."""
+    is_whole = strategy in ("fsdp", "hsdp") and precision == "fp32"
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and not is_whole:
+            raise UnsupportedLoopError(
+                f"{name} is a complex parameter, which {strategy} does not take"
+                + (
+                    f" in {precision}; leave out --precision, or use ddp"
+                    if strategy in ("fsdp", "hsdp")
+                    else "; keep its real and imaginary parts in a real one, with "
+                    "torch.view_as_real, and use torch.view_as_complex in forward, or "
+                    "use ddp, fsdp or hsdp"
+                )
+            )

@@ -37,6 +37,7 @@ from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
+from labkit.strategies.spectral import in_one_precision
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
 from labkit.strategies.states import Source
@@ -176,6 +177,7 @@ class ZeRO(Prepared):
         self._anywhere: list[nn.Parameter] = []
         """What any rank uses in this backward pass."""
         follow(self)
+        self._undo += in_one_precision(self.module)
         if self.options.precision != "fp32":
             # DeepSpeed keeps the model itself in this precision, not its inputs.
             dtype = self.dtype
@@ -362,9 +364,11 @@ class ZeRO(Prepared):
         self.check_alike()
         if self._has_stepped and not self._is_zeroed and self._has_gradients:
             raise UnsupportedLoopError(
-                "the loop does not zero gradients between two steps, so that they add "
-                f"up; under {self.name} the step clears them. Call "
-                "optimizer.zero_grad() once a step, or use ddp"
+                "the loop calls no zero_grad() between two steps. In one process "
+                "gradients then add up, unless the loop zeroes them itself; under "
+                f"{self.name} the step clears them and p.grad is None after it, so "
+                "there is nothing to add to or to zero. Call optimizer.zero_grad() "
+                "once a step, or use ddp"
             )
         if not self._gradients.hand_back():
             self.zero_grad()
@@ -387,6 +391,9 @@ class ZeRO(Prepared):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._is_zeroed = True
         self._clear()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients.given()
 
     def note_zeroed(self) -> None:
         """The loop has taken a gradient away by hand."""

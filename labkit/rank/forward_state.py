@@ -1,0 +1,121 @@
+"""Finds what a model's forward passes change besides computing: running means and
+counters of its own."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._mode_utils import no_dispatch
+
+from labkit.rank.probe import parts
+from labkit.rank.replicas import fingerprints
+from labkit.strategies.agreement import agree
+from labkit.strategies.prepared import Prepared
+
+NUM_STEPS = 3
+"""Of a model are looked at, the first ones."""
+NOT_COUNTED = ("_", "ds_", "applied_")
+"""How names of attributes begin that are none of the user's."""
+
+
+class ForwardState:
+    """What one model's forward passes change, in its first steps.
+
+    A buffer that they change by a rank's own samples is soon another one on each rank.
+    With `--accumulate` what they count, or move by a step, moves once for each
+    microbatch. BatchNorm is left out: `--sync-batchnorm` is for that.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._num_left = NUM_STEPS
+        self._has_noted_repeated = False
+        self._before: dict[str, Any] | None = None
+        """At the end of the same step's microbatch before this one."""
+        self._modules = [
+            (f"{name}." if name else "", module)
+            for name, module in prepared.module.named_modules()
+            if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+        self._buffers = [
+            (prefix + name, module, name)
+            for prefix, module in self._modules
+            for name in module._buffers
+        ]
+
+    def look(self, *, num_ranks: int, is_last: bool) -> None:
+        """The loop steps, with the last microbatch of a step or another one.
+        Collective."""
+        accumulate = self._prepared.options.accumulate
+        if not self._num_left or num_ranks * accumulate == 1:
+            return
+        buffers = self._digests()
+        if accumulate > 1:
+            now = buffers | self._numbers()
+            if self._before is not None:
+                before = self._before
+                self._note_repeated([n for n in now if now[n] != before.get(n, now[n])])
+            self._before = None if is_last else now
+        if is_last:
+            self._num_left -= 1
+            if num_ranks > 1 and buffers:
+                self._note_different(buffers)
+
+    def _note_repeated(self, names: list[str]) -> None:
+        if names and not self._has_noted_repeated:  # which need not be on all ranks
+            self._has_noted_repeated = True
+            count = self._prepared.options.accumulate
+            self._prepared.note(
+                f"forward changes {several(names)}: with --accumulate {count} it does "
+                f"so {count} times per step, where one process with whole batches does "
+                "it once"
+            )
+
+    def _note_different(self, buffers: dict[str, int]) -> None:
+        differ = differing(list(buffers.values()), self._prepared.device)
+        names = [name for name, is_so in zip(buffers, differ, strict=True) if is_so]
+        if names:
+            self._num_left = 0
+            self._prepared.note(
+                f"the buffer {several(names)} is not the same on all ranks: each "
+                "changes it by its own samples, where one process changes it by those "
+                "of the whole batch. Average over the ranks what it is changed by, "
+                "with torch.distributed.all_reduce"
+            )
+
+    def _digests(self) -> dict[str, int]:
+        device = self._prepared.device
+        return {
+            name: digest([module._buffers.get(own)], device)
+            for name, module, own in self._buffers
+        }
+
+    def _numbers(self) -> dict[str, str]:
+        """Those among the attributes of modules."""
+        return {
+            prefix + name: str(value)
+            for prefix, module in self._modules
+            for name, value in vars(module).items()
+            if type(value) in (int, float) and not name.startswith(NOT_COUNTED)
+        }
+
+
+def several(names: list[str]) -> str:
+    others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+    return names[0] + others
+
+
+def digest(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
+    """A whole number that changes with any bit of these tensors, and with how many
+    there are."""
+    with no_dispatch():
+        dense = [part.to(device) for each in tensors for part in parts(each)]
+        found = fingerprints([fingerprints(dense)]).item() if dense else 0
+    return int(found) >> 2  # so that there is a negative of it
+
+
+def differing(numbers: list[int], device: torch.device) -> list[bool]:
+    """Which of these are not the same on all ranks. Collective."""
+    _, _, are_same = agree([], numbers, device)
+    return [not is_same for is_same in are_same]

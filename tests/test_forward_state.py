@@ -1,0 +1,113 @@
+"""What a model's forward passes change besides computing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.checks import UnsupportedLoopError
+from labkit.rank.forward_state import digest
+from labkit.rank.stepping import PreparedOptimizer
+from labkit.records import TrainOptions
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.spectral import in_one_precision
+
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    """Counts calls as an attribute and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+        self.num_calls = 0
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.count += 1
+        result: torch.Tensor = self.fc(x)
+        return result
+
+
+def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[str]]:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = Prepared(model, sgd, CPU, TrainOptions(accumulate=accumulate))
+    notes: list[str] = []
+    prepared.note = notes.append
+    return PreparedOptimizer(prepared, lambda own, closure: own.prepared.step()), notes
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulate", "found"),
+    [
+        (Counting(), 2, ["forward changes count (and 1 others): with --accumulate 2"]),
+        (Counting(), 1, []),
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), 2, []),
+    ],
+)
+def test_what_each_microbatch_changes_is_noted(
+    model: nn.Module, accumulate: int, found: list[str]
+) -> None:
+    optimizer, notes = prepare(model, accumulate)
+    for number in range(4):
+        optimizer.begin_microbatch(is_last=accumulate == 1 or number % 2 == 1)
+        model(torch.ones(2, 3)).mean().backward()
+        optimizer.step()
+    assert [note.split(" it does")[0] for note in notes] == found
+
+
+def test_digests_tell_tensors_apart() -> None:
+    tensors = [
+        torch.zeros(3),
+        torch.ones(3),
+        torch.ones(3, dtype=torch.bool),
+        torch.ones((), dtype=torch.int64),
+        torch.ones(2, dtype=torch.cfloat),
+        torch.eye(3).to_sparse(),
+        torch.zeros(0),
+    ]
+    numbers = {digest([each], CPU) for each in [*tensors, None]}
+    assert len(numbers) >= len(tensors)
+    assert all(digest([each.clone()], CPU) in numbers for each in tensors)
+
+
+def test_gradients_of_no_backward_pass_are_refused_between_microbatches() -> None:
+    model = nn.Linear(3, 1)
+    optimizer, _ = prepare(model, 2)
+    before = model.weight.detach().clone()
+    learner = copy.deepcopy(model)
+    learner(torch.ones(2, 3)).mean().backward()
+    model.weight.grad = learner.weight.grad
+    with pytest.raises(UnsupportedLoopError, match="no backward pass through the"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert prepare(nn.Linear(3, 1), 1)[0].step() is None
+
+
+@pytest.mark.parametrize(
+    "spectral", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_spectral_norm_takes_weights_of_another_precision(spectral: object) -> None:
+    assert callable(spectral)
+    torch.manual_seed(0)
+    linear = spectral(nn.Linear(6, 4))
+    x = torch.randn(2, 6)
+    for parameter in linear.parameters():
+        parameter.data = parameter.data.bfloat16()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        linear(x.bfloat16())
+    undo = in_one_precision(linear)
+    plain = copy.deepcopy(linear)
+    assert linear(x.bfloat16()).dtype is torch.bfloat16
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.float()
+    torch.testing.assert_close(
+        linear(x.bfloat16()).float(), plain(x), rtol=0.1, atol=0.1
+    )
+    for each in undo:
+        each()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        linear(x.bfloat16())

@@ -1,0 +1,53 @@
+"""What is refused, or brought into shape, before a strategy has changed anything."""
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.checks import UnsupportedLoopError
+from labkit.strategies.materialize import move
+from labkit.strategies.unsupported import check_supported
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.cfloat))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_max_norm_is_for_one_rank(kind: type[nn.Module], strategy: str) -> None:
+    model = nn.Sequential(kind(4, 2, max_norm=1.0))
+    check_supported(model, strategy, num_ranks=1)
+    with pytest.raises(UnsupportedLoopError, match="0 is an embedding with max_norm"):
+        check_supported(model, strategy, num_ranks=2)
+    check_supported(nn.Sequential(kind(4, 2)), strategy, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "is_refused"),
+    [
+        ("single", "bf16", False),
+        ("ddp", "bf16", False),
+        ("zero1", "fp32", True),
+        ("zero3", "fp32", True),
+        ("fsdp", "fp32", False),
+        ("hsdp", "bf16", True),
+    ],
+)
+def test_complex_parameters(strategy: str, precision: str, is_refused: bool) -> None:
+    if not is_refused:
+        check_supported(Complex(), strategy, num_ranks=2, precision=precision)
+        return
+    with pytest.raises(UnsupportedLoopError, match="weight is a complex parameter"):
+        check_supported(Complex(), strategy, num_ranks=2, precision=precision)
+
+
+def test_what_is_brought_to_a_device_is_contiguous() -> None:
+    conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    weight, before = conv.weight, conv.weight.detach().clone()
+    move(weight, torch.device("cpu"))
+    assert conv.weight is weight
+    assert weight.is_contiguous()
+    assert torch.equal(weight, before)
