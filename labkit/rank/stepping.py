@@ -209,7 +209,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if any(id(parameter) not in ours for parameter in state):
                 raise UnsupportedLoopError(
                     "optimizer.state is set to states of other parameters than this "
-                    "rank's parts; an empty one begins anew, and "
+                    "rank's parts; an empty one starts afresh, and "
                     "load_checkpoint(folder) loads one of any strategy"
                 )
         self.prepared.optimizer.state = state
