@@ -260,6 +260,8 @@ class LossWatch:
         count = float(count)
         is_whole = not term.is_partial or count == prod(term.sizes or ())
         is_strict = is_alone or term.kind == "sum" or not is_whole
+        if is_whole and term.kind == "mean" and count and num_samples % count == 0:
+            is_strict = False  # as of a part of the batch, with a step of its own
         return self._uneven(place, count, num_samples, is_strict=is_strict)
 
     def _uneven(
