@@ -6,110 +6,202 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.rank.loss_kind import CONSTANT
+from labkit.rank.loss_kind import CURVED_MEAN
+from labkit.rank.loss_kind import NORMALIZED
+from labkit.rank.loss_kind import PARTLY_SUM
 from labkit.rank.loss_kind import SUM
 from labkit.rank.loss_kind import UNEVEN
 from labkit.rank.loss_kind import LossWatch
-from labkit.rank.loss_kind import reduction_of
 
 X = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+T = torch.rand(4, 5, generator=torch.Generator().manual_seed(1))
 WHOLE = torch.tensor([0, 1, 3, 2])
 PARTLY = torch.tensor([0, -100, 3, 2])
 WEIGHTS = torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0])
 MASK = torch.tensor([True, False, True, True])
+ADVANTAGES = (X[:, 0] - X[:, 0].mean()) / (X[:, 0].std() + 1e-8)
+SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
 Loss = Callable[[Tensor], Tensor]
 
+P = nn.Parameter(torch.randn(7, 3, generator=torch.Generator().manual_seed(2)))
+Q = nn.Parameter(torch.ones(3))
+S = nn.Parameter(torch.zeros(3))
 
-def penalty(x: Tensor) -> Tensor:
-    return 0.01 * x.square().sum()
+
+def of_each(x: Tensor, reduction: str = "mean") -> list[Tensor]:
+    return [F.mse_loss(x[i], T[i], reduction=reduction) for i in range(len(x))]
 
 
-MEANS: dict[str, tuple[Loss, float | None]] = {
-    "cross entropy": (lambda x: F.cross_entropy(x, WHOLE), 4),
-    "a fraction of it": (lambda x: 0.5 * F.cross_entropy(x, WHOLE) / 3, 4),
-    "ignored": (lambda x: F.cross_entropy(x, PARTLY), 3),
-    "class weights": (lambda x: F.cross_entropy(x, WHOLE, WEIGHTS), 3.5),
-    "2d": (lambda x: F.cross_entropy(x.T[None], PARTLY[None]), 3),
-    "in bf16": (lambda x: F.cross_entropy(x, WHOLE).to(torch.bfloat16), 4),
-    "mse": (lambda x: F.mse_loss(x, torch.zeros(4, 5)), 20),
-    "mean": (lambda x: x.square().mean(), 20),
-    "masked": (lambda x: x.square()[MASK].mean(), 15),
-    "divided": (lambda x: x.square().sum() / 4, 4),
-    "times a fraction": (lambda x: x.square().sum() * 0.25, 4),
-    "by its mask": (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), 3),
-    "with a penalty": (lambda x: F.cross_entropy(x, PARTLY) + penalty(x), None),
-    "smoothed": (lambda x: F.cross_entropy(x, WHOLE, label_smoothing=0.1), None),
-}
-SUMS: dict[str, Loss] = {
-    "cross entropy": lambda x: F.cross_entropy(x, WHOLE, reduction="sum"),
-    "sum": lambda x: x.square().sum(),
-    "over dims": lambda x: x.square().sum((0, 1)),
-    "l1": lambda x: F.l1_loss(x, torch.zeros(4, 5), reduction="sum"),
-    "two of them": lambda x: (
-        F.binary_cross_entropy_with_logits(x, torch.zeros(4, 5), reduction="sum")
-        - 0.5 * x.square().sum()
-    ),
-    "of a list": lambda x: -torch.stack([x[0, 0], x[1, 1]]).sum(),
-}
-NEITHER: dict[str, Loss] = {
+def added(losses: list[Tensor]) -> Tensor:
+    return torch.as_tensor(sum(losses))
+
+
+def dice(x: Tensor, dim: int | None = None) -> Tensor:
+    p = x.sigmoid()
+    both = (p * T).sum() if dim is None else (p * T).sum(dim)
+    all_of = p.sum() + T.sum() if dim is None else p.sum(dim) + T.sum(dim)
+    return 1 - ((2 * both + 1) / (all_of + 1)).mean()
+
+
+def learned(x: Tensor) -> Tensor:
+    losses = [F.mse_loss(x, T), F.cross_entropy(x, WHOLE), x.abs().mean()]
+    return (torch.exp(-S) * torch.stack(losses) + S).sum()
+
+
+RIGHT: dict[str, Loss] = {
+    "cross entropy": lambda x: F.cross_entropy(x, WHOLE),
+    "a fraction of it": lambda x: 0.5 * F.cross_entropy(x, WHOLE) / 3,
+    "in bf16": lambda x: F.cross_entropy(x, WHOLE).to(torch.bfloat16),
+    "smoothed": lambda x: F.cross_entropy(x, WHOLE, label_smoothing=0.1),
+    "mse": lambda x: F.mse_loss(x, T),
+    "mean": lambda x: x.square().mean(),
+    "divided": lambda x: x.square().sum() / len(x),
+    "divided by all": lambda x: x.square().sum() / x.numel(),
+    "half of it": lambda x: 0.5 * x.square().sum() / len(x),
+    "divided again": lambda x: x.square().sum() / len(x) / 2,
+    "times a fraction": lambda x: x.square().sum() * 0.25,
+    "batchmean": lambda x: F.kl_div(x.log_softmax(1), T, reduction="batchmean"),
+    "two means": lambda x: F.cross_entropy(x, WHOLE) + 0.1 * x.square().mean(),
+    "heads": lambda x: added([w * F.cross_entropy(x, WHOLE) for w in (1, 0.5, 0.1)]),
+    "time steps": lambda x: added([F.cross_entropy(x * t, WHOLE) for t in range(1, 5)]),
+    "each sample's mean": lambda x: added(of_each(x)) / len(x),
+    "a list's mean": lambda x: torch.stack(of_each(x)).mean(),
+    "norms": lambda x: (x - T).norm(dim=1).mean(),
+    "a list of roots": lambda x: torch.stack([o.sqrt() for o in of_each(x)]).mean(),
+    "a sum of roots": lambda x: added([o.sqrt() for o in of_each(x)]) / len(x),
+    "dice of each": lambda x: dice(x, 1),
+    "logsumexp": lambda x: (x.logsumexp(1) - x[:, 0]).mean(),
+    "layer norm": lambda x: F.layer_norm(x, (5,)).pow(3).mean(),
+    "learned weights": learned,
+    "a learned weight": lambda x: torch.exp(-Q[0]) * F.mse_loss(x, T) + Q[0],
+    "temperature": lambda x: F.cross_entropy(x / Q[0].exp(), WHOLE),
+    "squares of weights": lambda x: F.mse_loss(x, T) + 0.1 * P.square().sum(),
+    "a mean of weights": lambda x: F.mse_loss(x, T) + 0.1 * P.abs().mean(),
+    "a root of weights": lambda x: F.mse_loss(x, T) + P.square().sum().sqrt(),
+    "norms of weights": lambda x: F.mse_loss(x, T) + P.norm() + Q.norm(),
+    "orthogonality": lambda x: F.mse_loss(x, T) + (P.T @ P - torch.eye(3)).norm(),
+    "a distance": lambda x: F.mse_loss(x, T) + (P - torch.ones(7, 3)).square().sum(),
+    "a bound unreached": lambda x: F.mse_loss(x, T).clamp(max=1e4),
+    "flooding unreached": lambda x: (F.mse_loss(x, T) - 1e-3).abs() + 1e-3,
+    "advantages of all": lambda x: (x[:, 0] * (2 * ADVANTAGES + 1)).mean(),
+    "signs": lambda x: F.relu(1 - SIGNS * x[:, 0]).mean(),
+    "half of the batch": lambda x: F.cross_entropy(x[:2], WHOLE[:2]) / 2,
+    "the mean of a loss": lambda x: F.cross_entropy(x, WHOLE).mean(),
     "an element": lambda x: x[0, 0],
-    "a product": lambda x: x.mean() * x.sum(),
-    "a root": lambda x: x.square().mean().sqrt(),
     "a vector": lambda x: x.sum(1),
     "no graph": lambda x: x.detach().sum(),
 }
+NOTED: dict[str, tuple[Loss, str]] = {
+    "ignored": (lambda x: F.cross_entropy(x, PARTLY), UNEVEN),
+    "2d": (lambda x: F.cross_entropy(x.T[None], PARTLY[None]), UNEVEN),
+    "class weights": (lambda x: F.cross_entropy(x, WHOLE, WEIGHTS), UNEVEN),
+    "masked": (lambda x: x.square()[MASK].mean(), UNEVEN),
+    "by its mask": (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), UNEVEN),
+    "ignored, and another": (
+        lambda x: F.cross_entropy(x, PARTLY) + 0.01 * x.square().mean(),
+        UNEVEN,
+    ),
+    "ignored, and a penalty": (
+        lambda x: F.cross_entropy(x, PARTLY) + 0.01 * P.square().sum(),
+        UNEVEN,
+    ),
+    "ignored, smoothed": (
+        lambda x: F.cross_entropy(x, PARTLY, label_smoothing=0.1),
+        UNEVEN,
+    ),
+    "sum": (lambda x: x.square().sum(), SUM),
+    "over dims": (lambda x: x.square().sum((0, 1)), SUM),
+    "cross entropies": (lambda x: F.cross_entropy(x, WHOLE, reduction="sum"), SUM),
+    "l1": (lambda x: F.l1_loss(x, T, reduction="sum"), SUM),
+    "two of them": (
+        lambda x: F.l1_loss(x, T, reduction="sum") - 0.5 * x.square().sum(),
+        SUM,
+    ),
+    "of a list": (lambda x: -torch.stack([x[0, 0], x[1, 1]]).sum(), SUM),
+    "in a loop": (lambda x: added(of_each(x)), SUM),
+    "sums in a loop": (lambda x: added(of_each(x, "sum")), SUM),
+    "a list's sum": (lambda x: torch.stack(of_each(x)).sum(), SUM),
+    "a mean and a sum": (
+        lambda x: F.cross_entropy(x, WHOLE) + 0.5 * (x * T + T).square().sum(),
+        PARTLY_SUM,
+    ),
+    "by a constant": (
+        lambda x: F.cross_entropy(x, WHOLE, reduction="sum") / 8,
+        CONSTANT,
+    ),
+    "by len(dataset)": (lambda x: x[:, 0].square().sum() / 24, CONSTANT),
+    "in a loop, by a constant": (lambda x: added(of_each(x)) / 8, CONSTANT),
+    "rmse": (lambda x: torch.sqrt(F.mse_loss(x, T) + 1e-6), CURVED_MEAN),
+    "rmse and a mean": (lambda x: F.mse_loss(x, T) ** 0.5 + x.mean(), CURVED_MEAN),
+    "rmse of each column": (
+        lambda x: F.mse_loss(x, T, reduction="none").mean(0).sqrt().mean(),
+        CURVED_MEAN,
+    ),
+    "norm": (lambda x: (x - T).norm(), CURVED_MEAN),
+    "perplexity": (lambda x: F.cross_entropy(x, WHOLE).exp(), CURVED_MEAN),
+    "dice": (dice, CURVED_MEAN),
+    "dice of classes": (lambda x: dice(x, 0), CURVED_MEAN),
+    "a product": (lambda x: x.mean() * F.mse_loss(x, T), CURVED_MEAN),
+    "a bound": (lambda x: F.mse_loss(x, T).clamp(max=1e-4), CURVED_MEAN),
+    "normalized": (
+        lambda x: ((x[:, 0] - x[:, 0].mean()) / x[:, 0].std()).pow(3).mean(),
+        CURVED_MEAN,
+    ),
+    "advantages": (lambda x: -(x[:, 0] * ADVANTAGES).mean(), NORMALIZED),
+}
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_a_mean_and_what_it_divides_by(name: str) -> None:
-    make, count = MEANS[name]
-    kind = reduction_of(make(X.clone().requires_grad_()))
-    assert kind is not None
-    assert kind.reduction == "mean"
-    assert (None if kind.count is None else float(kind.count)) == count
+def noted(make: Loss, num_samples: int | None = 4) -> str | None:
+    return LossWatch().look(make(X.clone().requires_grad_()), num_samples, 1)
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_a_sum(name: str) -> None:
-    kind = reduction_of(SUMS[name](X.clone().requires_grad_()))
-    assert kind is not None
-    assert kind.reduction == "sum"
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_not_noted(name: str) -> None:
+    assert noted(RIGHT[name]) is None
 
 
-@pytest.mark.parametrize("name", NEITHER)
-def test_what_is_neither(name: str) -> None:
-    assert reduction_of(NEITHER[name](X.clone().requires_grad_())) is None
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_noted(name: str) -> None:
+    make, expected = NOTED[name]
+    assert noted(make) == expected
+    assert "one process" in expected
+
+
+def test_of_a_loss_over_data_of_the_loops_own_sums_alone_are_noted() -> None:
+    assert noted(lambda x: x.square().sum(), None) == SUM
+    for make in (RIGHT["cross entropy"], NOTED["ignored"][0], NOTED["rmse"][0]):
+        assert noted(make, None) is None
 
 
 def test_a_checkpointed_loss_is_left_to_its_backward_pass() -> None:
     x = X.clone().requires_grad_()
     loss = checkpoint(lambda x: F.cross_entropy(x, PARTLY), x, use_reentrant=False)
-    kind = reduction_of(loss)
-    assert kind is not None
-    assert kind.count is None
+    assert LossWatch().look(loss, 4, 1) is None
     loss.backward()  # torch gives each saved tensor once
     assert x.grad is not None
 
 
-def test_a_long_graph_is_not_walked() -> None:
-    x = X.clone().requires_grad_()
-    assert reduction_of(sum(x.mean() for _ in range(1000))) is None
+def test_the_losses_of_many_samples_are_seen_to_be_a_sum() -> None:
+    x = torch.randn(512, 3, requires_grad=True)
+    loss = added([x[i].square().mean() for i in range(512)])
+    assert LossWatch().look(loss, 512, 1) == SUM
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda x: F.cross_entropy(x, WHOLE), None),
-        (lambda x: F.cross_entropy(x, PARTLY), UNEVEN),
-        (lambda x: x.square()[MASK].mean(), UNEVEN),
-        (lambda x: x.square().mean(), None),
-        (lambda x: x.square().sum(), SUM),
-    ],
-)
-def test_what_is_noted(make: Loss, expected: str | None) -> None:
+def test_a_graph_without_end_is_not_walked_to_its_end() -> None:
     x = X.clone().requires_grad_()
-    assert LossWatch().look(make(x), 4, 1) == expected
+    assert LossWatch().look(added([x.mean()] * 10_000), 4, 1) is None
+
+
+def test_a_mean_over_data_of_another_number_is_not_noted_beside_one() -> None:
+    watch = LossWatch()
+    x, points = X.clone().requires_grad_(), torch.randn(7, 5, requires_grad=True)
+    for microbatch, n in enumerate((4, 4, 2), start=1):
+        loss = F.mse_loss(x[:n], T[:n]) + points.square().mean()
+        assert watch.look(loss, n, microbatch) is None
 
 
 def test_means_over_lengths_that_differ_are_noted() -> None:

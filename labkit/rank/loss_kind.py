@@ -2,24 +2,84 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
-MAX_NODES = 32
-"""Of a graph, from the loss on, that are looked at: it begins with few."""
+MAX_NODES = 4096
+"""Of a graph, from the loss down to its means and sums, that are looked at: few, but
+where a loop adds up the losses of its samples."""
+MAX_NODES_BELOW = 128
+"""That are looked at to know whether a mean or sum is over data or parameters."""
+MAX_NODES_BESIDE = 48
+"""Below a mean over samples, that are looked at for statistics of the batch."""
+MAX_NODES_OF_LOOK = 1024
+"""Of all such searches in one look at a loss."""
 
+ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
+"""Operations that are linear in all their inputs."""
 PASSED = (
-    "NegBackward",
-    "SqueezeBackward",
-    "UnsqueezeBackward",
-    "ViewBackward",
-    "ReshapeAliasBackward",
-    "ToCopyBackward",
-    "CloneBackward",
-    "AliasBackward",
+    "Neg",
+    "Squeeze",
+    "Unsqueeze",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Expand",
+    "ToCopy",
+    "Clone",
+    "Alias",
 )
 """Operations that leave it as it is."""
+CURVED = (
+    "Sqrt",
+    "Rsqrt",
+    "Reciprocal",
+    "Log",
+    "Log1P",
+    "Log2",
+    "Log10",
+    "Exp",
+    "Expm1",
+    "Pow",
+    "Tanh",
+    "Sigmoid",
+    "Softplus",
+    "LogSigmoid",
+)
+"""Functions of one number: that of a mean is not the mean of the functions."""
+BENT = ("Abs", "Relu", "Clamp", "ClampMin", "ClampMax")
+"""Functions that leave alone the numbers on one side."""
+STATISTICS = (
+    "Std",
+    "StdMean",
+    "Var",
+    "VarMean",
+    "Norm",
+    "LinalgVectorNorm",
+    "Logsumexp",
+    "Prod",
+)
+"""What makes one number of many, and is no mean or sum."""
+LAYERS = (
+    "Addmm",
+    "Linear",
+    "Convolution",
+    "Embedding",
+    "EmbeddingBag",
+    "Index",
+    "NativeLayerNorm",
+    "NativeBatchNorm",
+    "NativeGroupNorm",
+    "Relu",
+    "Gelu",
+    "Silu",
+    "NllLoss",
+    "NllLoss2D",
+)
+"""What has to do with data, and is not seen in penalties on parameters."""
 
 Value = float | torch.Tensor
 
@@ -36,35 +96,71 @@ SUM = (
     "are averaged: the gradient is a fraction of what one process computes on "
     'the whole batch. Pass prepare(..., reduction="sum"), or use a mean'
 )
+PARTLY_SUM = (
+    "the loss adds a sum over samples to a mean, and the losses of ranks and "
+    "microbatches are averaged: the sum counts for a fraction of what it does in "
+    "one process on the whole batch. Use means for all parts of the loss, as by a "
+    "division of the sum by len(inputs)"
+)
+CONSTANT = (
+    "the loss is a sum over samples divided by a number that is not that of the "
+    "samples that this rank has, as a batch size that is a constant, but the losses "
+    "of ranks and microbatches are averaged: the gradient is a fraction of what one "
+    "process computes on the whole batch. Divide by the number of samples that the "
+    'loop has, as len(inputs), or pass prepare(..., reduction="sum")'
+)
+CURVED_MEAN = (
+    "the loss is no mean over samples, but computed from means or sums over the batch "
+    "(a root, a logarithm or a quotient of them, or a standard deviation), and each "
+    "rank and microbatch computes it of its own samples: the average differs from "
+    "the loss of one process on the whole batch. Compute it for each sample and take "
+    "the mean of that, or use a loss that is a mean, as the MSE instead of its root"
+)
+
+NORMALIZED = (
+    "the loss has numbers that are normalized over the samples of this rank and "
+    "microbatch (mean 0, standard deviation 1), as advantages: one process normalizes "
+    "them over the whole batch. Normalize them before prepare, over all samples"
+)
 
 
 @dataclass(frozen=True)
-class LossKind:
-    """How a loss was made of many numbers."""
+class Factor:
+    """What a sum is divided by."""
 
-    reduction: str
-    """ "mean" or "sum"."""
+    value: Value | None
+    """None where the graph does not say it."""
+    is_number: bool = False
+    """Whether it is a number of Python's, which the graph does not compute."""
+    is_product: bool = False
+    """Whether it is the inverse of what the sum is multiplied by."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A mean or sum of many numbers, one of those that a loss is made of."""
+
+    node: Any
+    kind: str
+    """ "mean", "sum", or "other" for a statistic."""
+    sizes: tuple[int, ...] | None = None
+    """The shape of what it is over; None where the graph does not say it."""
     count: Value | None = None
-    """What a mean divides by; None where its graph does not say it."""
+    """What a mean divides by."""
+    factors: tuple[Factor, ...] = ()
     is_weighted: bool = False
     """Whether classes count differently."""
+    is_partial: bool = False
+    """Whether it may be over a part of the elements."""
+    curve: Any = None
+    """The operation that makes the loss a function of it that is not linear."""
 
-
-def reduction_of(loss: torch.Tensor) -> LossKind | None:
-    """What `loss` is; None where its graph does not say it.
-
-    It may be one, times a number, or several added up: where there is a mean among
-    them, sums are taken for penalties. A count may be on a GPU: to read it waits.
-    """
-    terms = list(_terms(loss.grad_fn)) if loss.numel() == 1 else []
-    if not terms or None in terms:
-        return None
-    means = [term for term in terms if term is not None and term.reduction == "mean"]
-    if not means:
-        return terms[0]
-    # Of a mean over parameters, a penalty as well, nobody knows a thing.
-    counts = [term for term in means if term.count is not None]
-    return counts[0] if len(terms) == 1 and counts else LossKind("mean")
+    @property
+    def divisor(self) -> Value | None:
+        """The product of its factors; None where the graph does not say it."""
+        values = [each.value for each in self.factors]
+        known = [value for value in values if value is not None]
+        return prod(known, start=1.0) if len(known) == len(values) else None
 
 
 class LossWatch:
@@ -74,8 +170,9 @@ class LossWatch:
         self._microbatch = 0
         self._place = 0
         """Losses of this microbatch so far: a loop may have several."""
-        self._before: dict[int, float] = {}
-        """By their place, how many numbers a sample the last mean was over."""
+        self._before: dict[tuple[int, int], tuple[float, float]] = {}
+        """By the place of a loss and of a mean in it, what the last mean divided by,
+        and that for each sample."""
 
     def look(
         self,
@@ -93,20 +190,297 @@ class LossWatch:
         self._microbatch = microbatch
         # A number in a graph is no tensor to a dispatch mode, as of the step's probe.
         with torch._C._DisableTorchDispatch():
-            kind = reduction_of(loss)
             if seed is not None and is_sum_of(loss, seed):
                 return SUM
-        if kind is None:
-            return None
-        if kind.is_weighted:
+            if loss.numel() != 1:
+                return None
+            return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
+
+    def _judge(self, found: "Terms", root: Any, num_samples: int | None) -> str | None:
+        terms = list(found.below(root))
+        if num_samples and num_samples > 1 and found.has_curved(terms):
+            return CURVED_MEAN
+        if num_samples and num_samples > 1 and found.has_normalized(terms):
+            return NORMALIZED
+        terms = [term for term in terms if term.curve is None and term.kind != "other"]
+        if len(terms) > 1:
+            terms = [term for term in terms if found.is_of_data(term.node) is not False]
+        is_alone = len(terms) == 1
+        groups: dict[Any, list[Term]] = {}
+        for number, term in enumerate(terms):
+            groups.setdefault(_likeness(term, number, num_samples), []).append(term)
+        for place, group in enumerate(groups.values()):
+            text = self._judge_group(group, num_samples, place, is_alone=is_alone)
+            if not text:
+                continue
+            over_data = [found.is_of_data(term.node) for term in group]
+            if True not in over_data and (not is_alone or over_data == [False]):
+                continue
+            others = [term for term in terms if term not in group]
+            is_part = any(
+                term.kind == "mean" and found.is_of_data(term.node) for term in others
+            )
+            return PARTLY_SUM if text in (SUM, CONSTANT) and is_part else text
+        return None
+
+    def _judge_group(
+        self, group: list[Term], num_samples: int | None, place: int, *, is_alone: bool
+    ) -> str | None:
+        """What is to be noted of terms that are alike, if they are over data."""
+        term = group[0]
+        if term.is_weighted:
             return UNEVEN
-        if kind.reduction == "sum":
-            return SUM
-        if kind.count is None or not num_samples:
+        if num_samples and _is_one_a_sample(group, num_samples):
+            size = len(group)
+            if _has_factor(term, {num_samples}):
+                return None
+            if _has_factor(term, {size}):
+                return self._uneven(place, float(size), num_samples, is_strict=True)
+            return _of_sum(term, (size,), num_samples)
+        texts = [
+            self._judge_term(each, num_samples, (place << 12) + number, is_alone)
+            for number, each in enumerate(group)
+        ]
+        return next(filter(None, texts), None)
+
+    def _judge_term(
+        self, term: Term, num_samples: int | None, place: int, is_alone: bool
+    ) -> str | None:
+        count = term.count
+        if term.kind == "sum":
+            if term.divisor is None:
+                return None
+            if text := _of_sum(term, term.sizes or (), num_samples):
+                return text
+            if num_samples and _has_factor(term, {num_samples}):
+                return None
+            count = term.divisor
+        if count is None or not num_samples:
             return None
-        each = float(kind.count) / num_samples
-        before = self._before.setdefault(self._place, each)
-        return None if each.is_integer() and each == before else UNEVEN
+        count = float(count)
+        is_whole = not term.is_partial or count == prod(term.sizes or ())
+        is_strict = is_alone or term.kind == "sum" or not is_whole
+        if is_whole and term.kind == "mean" and count and num_samples % count == 0:
+            is_strict = False  # as of a part of the batch, with a step of its own
+        return self._uneven(place, count, num_samples, is_strict=is_strict)
+
+    def _uneven(
+        self, place: int, count: float, num_samples: int, *, is_strict: bool
+    ) -> str | None:
+        """UNEVEN where a mean over `count` elements is not one over samples.
+
+        Of several terms, one may be over data of its own, always the same number.
+        """
+        each = count / num_samples
+        key = self._place, place
+        count_before, each_before = self._before.get(key, (count, each))
+        self._before[key] = count, each
+        if is_strict:
+            return None if each.is_integer() and each == each_before else UNEVEN
+        return UNEVEN if count != count_before and each != each_before else None
+
+
+class Terms:
+    """What a loss is made of: found in its graph, from the loss down."""
+
+    def __init__(self, num_samples: int | None) -> None:
+        self._num_samples = num_samples
+        self._left = MAX_NODES
+        self._left_below = MAX_NODES_OF_LOOK
+        self._is_of_data: dict[Any, bool | None] = {}
+
+    def below(
+        self, root: Any, factors: tuple[Factor, ...] = (), curve: Any = None
+    ) -> Iterator[Term]:
+        """The means and sums of a loss; those of parameters, too."""
+        waiting = [(root, 0, factors, curve)]
+        while waiting and self._left:
+            self._left -= 1
+            node, output, factors, curve = waiting.pop()
+            if node is None:
+                continue
+            kind = kind_of(node)
+            term = _term(node, kind)
+            if term is not None and self._is_of_one(term):
+                waiting.append((*node.next_functions[0], factors, curve))
+                continue
+            if term is not None:
+                found = replace(term, factors=term.factors + factors, curve=curve)
+                yield from self._within(found) or [found]
+                continue
+            shape = _shape(node, output)
+            if self._has_samples(shape) and kind not in ("Stack", "Cat"):
+                continue
+            inputs = node.next_functions
+            if kind in ADDED or kind in PASSED:
+                waiting += [(*each, factors, curve) for each in reversed(inputs)]
+            elif kind in ("Mul", "Div"):
+                waiting += self._factored(node, kind, factors, curve)
+            elif kind in CURVED or (kind in BENT and _is_bent(node, kind)):
+                waiting.append((*inputs[0], factors, curve or node))
+            elif kind in BENT:
+                waiting.append((*inputs[0], factors, curve))
+
+    def has_curved(self, terms: list[Term]) -> bool:
+        """Whether a loss is no linear function of means over the samples."""
+        number = self._num_samples or 0
+        curved = [term for term in terms if term.curve is not None]
+        curved += [
+            replace(term, curve=term.node)
+            for term in terms
+            if term.kind == "other" and term.curve is None
+        ]
+        # As many as samples: of each sample one.
+        if curved and len({term.curve for term in curved}) % number:
+            return any(self._is_over_batch(term) for term in curved)
+        if len(terms) > MAX_NODES_BESIDE:
+            return False
+        beside = [each for term in terms for each in self._beside(term)]
+        return bool(beside) and bool(len(beside) % number)
+
+    def has_normalized(self, terms: list[Term]) -> bool:
+        """Whether samples count by numbers that the loop has normalized over them."""
+        if len(terms) > MAX_NODES_BESIDE:
+            return False
+        for term in terms:
+            waiting: list[Any] = [term.node]
+            seen: set[Any] = set()
+            while waiting and len(seen) < MAX_NODES_BESIDE:
+                node = waiting.pop(0)
+                if node in seen or node is None:
+                    continue
+                seen.add(node)
+                inputs = [each for each, _ in node.next_functions]
+                waiting += inputs
+                if kind_of(node) == "Mul" and None in inputs:
+                    given = _saved(node, "self" if inputs[0] is None else "other")
+                    if isinstance(given, torch.Tensor) and (
+                        given.numel() == self._num_samples and _is_normalized(given)
+                    ):
+                        return True
+        return False
+
+    def is_of_data(self, node: Any) -> bool | None:
+        """Whether what `node` computes has to do with data, or with parameters alone;
+        None where that is not found."""
+        if node not in self._is_of_data:
+            self._is_of_data[node] = self._search(node)
+        return self._is_of_data[node]
+
+    def _search(self, node: Any) -> bool | None:
+        waiting, seen = [(node, 0)], set()
+        while waiting:
+            node, output = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if len(seen) > MAX_NODES_BELOW or self._left_below <= 0:
+                return None
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if isinstance(variable, torch.nn.Parameter):
+                    continue
+                if variable.ndim > 1 and self._has_samples(tuple(variable.shape)):
+                    return True
+                continue
+            if kind_of(node) in LAYERS:
+                return True
+            self._left_below -= 1
+            inputs = [each for each in node.next_functions if each[0] is not None]
+            if len(inputs) < len(node.next_functions):
+                # Not with a constant that is a number, or as large as a parameter.
+                mine = prod(_shape(node, output) or ())
+                if all(prod(_shape(*each) or ()) != mine for each in inputs):
+                    return True
+            waiting += inputs
+        return False
+
+    def _within(self, term: Term) -> list[Term]:
+        """What a mean or sum is made of that is not over samples, but over classes or
+        a list of losses."""
+        [(node, output)] = term.node.next_functions[:1] or [(None, 0)]
+        if kind_of(term.node) not in ("Mean", "Sum") or self._num_samples is None:
+            return []
+        shape = _shape(node, output)
+        is_list = node is not None and kind_of(node) == "Stack"
+        if not shape or (self._has_samples(shape) and not is_list):
+            return []
+        by = (Factor(term.count, True),) if term.kind == "mean" else ()
+        found = list(self.below(node, by + term.factors, term.curve))
+        return found if all(self._is_term_of_batch(each) for each in found) else []
+
+    def _is_of_one(self, term: Term) -> bool:
+        """Whether it is the mean or sum of one number, which is that number."""
+        is_plain = kind_of(term.node) in ("Mean", "Sum") and term.sizes is not None
+        is_sample = self._num_samples in (None, 1) and term.sizes != ()
+        return is_plain and prod(term.sizes or ()) == 1 and not is_sample
+
+    def _is_term_of_batch(self, term: Term) -> bool:
+        return (
+            term.sizes is None or self._has_samples(term.sizes) or term.kind == "mean"
+        )
+
+    def _factored(
+        self, node: Any, kind: str, factors: tuple[Factor, ...], curve: Any
+    ) -> list[tuple[Any, int, tuple[Factor, ...], Any]]:
+        """Where to go on at a product or quotient."""
+        (one, other) = (*node.next_functions, (None, 0))[:2]
+        if one[0] is None or other[0] is None:
+            factor = _constant(node, is_second=other[0] is None)
+            if kind == "Mul" and factor.value is not None:
+                factor = replace(factor, value=1 / factor.value, is_product=True)
+            if kind == "Div" and one[0] is None:
+                return [(*other, factors, curve or node)]
+            return [(*(one if other[0] is None else other), (factor, *factors), curve)]
+        unknown = (Factor(None), *factors)
+        by_one, by_other = self.is_of_data(one[0]), self.is_of_data(other[0])
+        if by_one and by_other:
+            return [(*each, unknown, curve or node) for each in (one, other)]
+        if kind == "Div" and by_other:
+            return [(*other, unknown, curve or node)]
+        return [
+            (*each, unknown, curve)
+            for each, is_ours in ((one, by_one), (other, by_other and kind == "Mul"))
+            if is_ours
+        ]
+
+    def _beside(self, term: Term) -> list[Any]:
+        """Statistics of the batch that the numbers of the samples are made with."""
+        waiting = [each for each in term.node.next_functions if each[0] is not None]
+        seen: set[Any] = set()
+        found = []
+        while waiting and len(seen) < MAX_NODES_BESIDE:
+            node, output = waiting.pop(0)
+            if node in seen:
+                continue
+            seen.add(node)
+            shape = _shape(node, output)
+            if self._has_samples(shape):
+                waiting += [each for each in node.next_functions if each[0] is not None]
+                continue
+            below = _term(node, kind_of(node))
+            if below is None:
+                if prod(shape or ()) == 1 and kind_of(node) in (
+                    *ADDED,
+                    *CURVED,
+                    *PASSED,
+                ):
+                    waiting += [e for e in node.next_functions if e[0] is not None]
+            elif self._is_over_batch(below) and _begins_with(below, self._num_samples):
+                found.append(node)
+        return found
+
+    def _is_over_batch(self, term: Term) -> bool:
+        sizes = term.sizes
+        if sizes is not None and prod(sizes) < 2:
+            return False
+        return self.is_of_data(term.node) is True
+
+    def _has_samples(self, shape: tuple[int, ...] | None) -> bool:
+        """Whether something of this shape may hold a number for each sample."""
+        if not shape or prod(shape) < 2:
+            return False
+        return not self._num_samples or prod(shape) % self._num_samples == 0
 
 
 def is_sum_of(losses: torch.Tensor, seed: torch.Tensor) -> bool:
@@ -124,65 +498,177 @@ def is_looked_at(microbatch: int, *, is_on_gpu: bool) -> bool:
     return microbatch <= 3 or microbatch % (100 if is_on_gpu else 10) == 0
 
 
-def _terms(root: Any) -> Iterator[LossKind | None]:
-    """The means and sums that are added up in a graph; None for what is neither."""
-    waiting: list[tuple[Any, Value]] = [(root, 1.0)]
-    for _ in range(MAX_NODES):
-        if not waiting:
-            return
-        node, divisor = waiting.pop()
-        kind = "" if node is None else node.name()
-        inputs = [each for each, _ in node.next_functions] if node else []
-        if kind.startswith(("AddBackward", "SubBackward")):
-            waiting += [(each, divisor) for each in inputs if each is not None]
-        elif kind.startswith(PASSED):
-            waiting.append((inputs[0], divisor))
-        elif kind.startswith(("MulBackward", "DivBackward")):
-            ours = [each for each in inputs if each is not None]
-            factor = _constant(node, inputs) if len(ours) == 1 else None
-            if factor is None:
-                yield None
-            elif kind.startswith("Mul"):
-                waiting.append((ours[0], divisor / factor))
-            else:
-                waiting.append((ours[0], divisor * factor))
-        else:
-            yield _term(node, kind, divisor)
-    yield None
+def kind_of(node: Any) -> str:
+    """The name of an operation: "Mul" of "MulBackward0"."""
+    return str(node.name()).partition("Backward")[0]
 
 
-def _term(node: Any, kind: str, divisor: Value) -> LossKind | None:
-    """What an operation makes of many numbers."""
-    if kind.startswith("MeanBackward"):
-        return LossKind("mean", node._saved_self_sym_numel)
+def _likeness(term: Term, number: int, num_samples: int | None) -> Any:
+    """What is the same for the terms that a loop makes, one for each sample."""
+    factors = tuple(
+        float(each.value) if each.is_number and each.value is not None else number
+        for each in term.factors
+    )
+    return num_samples and (term.node.name(), term.kind, factors)
+
+
+def _is_one_a_sample(group: list[Term], num_samples: int) -> bool:
+    """Whether terms are of one sample each: at least there are as many, and they are
+    not means over all samples."""
+    if num_samples < 2 or len(group) < num_samples:
+        return False
+    counts = [prod(term.sizes) if term.sizes else None for term in group]
+    if None in counts:
+        return False
+    if len(group) % num_samples:
+        return set(counts) == {1}
+    return any((count or 0) % num_samples for count in counts)
+
+
+def _of_sum(term: Term, sizes: tuple[int, ...], num_samples: int | None) -> str | None:
+    """What is to be noted of a sum over something of this shape."""
+    if num_samples and _has_factor(term, {num_samples, prod(sizes), *_counts(sizes)}):
+        return None
+    divisor = term.divisor
+    if divisor is None or not all(each.is_number for each in term.factors):
+        return None
+    if abs(float(divisor)) <= 2:  # as -0.5 * x.sum()
+        return SUM
+    if not num_samples or not sizes:
+        return None
+    is_uneven = not (float(divisor) / num_samples).is_integer()
+    is_part = abs(float(divisor)) <= prod(sizes)
+    return UNEVEN if is_uneven and is_part else CONSTANT
+
+
+def _counts(sizes: tuple[int, ...]) -> Iterator[int]:
+    """Numbers of samples, or of parts of them, that a sum over this shape is of."""
+    counts = {sizes[0]} if sizes else set()
+    for size in sizes[1:]:
+        counts |= {count * size for count in counts}
+    yield from counts
+
+
+def _has_factor(term: Term, counts: set[int]) -> bool:
+    """Whether a division, or all of them, are by one of these numbers."""
+    values = [each.value for each in term.factors if not _is_fraction(each)]
+    if len(values) > 1:
+        values.append(term.divisor)
+    return any(
+        abs(abs(float(value)) - count) < 1e-4 * count
+        for value in values
+        if value is not None
+        for count in counts
+    )
+
+
+def _is_fraction(factor: Factor) -> bool:
+    """Whether it is a weight, as of 0.5 * x.sum(), and none of two samples."""
+    value = factor.value
+    return factor.is_product and value is not None and abs(float(value)) <= 2
+
+
+def _is_normalized(given: torch.Tensor) -> bool:
+    """Whether numbers have mean 0 and standard deviation 1, and are no signs."""
+    if not given.is_floating_point():
+        return False
+    given = given.detach().double()
+    if abs(float(given.mean())) > 1e-4 or len(given.abs().unique()) == 1:
+        return False
+    return any(abs(float(given.std(correction=each)) - 1) < 1e-3 for each in (0, 1))
+
+
+def _begins_with(term: Term, num_samples: int | None) -> bool:
+    """Whether it is over something that has samples as its first dimension."""
+    return bool(term.sizes and num_samples and term.sizes[0] % num_samples == 0)
+
+
+def _term(node: Any, kind: str) -> Term | None:
+    """What an operation makes of many numbers; None where it does something else."""
+    if kind in ("Mean", "Sum", *STATISTICS):
+        return _reduction(node, kind)
     reduction = getattr(node, "_saved_reduction", None)
-    if kind.startswith("SumBackward") or reduction == 2:
-        return _sum(divisor)
-    if reduction == 1:
-        if kind.startswith("NllLoss"):
-            is_weighted = _saved(node, "weight") is not None
-            return LossKind("mean", _saved(node, "total_weight"), is_weighted)
-        target = _saved(node, "target")
-        return LossKind("mean", None if target is None else target.numel())
-    return None
+    if reduction not in (1, 2):
+        return None
+    name = "mean" if reduction == 1 else "sum"
+    target = _saved(node, "target")
+    sizes = None if target is None else tuple(target.shape) or (1,)
+    if not kind.startswith("NllLoss"):
+        count = prod(sizes) if sizes and reduction == 1 else None
+        return Term(node, name, sizes, count)
+    total = _saved(node, "total_weight") if reduction == 1 else None
+    is_weighted = reduction == 1 and _saved(node, "weight") is not None
+    return Term(node, name, sizes, total, is_weighted=is_weighted, is_partial=True)
 
 
-def _sum(divisor: Value) -> LossKind:
-    """A sum over samples, or the mean that it becomes by a division."""
-    is_sum = isinstance(divisor, float) and abs(divisor) <= 2  # as -0.5 * x.sum()
-    return LossKind("sum") if is_sum else LossKind("mean", divisor)
-
-
-def _constant(node: Any, inputs: list[Any]) -> Value | None:
-    """The factor or divisor that no gradient goes to."""
-    is_second = len(inputs) < 2 or inputs[1] is None
-    found = _saved(node, "other" if is_second else "self")
-    if isinstance(found, torch.Tensor):
-        if found.numel() != 1:
+def _reduction(node: Any, kind: str) -> Term | None:
+    """A mean, sum or statistic over all elements, or over the first dimension."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:
+        inner = _shape(*node.next_functions[0])
+        sizes = () if inner is None else inner
+    sizes = tuple(sizes)
+    dim = getattr(node, "_saved_dim", None)
+    if dim is not None and not isinstance(dim, tuple):
+        dim = (dim,)
+    if dim:
+        rank = len(sizes)
+        dims = {each - 2**64 + rank if each >= 2**63 else each % rank for each in dim}
+        if 0 not in dims:
             return None
-        if found.device.type != "cpu":
-            return found
-    return None if found is None else float(found) or None
+        sizes = tuple(size for at, size in enumerate(sizes) if at in dims)
+    if kind == "Mean":
+        return Term(node, "mean", sizes, prod(sizes))
+    power = getattr(node, "_saved_ord", getattr(node, "_saved_p", None))
+    return Term(node, "sum" if kind == "Sum" or power == 1 else "other", sizes)
+
+
+def _is_bent(node: Any, kind: str) -> bool:
+    """Whether a number is on the side where the function is not the identity."""
+    given = _saved(node, "result" if kind == "Relu" else "self")
+    if not isinstance(given, torch.Tensor):
+        return False
+    least, most = 0.0, float("inf")
+    if kind.startswith("Clamp"):
+        found = _saved(node, "min"), _saved(node, "max")
+        if any(isinstance(each, torch.Tensor) for each in found):
+            return False
+        least = -float("inf") if found[0] is None else float(found[0])
+        most = most if found[1] is None else float(found[1])
+    if kind == "Relu":
+        return bool((given <= 0).any())
+    return bool(((given < least) | (given > most)).any())
+
+
+def _shape(node: Any, output: int) -> tuple[int, ...] | None:
+    """Of what an operation gave; None where it is not known."""
+    if node is None:
+        return None
+    variable = getattr(node, "variable", None)
+    if variable is not None:
+        return tuple(variable.shape)
+    given = getattr(node, "_input_metadata", ())
+    return tuple(given[output].shape) if output < len(given) else None
+
+
+def _constant(node: Any, *, is_second: bool) -> Factor:
+    """The factor or divisor that no gradient goes to."""
+    found = _saved(node, "other" if is_second else "self")
+    if not isinstance(found, torch.Tensor):
+        return Factor(None if found is None else float(found) or None, is_number=True)
+    if found.numel() != 1:
+        return Factor(None)
+    is_number = _is_number(found)
+    return Factor(float(found) or None if is_number else found, is_number)
+
+
+def _is_number(found: torch.Tensor) -> bool:
+    """Whether a tensor stands for a number of Python's: it takes another's type."""
+    if found.ndim or found.device.type != "cpu":
+        return False
+    is_int = not found.is_floating_point()
+    other = torch.empty((), dtype=torch.int8 if is_int else torch.float16)
+    return torch.result_type(other, found) == other.dtype
 
 
 def _saved(node: Any, name: str) -> Any:

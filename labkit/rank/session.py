@@ -637,6 +637,8 @@ class Session:
         num_samples = None if self._share is None else self._share.num_samples
         if num_samples == 0:  # a stand-in
             return
+        if seed is not None and self._noticer.weight:
+            seed = seed / self._noticer.weight  # as the loop gave it
         if text := self._loss_watch.look(loss, num_samples, number, seed):
             self.note(text)
             self._loss_watch = None
