@@ -31,6 +31,7 @@ PASSED = (
     "ToCopy",
     "Clone",
     "Alias",
+    "Pre",  # DeepSpeed's PreBackwardFunctionForModule, on what a module returns
 )
 """Operations that leave it as it is."""
 CURVED = (
