@@ -119,7 +119,7 @@ class Terminal:
             ["-m", "IPython", "--no-banner", "--no-confirm-exit"],
             env=environment,
             encoding="utf-8",
-            timeout=60,
+            timeout=120,
             dimensions=(24, 80),
         )
         self.num_cells = 1
