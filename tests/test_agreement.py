@@ -13,6 +13,9 @@ from labkit import RankError
 from labkit.strategies.agreement import InOrder
 from labkit.strategies.agreement import Route
 from labkit.strategies.agreement import settings_of
+from labkit.strategies.backward import follow
+from labkit.strategies.backward import living
+from labkit.strategies.backward import unfollow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -119,6 +122,18 @@ def test_gradients_are_reduced_in_one_order() -> None:
     queue.add(second)
     assert reduced[-1] is second
     assert queue.late() == []
+
+
+def test_who_follows_twice_sees_each_backward_pass_once() -> None:
+    class Follower:
+        given_parameters = ()
+
+    follower: Any = Follower()
+    follow(follower)
+    follow(follower)
+    assert [each for each in living() if each is follower] == [follower]
+    unfollow(follower)
+    assert not [each for each in living() if each is follower]
 
 
 def test_a_route_is_of_layers_and_their_order() -> None:

@@ -43,8 +43,8 @@ def agree(
     each of `facts`: whether it is the same on all ranks. Collective."""
     ours = torch.tensor(used, dtype=torch.int64)
     numbers = torch.tensor(facts, dtype=torch.int64)
-    told = torch.cat([ours, 1 - ours, numbers, -numbers]).to(device)
-    found = greatest(told)
+    sent = torch.cat([ours, 1 - ours, numbers, -numbers]).to(device)
+    found = greatest(sent)
     some, not_all = found[: len(used)], found[len(used) : 2 * len(used)]
     most, least = found[2 * len(used) :][: len(facts)], found[len(found) - len(facts) :]
     return (

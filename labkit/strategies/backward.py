@@ -77,7 +77,8 @@ _is_inside = False
 def follow(follower: Follower) -> None:
     """Tell `follower` of backward passes as long as it lives."""
     install()
-    _followers.append(weakref.ref(follower, _followers.remove))
+    if not is_followed(follower):  # or it would begin every pass twice
+        _followers.append(weakref.ref(follower, _followers.remove))
 
 
 def unfollow(follower: Follower) -> None:
@@ -86,7 +87,7 @@ def unfollow(follower: Follower) -> None:
 
 
 def is_followed(follower: Any) -> bool:
-    """Whether `follower` is told of backward passes."""
+    """Whether `follower` sees backward passes."""
     return any(each is follower for each in living())
 
 

@@ -166,9 +166,6 @@ class FSDP(Prepared):
     def check_route(self) -> None:
         self._route.check(self.device)
 
-    def release(self) -> None:
-        unfollow(self)
-
     def step(self, closure: Closure | None = None) -> float | None:
         self.check_alike()
         return super().step(closure)
