@@ -157,3 +157,32 @@ def test_settings_are_numbers_and_words() -> None:
     assert settings(lr=0.1) != settings(lr=0.2)
     assert settings(betas=(0.9, 0.99)) != settings(betas=(0.9, 0.9))
     assert settings(lr=0.1, state=object()) == settings(lr=0.1, state=object())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_a_step_that_one_rank_leaves_out_is_refused(lab: Lab, strategy: str) -> None:
+    loop = """
+    for number, (inputs, labels) in enumerate(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        if rank == 0 or number != 1:
+            optimizer.step()
+    """
+    with pytest.raises(RankError, match="taken a step that others left out"):
+        train(lab, strategy, SET_UP, PREPARE, loop)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_rates_that_differ_from_the_backward_pass_on_are_refused(
+    lab: Lab, strategy: str
+) -> None:
+    loop = """
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.param_groups[0]["lr"] = 0.1 + rank
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+    """
+    with pytest.raises(RankError, match="the optimizer's settings differ"):
+        train(lab, strategy, SET_UP, PREPARE, loop)

@@ -221,8 +221,16 @@ THREE_IMAGES = idx_bytes(np.zeros((3, 28, 28), np.uint8))
             r"shape \(3, 28, 28\), expected \(5, 28, 28\) for the 5",
         ),
         (IMAGES, idx_bytes(np.zeros((5, 8, 8), np.uint8)), r"shape \(5, 8, 8\)"),
-        (IMAGES, gzip.compress(THREE_IMAGES, mtime=0)[:-20], r"is damaged: .*; get it again"),
-        (IMAGES, gzip.compress(THREE_IMAGES, mtime=0)[:-8] + bytes(8), r"is damaged: CRC"),
+        (
+            IMAGES,
+            gzip.compress(THREE_IMAGES, mtime=0)[:-20],
+            r"is damaged: .*; get it again",
+        ),
+        (
+            IMAGES,
+            gzip.compress(THREE_IMAGES, mtime=0)[:-8] + bytes(8),
+            r"is damaged: CRC",
+        ),
         (IMAGES, b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9, r"is damaged"),
     ],
 )

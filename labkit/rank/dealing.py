@@ -135,6 +135,11 @@ def stand_in(batch: Any) -> Any:
     return batch[[0, 0]] if isinstance(batch, torch.Tensor) else [batch[0], batch[0]]
 
 
+def numbers_of(keys: Any) -> Any:
+    """Sample indices as a dataset takes them."""
+    return keys.tolist() if isinstance(keys, torch.Tensor) else keys
+
+
 class GlobalBatches(Sampler[Any]):
     """This rank's sample indices in every microbatch of an epoch."""
 
@@ -184,13 +189,10 @@ class GlobalBatches(Sampler[Any]):
                     self.dealer.share(num_samples, len(batch), number, fingerprint)
                 )
                 with contextlib.suppress(TypeError):  # keys of another kind
-                    self.drawn.extend(part[:num_samples])
-                if self.as_tensors:
-                    yield torch.as_tensor(part)
-                else:
-                    yield part.tolist() if isinstance(part, torch.Tensor) else part
+                    self.drawn.extend(numbers_of(part[:num_samples]))
+                yield torch.as_tensor(part) if self.as_tensors else numbers_of(part)
             with contextlib.suppress(TypeError):
-                self.dealt.extend(batch)
+                self.dealt.extend(numbers_of(batch))
 
     def deal(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, Share]]:
         """Each microbatch of a pass over `loader`, which has this for its sampler."""

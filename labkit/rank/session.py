@@ -373,7 +373,7 @@ class Session:
             on_drawn=self._watch.note_draw,
             weigh=weigh,
         )
-        rank_loader.on_evaluated = self._check_routes
+        rank_loader.on_evaluated = self._agree
         self._keeper.add(stepping, rank_loader)
         if not self._optimizer_steps:
             self._optimizer_steps = self._keeper.first_step
@@ -436,7 +436,7 @@ class Session:
                     batch_size=size,
                     peers=self.peers,
                 )
-                self._check_routes()
+                self._agree()
                 self.log(step=None, **found)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
@@ -663,11 +663,11 @@ class Session:
                 "batch, or use %%dist_train raw"
             )
 
-    def _check_routes(self) -> None:
+    def _agree(self) -> None:
         """After an evaluation on all ranks. Collective."""
-        if not self._has_ended:
-            for each in self.prepared():
-                each.check_route()
+        for each in () if self._has_ended else self.prepared():
+            if each.is_sharded:
+                each.agree()
 
     def _check_inputs(self, inputs: Roots) -> None:
         """A backward pass is to give gradients to `inputs` alone."""

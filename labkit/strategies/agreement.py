@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
-from labkit.checks import UnsupportedLoopError
-
 
 def greatest(values: torch.Tensor) -> list[Any]:
     """The greatest of all ranks, element by element. Collective, and no part of what
@@ -28,6 +26,16 @@ SKIPPED = (
     "condition on a loss that is this rank's alone. Decide alike on all ranks: "
     "dist.all_reduce what the condition looks at first"
 )
+STEP_SKIPPED = (
+    "some ranks have taken a step that others left out, as by a condition on a loss "
+    "that is this rank's alone, and the parameters are no longer those of one model. "
+    "Decide alike on all ranks: dist.all_reduce what the condition looks at first"
+)
+OTHER_SETTINGS = (
+    "the optimizer's settings differ between ranks (on this one lr is {lr}), as where "
+    "a scheduler gets the loss of one rank. Give it a value of all ranks: "
+    "dist.all_reduce(loss, dist.ReduceOp.AVG) first"
+)
 OTHER_LAYERS = (
     "ranks ran different layers of the model, or in another order, and zero3, fsdp and "
     "hsdp gather a layer's parameters from all ranks at once: what they computed is "
@@ -41,10 +49,8 @@ def agree(
 ) -> tuple[list[bool], list[bool], list[bool]]:
     """For each of `used`: whether it is so on any rank, and whether on some alone. For
     each of `facts`: whether it is the same on all ranks. Collective."""
-    ours = torch.tensor(used, dtype=torch.int64)
-    numbers = torch.tensor(facts, dtype=torch.int64)
-    sent = torch.cat([ours, 1 - ours, numbers, -numbers]).to(device)
-    found = greatest(sent)
+    sent = [*used, *(not each for each in used), *facts, *(-fact for fact in facts)]
+    found = greatest(torch.tensor(sent, dtype=torch.int64, device=device))
     some, not_all = found[: len(used)], found[len(used) : 2 * len(used)]
     most, least = found[2 * len(used) :][: len(facts)], found[len(found) - len(facts) :]
     return (
@@ -82,11 +88,6 @@ class Route:
     def add(self, number: int) -> None:
         """The layer of this number runs."""
         self._hash = (self._hash * 1_000_003 + number + 1) % (1 << 61)
-
-    def check(self, device: torch.device) -> None:
-        """UnsupportedLoopError if ranks have taken different routes. Collective."""
-        if agree([], [self.take()], device)[2] != [True]:
-            raise UnsupportedLoopError(OTHER_LAYERS)
 
     def take(self) -> int:
         """A number that tells the route from others; the next one begins."""

@@ -23,10 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
-from labkit.strategies.agreement import OTHER_LAYERS
-from labkit.strategies.agreement import SKIPPED
 from labkit.strategies.agreement import Route
-from labkit.strategies.agreement import agree
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -99,10 +96,9 @@ class FSDP(Prepared):
         self._edges: dict[int, Any] = {}
         self._used: set[int] = set()
         """Ids of the whole parameters that this backward pass reaches."""
-        self._route = Route()
         for number, group in enumerate(self._groups):
             group.pre_forward = partial(
-                run_on_route, self._route, number, group.pre_forward
+                run_on_route, self.route, number, group.pre_forward
             )
             group.post_backward = partial(
                 reduce_filled, self._used, group, group.post_backward
@@ -156,18 +152,10 @@ class FSDP(Prepared):
             id(getattr(part, "_unsharded_param", None)) in self._used
             for part in self._parts
         ]
-        facts = [self.num_batches, self._route.take()]
-        _, some_alone, (is_same_batch, is_same_route) = agree(flags, facts, self.device)
-        if not is_same_batch:
-            raise UnsupportedLoopError(SKIPPED)
-        if any(some_alone) or not is_same_route:
-            raise UnsupportedLoopError(OTHER_LAYERS)
-
-    def check_route(self) -> None:
-        self._route.check(self.device)
+        self.agree(flags)
 
     def step(self, closure: Closure | None = None) -> float | None:
-        self.check_alike()
+        self.note_step()
         return super().step(closure)
 
     def memory(self) -> dict[str, Tensors]:

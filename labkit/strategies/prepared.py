@@ -18,7 +18,11 @@ from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
+from labkit.strategies.agreement import OTHER_LAYERS
+from labkit.strategies.agreement import OTHER_SETTINGS
 from labkit.strategies.agreement import SKIPPED
+from labkit.strategies.agreement import STEP_SKIPPED
+from labkit.strategies.agreement import Route
 from labkit.strategies.agreement import agree
 from labkit.strategies.agreement import settings_of
 from labkit.strategies.backward import Roots
@@ -87,6 +91,9 @@ class Prepared:
         """Has a sentence shown under the run."""
         self.num_batches = 0
         """That the loop has been given."""
+        self._num_steps = self._stepped_with = 0
+        self.route = Route()
+        """Of the layers that run, where they gather their parameters."""
         self.is_last = True
         """Whether the next backward pass is of its step's last microbatch."""
         self._undo: list[Callable[[], None]] = []
@@ -151,24 +158,37 @@ class Prepared:
         """UnsupportedLoopError if the loop has put other tensors in the place of this
         rank's parts."""
 
-    def check_route(self) -> None:
-        """UnsupportedLoopError if ranks have run different layers since the last check,
-        where that matters. Collective."""
+    def agree(self, used: Sequence[bool] = ()) -> list[bool]:
+        """Which of `used`, facts of a backward pass that begins, hold on any rank.
 
-    def check_alike(self) -> None:
-        """UnsupportedLoopError unless all ranks are about to step after the same batch,
-        with the same settings: a step of parts is one step. Collective."""
-        facts = [self.num_batches, settings_of(self.optimizer)]
-        _, _, (is_same_batch, has_same_settings) = agree([], facts, self.device)
+        UnsupportedLoopError where what ranks have in parts would not be parts of one
+        model. Settings that a loop changes between the backward pass and the step are
+        compared in the next pass. Collective.
+        """
+        facts = [
+            self.num_batches,
+            self._num_steps,
+            settings_of(self.optimizer),
+            self._stepped_with,
+            self.route.take(),
+        ]
+        some, some_alone, alike = agree(used, facts, self.device)
+        is_same_batch, is_same_step, *has_same_settings, is_same_route = alike
         if not is_same_batch:
             raise UnsupportedLoopError(SKIPPED)
-        if not has_same_settings:
-            found = ", ".join(f"{g['lr']:.3g}" for g in self.optimizer.param_groups)
-            raise UnsupportedLoopError(
-                f"the optimizer's settings differ between ranks (on this one lr is "
-                f"{found}), as where a scheduler gets the loss of one rank. Give it a "
-                "value of all ranks: dist.all_reduce(loss, dist.ReduceOp.AVG) first"
-            )
+        if not is_same_step:
+            raise UnsupportedLoopError(STEP_SKIPPED)
+        if not all(has_same_settings):
+            lr = ", ".join(f"{g['lr']:.3g}" for g in self.optimizer.param_groups)
+            raise UnsupportedLoopError(OTHER_SETTINGS.format(lr=lr))
+        if self.is_sharded and (any(some_alone) or not is_same_route):
+            raise UnsupportedLoopError(OTHER_LAYERS)
+        return some
+
+    def note_step(self) -> None:
+        """A step of parts is taken, to be one step on all ranks."""
+        self._num_steps += 1
+        self._stepped_with = settings_of(self.optimizer)
 
     def unscale_gradients(self) -> None:
         """Let the loop see gradients as they are, and not as an fp16 loss scales them.

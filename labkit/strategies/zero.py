@@ -19,11 +19,8 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.strategies.agreement import OTHER_LAYERS
-from labkit.strategies.agreement import SKIPPED
 from labkit.strategies.agreement import InOrder
 from labkit.strategies.agreement import Route
-from labkit.strategies.agreement import agree
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -162,7 +159,6 @@ class ZeRO(Prepared):
         of_cell = self.given_parameters if self.is_sharded else trained
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
-        self._route = Route()
         self._lay_out()
         self._zero._backward_hook_state._grad_acc_post_hooks.insert(
             0, partial(call, weakref.WeakMethod(self._fill_up))
@@ -259,14 +255,7 @@ class ZeRO(Prepared):
         """Of which parameters any rank has gradients in this pass. Collective."""
         ours = set(map(id, used))
         flags = [id(parameter) in ours for parameter in self._trained]
-        facts = [self.num_batches, self._route.take() if self.is_sharded else 0]
-        some, some_alone, (is_same_batch, is_same_route) = agree(
-            flags, facts, self.device
-        )
-        if not is_same_batch:
-            raise UnsupportedLoopError(SKIPPED)
-        if self.is_sharded and (any(some_alone) or not is_same_route):
-            raise UnsupportedLoopError(OTHER_LAYERS)
+        some = self.agree(flags)
         self._anywhere = [
             p for p, is_used in zip(self._trained, some, strict=True) if is_used
         ]
@@ -361,7 +350,6 @@ class ZeRO(Prepared):
     def step(self, closure: Closure | None = None) -> float | None:
         self._check_whole()
         self._check_trained()
-        self.check_alike()
         if self._has_stepped and not self._is_zeroed and self._has_gradients:
             raise UnsupportedLoopError(
                 "the loop calls no zero_grad() between two steps. In one process "
@@ -374,6 +362,7 @@ class ZeRO(Prepared):
             self.zero_grad()
         if not self._has_gradients:
             return None  # as an optimizer that finds no gradient
+        self.note_step()
         self._note_unused()
         with self._gradients.ours():
             self._reduce()
@@ -658,7 +647,7 @@ class ZeRO3(ZeRO):
             numbers[id(module)] = number
         offload = zero.parameter_offload
         offload.pre_sub_module_forward_function = partial(
-            run_on_route, self._route, numbers, offload.pre_sub_module_forward_function
+            run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )
         zero.reduce_ready_partitions_and_remove_grads = partial(
             process_filled, zero.reduce_ready_partitions_and_remove_grads
@@ -669,9 +658,6 @@ class ZeRO3(ZeRO):
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
-
-    def check_route(self) -> None:
-        self._route.check(self.device)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have these whole on every rank, and keep them so. Collective."""
