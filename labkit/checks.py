@@ -1,6 +1,7 @@
 """Checks what a user gave: what is wrong is a ValueError in one line."""
 
 import keyword
+import operator
 import re
 import reprlib
 import sys
@@ -90,6 +91,17 @@ def check_code(code: Any) -> None:
         code.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the code cannot be sent as UTF-8: {error}") from None
+
+
+def check_step(step: Any) -> int:
+    """A step as an int, also one of NumPy's; ValueError unless it is a whole number."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or abs(number) >= 2**62:
+        raise ValueError(f"log(step={shown(step)}): the step must be a whole number")
+    return number
 
 
 def check_seed(seed: Any) -> None:

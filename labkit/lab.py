@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -418,9 +419,7 @@ class Lab:
         from labkit.notebook.forecast import Forecast
 
         if device_bytes is None:
-            facts = self._running().cluster.ask(0, "describe").result(ANSWER_S)
-            shares = self.world_size if self.device == "cpu" else 1
-            device_bytes = facts["memory_total"] / shares
+            device_bytes = self._device_bytes()
         options: dict[str, Any] = {
             "world_sizes": [self.world_size] if world_sizes is None else world_sizes,
             "device_bytes": device_bytes,
@@ -460,6 +459,21 @@ class Lab:
             found = portable.loads(payload)
         table, sentence = found
         return Forecast(table, sentence, device_bytes)
+
+    def _device_bytes(self) -> float:
+        """Memory of a rank's device, as any of them says; a part of the host's for
+        ranks on the CPU."""
+        group = self._running()
+        shares = self.world_size if self.device == "cpu" else 1
+        for rank in group.everyone:
+            answer = group.cluster.ask(rank, "describe")
+            with contextlib.suppress(CancelledError, TimeoutError):
+                return float(answer.result(ANSWER_S)["memory_total"]) / shares
+        raise RuntimeError(
+            f"no rank answers (rank 0: {' '.join(group.state(0))}) to say how much "
+            "memory its device has; give device_bytes (%dist_estimate --memory GIB), "
+            "or bring the ranks back with %dist_restart"
+        )
 
     def status(self) -> "pd.DataFrame":
         """One row per rank: host, pid, device, state, memory (bytes), last run, step.

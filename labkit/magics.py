@@ -186,6 +186,13 @@ class LabMagics(Magics):
                     f"a lab of {lab.describe()} is running; %dist_stop it before you "
                     "start another kind"
                 )
+            num_threads = lab.placements[0].num_threads
+            if args.threads not in (None, num_threads):
+                raise ValueError(
+                    f"a lab is running whose ranks have {num_threads} torch "
+                    f"thread{'s' * (num_threads != 1)} each; %dist_stop it before you "
+                    f"start one with --threads {args.threads}"
+                )
             lab.check()
             print(ready_line(lab))
 

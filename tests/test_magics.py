@@ -65,6 +65,7 @@ def test_start_shows_its_progress_in_one_line() -> None:
             "a lab of 2 ranks on the CPU, gloo is running; %dist_stop",
         ),
         ("%dist_start --backend nccl", "is running; %dist_stop it before"),
+        ("%dist_start --threads 4", "whose ranks have 1 torch thread each; %dist_stop"),
         ("%dist_start -n zero", "invalid int value: 'zero'"),
         ("%dist_start --backend mpi", "invalid choice: 'mpi'"),
         ("%dist_start --launcher slurm", "unrecognized arguments"),

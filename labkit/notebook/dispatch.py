@@ -70,6 +70,8 @@ class Dispatch:
         self.timed_out = False
         self.is_stopping = False
         """Whether the ranks were asked to stop at the same step: no failure."""
+        self.problem: Exception | None = None
+        """What failed in this process meanwhile; the ranks were stopped for it."""
         self._cluster = cluster
         self._on_batch = on_batch
         self._on_report = on_report
@@ -107,7 +109,12 @@ class Dispatch:
     def is_to_end(self) -> bool:
         """Whether somebody wants it to."""
         self._look_at_the_clock()
-        return self.was_interrupted or self.timed_out or self.is_stopping
+        return (
+            self.was_interrupted
+            or self.timed_out
+            or self.is_stopping
+            or self.problem is not None
+        )
 
     def begin_anew(self, spec: CellSpec) -> None:
         """Make ready to run the cell once more, when it has ended on every rank.
@@ -164,9 +171,13 @@ class Dispatch:
             for rank in self._ranks:
                 self._send(rank)
             while self._pending:
-                self._take_events()
-                self._output.write_ready()
-                self._on_tick()
+                try:
+                    self._take_events()
+                    self._output.write_ready()
+                    self._on_tick()
+                except Exception as error:  # not before the ranks have stopped
+                    self.problem = self.problem or error
+                    self._stop_ranks_from(time.monotonic())
                 self._look_at_the_clock()
                 if self.was_interrupted or self.timed_out:
                     self._stop_ranks_from(time.monotonic())
@@ -181,7 +192,8 @@ class Dispatch:
                         self._end(rank, self._died(rank))
                     elif self._is_silent(rank):
                         self._end(rank, says_nothing(rank))
-            self._output.finish()
+            if self.problem is None:
+                self._output.finish()
         self._cluster.on_late_output = late_output()
         if lost:
             raise RankDiedError(lost)

@@ -63,7 +63,6 @@ class Elastic:
                 if dispatch.is_to_end:
                     return self._stop(dispatch)
                 say(str(restart))
-                self._send_work()
                 dispatch.begin_anew(self._next_spec(checkpoint))
                 outcomes = dispatch.wait(timeout_s)
         return self._explained(dispatch, outcomes)
@@ -81,12 +80,14 @@ class Elastic:
         return self._num_in_vain > MAX_RESTARTS
 
     def _bring_back(self) -> list[int]:
-        """Start the dead ranks anew; also those that die meanwhile."""
+        """Restart the dead ranks, also those that die meanwhile, and give all ranks
+        what the cell takes."""
         brought: set[int] = set()
         for _ in range(MAX_RESTARTS):
             brought.update(dead := self._ranks.dead())
             try:
                 self._ranks.bring_back(dead)
+                self._send_work()
             except RuntimeError:
                 if not self._ranks.dead():
                     raise

@@ -33,24 +33,28 @@ def see_to_its_end(
     are in a group that works by then, or the next cell forms it.
     """
     state = "interrupted"
-    try:
-        outcomes = (wait or dispatch.wait)(timeout_s)
-        state, first = judge(dispatch, outcomes)
-    except RuntimeError:
-        state = "interrupted" if group.is_stopped else "failed"
-        raise
-    finally:
-        if run is not None:
-            saved_runs.end(run, state, dispatch.outcomes)
-    lost = [each.rank for each in outcomes if each.status == "restarted"]
-    try:
-        if not group.is_stopped:
-            settle(dispatch, group, outcomes, lost)
-    except RuntimeError as error:
-        # The next cell forms the group, or says why that cannot be.
-        if first is not None:
-            raise RankError(first, outcomes) from error
-        raise
+    # Also those that come while the run is written and the group mended.
+    with dispatch.noting_interrupts():
+        try:
+            outcomes = (wait or dispatch.wait)(timeout_s)
+            state, first = judge(dispatch, outcomes)
+        except RuntimeError:
+            state = "interrupted" if group.is_stopped else "failed"
+            raise
+        finally:
+            if run is not None:
+                saved_runs.end(run, state, dispatch.outcomes)
+        lost = [each.rank for each in outcomes if each.status == "restarted"]
+        try:
+            if not group.is_stopped:
+                settle(group, outcomes, lost)
+        except RuntimeError as error:
+            # The next cell re-creates the group, or says why that cannot be.
+            if first is not None:
+                raise RankError(first, outcomes) from error
+            raise
+    if dispatch.problem is not None:
+        raise dispatch.problem
     if first is not None:
         raise RankError(first, outcomes)
     if dispatch.timed_out:
@@ -68,6 +72,8 @@ def judge(
 ) -> tuple[str, Outcome | None]:
     """The state of a run that ended so, and the failure that is to be told of."""
     first = first_failure(dispatch.outcomes)
+    if dispatch.problem is not None:
+        return "failed", None
     if dispatch.was_interrupted or dispatch.timed_out:
         return "interrupted", first if first and first.status == "died" else None
     if first is not None:
@@ -81,16 +87,8 @@ def judge(
     return "finished", None
 
 
-def settle(
-    dispatch: Dispatch,
-    group: RankGroup,
-    outcomes: Sequence[Outcome],
-    lost: Sequence[int],
-) -> None:
+def settle(group: RankGroup, outcomes: Sequence[Outcome], lost: Sequence[int]) -> None:
     """Mend the group; bring back the ranks that were `lost` for not stopping."""
-    if not lost:
-        group.settle(outcomes)
-        return
-    say(f"{format_ranks(lost)} did not stop: restarting")
-    with dispatch.noting_interrupts():
-        group.settle(outcomes)
+    if lost:
+        say(f"{format_ranks(lost)} did not stop: restarting")
+    group.settle(outcomes)

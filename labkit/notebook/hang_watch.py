@@ -77,8 +77,8 @@ class HangWatch:
             if not answer.done():
                 continue
             del self._answers[rank]
-            if answer.cancelled():
-                continue
+            if answer.cancelled() or answer.exception() is not None:
+                continue  # it is dead, or cannot say
             found, before = answer.result(), self._progress.get(rank)
             self._progress[rank] = found
             if before is not None and found != before:

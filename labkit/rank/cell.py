@@ -209,39 +209,46 @@ class CellRunner:
             prepared = session.prepared() if session is not None else []
             memory = memory_held(error, prepared, device, self.shell.user_ns)
             del prepared
-        try:
-            self.shell.user_ns.pop(FUNCTION_NAME, None)
-            self.membership.restore_environment()
-            self._console.restore()
-            if error is not None:
-                self.membership.end_rpc()
-            self._contexts.close()
-            if emitter is not None:
-                emitter.close()
-            self._console.end_cell()
-        except (
-            Exception
-        ) as problem:  # the notebook waits for the outcome, come what may
-            error = error or problem
-        finally:
-            with self._lock:
-                self._is_closing = False
-            outcome = self._outcome(error, emitter)
-            if error is not None:
-                self._begin_error = error = None
-                with contextlib.suppress(Exception):
-                    forget_half_imported()
-                    freed = freed_by(lambda: self._let_go(result), device)
-                    outcome = replace(outcome, freed_bytes=freed)
-            if memory and session is not None and session.forecastable is not None:
-                num_ranks = self.placement.world_size
-                fits = what_would_fit(session.forecastable, device, num_ranks)
-                memory = "\n".join([memory, *fits])
-            self._publish("outcome", replace(outcome, memory=memory))
+        error = self._take_down(error, emitter)
+        with self._lock:
+            self._is_closing = False
+        outcome = self._outcome(error, emitter)
+        if error is not None:
+            self._begin_error = error = None
+            with contextlib.suppress(Exception):
+                forget_half_imported()
+                freed = freed_by(lambda: self._let_go(result), device)
+                outcome = replace(outcome, freed_bytes=freed)
+        if memory and session is not None and session.forecastable is not None:
+            num_ranks = self.placement.world_size
+            fits = what_would_fit(session.forecastable, device, num_ranks)
+            memory = "\n".join([memory, *fits])
+        self._publish("outcome", replace(outcome, memory=memory))
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
             gc.collect()
+
+    def _take_down(
+        self, error: BaseException | None, emitter: Emitter | None
+    ) -> BaseException | None:
+        """Take back what the cell was given; all of it, whatever part fails: the
+        notebook waits for the outcome. The first error there was."""
+        steps: list[Callable[[], Any]] = [
+            lambda: self.shell.user_ns.pop(FUNCTION_NAME, None),
+            self.membership.restore_environment,
+            self._console.restore,
+            *([self.membership.end_rpc] if error is not None else []),
+            self._contexts.close,
+            *([emitter.close] if emitter is not None else []),
+            self._console.end_cell,
+        ]
+        for step in steps:
+            try:
+                step()
+            except Exception as problem:
+                error = error or problem
+        return error
 
     def _status(self, error: BaseException) -> str:
         stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()

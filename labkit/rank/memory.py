@@ -1,5 +1,6 @@
 """Memory in use by this rank, cheap enough to read at every step."""
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -22,10 +23,16 @@ def memory_reader(device: torch.device) -> Callable[[], int]:
     if not statm.exists():
         process = psutil.Process()
         return lambda: process.memory_info().rss
-    # Kept open: reading it again from the start costs a fifth of opening it.
-    descriptor = os.open(statm, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_once(statm, os.getpid())
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     return lambda: int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes
+
+
+@functools.cache
+def open_once(file: Path, pid: int) -> int:
+    """A descriptor of `file`, of this process: reading it again from the start costs a
+    fifth of opening it."""
+    return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def at_most_every(seconds: float, read: Callable[[], int]) -> Callable[[], int]:

@@ -21,6 +21,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import check_flag
+from labkit.checks import check_step
 from labkit.checks import shown
 from labkit.rank.boundary import StoppedAtStep
 from labkit.rank.dealing import Dealer
@@ -446,12 +447,8 @@ class Session:
         otherwise; in a run without an optimizer, the count of earlier calls with that
         name.
         """
-        if step is not None and not (
-            isinstance(step, int) and abs(step) < 2**62 and not isinstance(step, bool)
-        ):
-            raise ValueError(
-                f"log(step={shown(step)}): the step must be a whole number"
-            )
+        if step is not None:
+            step = check_step(step)
         if taken := RESERVED.intersection(metrics):
             raise ValueError(
                 f"log({min(taken)}=...): that column of a run's history is labkit's "

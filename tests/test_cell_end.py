@@ -1,0 +1,144 @@
+"""A cell that ends leaves ranks, group and run as they are to be, whatever happens
+just then: in the notebook's process, and on a rank."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from labkit import Lab
+from labkit import RankError
+from labkit import load_run
+from labkit.notebook import saved_runs
+from labkit.notebook.collector import Collector
+from labkit.notebook.failure import Interrupted
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = """
+m = torch.nn.Linear(1, 1)
+o = torch.optim.SGD(m.parameters(), lr=0.1)
+for step in range(3):
+    m(torch.ones(1, 1)).sum().backward()
+    o.step()
+"""
+RUNNER = "from labkit.rank.calls import runner\n"
+
+
+def assert_group_works(lab: Lab) -> None:
+    lab.run("total = torch.ones(1)\ndist.all_reduce(total)\ntotal = total.item()")
+    assert lab.pull("total", "all") == [2.0, 2.0]
+
+
+def test_a_stop_while_the_run_is_written_leaves_nothing_half_done(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = saved_runs.end
+
+    def end_when_stopped(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        end(*args)
+
+    monkeypatch.setattr(saved_runs, "end", end_when_stopped)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        lab.train("raw", f"{STEPS}\nif rank == 0: 1 / 0\ndist.barrier()", live=False)
+    monkeypatch.undo()
+    run = lab.runs[-1]
+    assert run.state == "failed"
+    assert run.folder is not None
+    assert load_run(run.folder.name).state == "failed"
+    assert_group_works(lab)
+
+
+def test_a_stop_after_the_last_line_stops_what_comes_next(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = saved_runs.end
+
+    def end_and_stop(*args: Any) -> None:
+        end(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(saved_runs, "end", end_and_stop)
+    with pytest.raises(Interrupted):
+        lab.train("raw", STEPS, live=False)
+    monkeypatch.undo()
+    assert lab.runs[-1].state == "finished"
+    assert_group_works(lab)
+
+
+def test_ranks_do_not_run_on_when_this_process_fails(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Collector.add
+
+    def fail_once(collector: Collector, rank: int, batch: Any) -> None:
+        monkeypatch.setattr(Collector, "add", add)
+        raise ZeroDivisionError("of the notebook")
+
+    monkeypatch.setattr(Collector, "add", fail_once)
+    with pytest.raises(ZeroDivisionError, match="of the notebook"):
+        lab.train("raw", f"{STEPS}\nwhile True: pass", live=False, timeout=60)
+    assert lab.runs[-1].state == "failed"
+    assert lab.runs[-1].num_steps == 3
+    assert lab.status()["state"].tolist() == ["idle", "idle"]
+    assert_group_works(lab)
+
+
+def test_a_rank_that_cannot_say_how_far_it_is_ends_no_cell(lab: Lab) -> None:
+    lab.run(f"{RUNNER}asked = runner()._requests\nprogress = asked.pop('progress')")
+    lab.run("import time\ntime.sleep(3)", hang_after=1)
+    lab.run("asked['progress'] = progress")
+    assert_group_works(lab)
+
+
+def test_whatever_cannot_be_taken_back_the_rest_is(lab: Lab) -> None:
+    fail = f"{RUNNER}runner()._contexts.callback(lambda: 1 / 0)"
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        lab.train("raw", f"{STEPS}\n{fail}", live=False)
+    lab.run(
+        "import threading\n"
+        "left = [t.name for t in threading.enumerate() if 'emitter' in t.name]"
+    )
+    assert lab.pull("left", "all") == [[], []]
+    assert lab.runs[-1].num_steps == 3
+    assert_group_works(lab)
+
+
+def test_cells_and_questions_leave_no_file_open(lab: Lab) -> None:
+    count = "import os\nnum_open = len(os.listdir('/proc/self/fd'))"
+    lab.train("raw", STEPS, live=False)
+    lab.status()
+    lab.run(count)
+    before = lab.pull("num_open", "all")
+    for _ in range(3):
+        lab.train("raw", STEPS, live=False)
+        lab.status()
+    lab.run(count)
+    assert lab.pull("num_open", "all") == before
+
+
+@pytest.mark.parametrize("step", ["np.int64(7)", "torch.tensor(7)", "7"])
+def test_a_step_is_any_whole_number(lab: Lab, step: str) -> None:
+    run = lab.train("raw", f"import numpy as np\nlog(step={step}, a=1.0)", live=False)
+    assert run.history["step"].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("step", ["1.0", "True", "2**62", "'1'", "np.float64(1)"])
+def test_a_step_that_is_none_is_refused(lab: Lab, step: str) -> None:
+    with pytest.raises(RankError, match="the step must be a whole number"):
+        lab.train("raw", f"import numpy as np\nlog(step={step}, a=1.0)", live=False)
+
+
+def test_an_estimate_asks_any_rank_that_lives(lab: Lab) -> None:
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    expected = lab.estimate(model, batch_size=8).device_bytes
+    os.kill(int(lab.status()["pid"][0]), signal.SIGKILL)
+    assert lab.estimate(model, batch_size=8).device_bytes == expected
+    os.kill(int(lab.status()["pid"][1]), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"no rank answers .*rank 0: dead"):
+        lab.estimate(model, batch_size=8)
+    assert lab.estimate(model, batch_size=8, device_bytes=2**30).device_bytes == 2**30
