@@ -115,10 +115,14 @@ def check_seed(seed: Any) -> None:
 def check_pushed_name(name: str) -> None:
     """ValueError unless a variable that is pushed can be called so on the ranks."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{shown(name)} is not a valid variable name")
+        raise ValueError(
+            f"{shown(name)} is not a valid variable name; use letters, digits and _, "
+            "no digit first and no keyword"
+        )
     if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
         raise ValueError(
-            f"{name} is every rank's own; push it under another name, as my_{name}"
+            f"{name} is every rank's own; push it under another name, for example "
+            f"my_{name}"
         )
 
 
@@ -128,7 +132,8 @@ def check_timeout(timeout: float | None) -> None:
         return
     if not (is_number(timeout) and timeout > 0):
         raise ValueError(
-            f"timeout is {shown(timeout)}; it must be a number of seconds > 0"
+            f"timeout is {shown(timeout)}; it must be a number of seconds > 0, or None "
+            "for no limit"
         )
 
 

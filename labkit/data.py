@@ -187,7 +187,9 @@ def text(
         _check_split(split, ("train", "test"))
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not a file (looked from {Path.cwd()})")
+        raise FileNotFoundError(
+            f"{file} is not a file (looked from {Path.cwd()}); give the path of one"
+        )
     data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
     boundary = len(data) * 9 // 10
     if split is not None:
@@ -232,7 +234,8 @@ def _idx_dataset(name: str, split: str) -> TensorDataset:
     if images.shape != (len(labels), 28, 28):
         raise ValueError(
             f"{images_path} holds images of shape {images.shape}, expected "
-            f"{(len(labels), 28, 28)} for the {len(labels)} labels in {labels_path}"
+            f"{(len(labels), 28, 28)} for the {len(labels)} labels in {labels_path}; "
+            "get both again"
         )
     return _image_dataset(images[:, None], labels, max_value=255)
 
@@ -258,7 +261,7 @@ def _read_idx(path: Path, *, num_dims: int) -> np.ndarray:
         raise ValueError(
             f"{path} is no IDX file of {num_dims}-dimensional bytes: it has {len(raw)} "
             f"bytes that start with '{raw[:4].hex(' ')}', expected at least "
-            f"{header_bytes} that start with '{magic.hex(' ')}'"
+            f"{header_bytes} that start with '{magic.hex(' ')}'; get it again"
         )
     shape = tuple(np.frombuffer(raw, ">u4", count=num_dims, offset=4).tolist())
     if len(raw) != header_bytes + prod(shape):
@@ -295,7 +298,9 @@ def _cifar_records(name: str, raw: bytes) -> np.ndarray:
         )
     records = np.frombuffer(raw, np.uint8).reshape(-1, 3073)
     if (largest := records[:, 0].max()) > 9:
-        raise ValueError(f"{name} has the label {largest}, expected 0 to 9")
+        raise ValueError(
+            f"{name} has the label {largest}, expected 0 to 9; get it again"
+        )
     return records
 
 

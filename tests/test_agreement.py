@@ -168,7 +168,7 @@ def test_a_step_that_one_rank_leaves_out_is_refused(lab: Lab, strategy: str) -> 
         if rank == 0 or number != 1:
             optimizer.step()
     """
-    with pytest.raises(RankError, match="taken a step that others left out"):
+    with pytest.raises(RankError, match="taken a step that others skipped"):
         train(lab, strategy, SET_UP, PREPARE, loop)
 
 

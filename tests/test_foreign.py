@@ -257,7 +257,7 @@ HINTS = {
     "torch.ones(1).to(rank)": "device is cpu; write `device`",
     "torch.ones(1).cuda()": "device is cpu; write `device`",
     "torch.nn.parallel.DistributedDataParallel(\n"
-    "    torch.nn.Linear(1, 1), device_ids=[rank])": "are not needed",
+    "    torch.nn.Linear(1, 1), device_ids=[rank])": "Leave out torch.cuda.set_device",
     "import pdb\npdb.set_trace()\npass": "nobody can type on a rank",
     "input('how many? ')": "nobody can type on a rank",
     "dist.breakpoint()": "nobody can type on a rank",

@@ -43,7 +43,7 @@ def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[
 @pytest.mark.parametrize(
     ("model", "accumulate", "found"),
     [
-        (Counting(), 2, ["forward changes count (and 1 others): with --accumulate 2"]),
+        (Counting(), 2, ["forward changes count (and 1 more): with --accumulate 2"]),
         (Counting(), 1, []),
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), 2, []),
     ],

@@ -169,7 +169,7 @@ def test_a_model_from_meta_trains_as_one_built_on_the_cpu(
     code = cell(MODEL, PREPARE, LOOP)
     run = train(lab, strategy, code, sync_batchnorm=True)
     assert_equals_reference(lab, run, MODEL)
-    assert [note for note in run.notes if "came from the meta device" in note]
+    assert [note for note in run.notes if "is built on the meta device" in note]
 
 
 @pytest.mark.parametrize("strategy", SHARDED)

@@ -652,7 +652,7 @@ def test_microbatches_count_by_what_weigh_gives() -> None:
     "found", [-1, float("nan"), float("inf"), "x", None, torch.ones(2)]
 )
 def test_what_weigh_must_give_is_said(found: Any) -> None:
-    with pytest.raises(ValueError, match="it must give what its mean loss divides by"):
+    with pytest.raises(ValueError, match="it must return what the mean"):
         count_of(lambda batch: found, None)
 
 
@@ -690,11 +690,11 @@ def test_a_share_keeps_the_options_of_a_dataloader() -> None:
     ("source", "batch_size", "message"),
     [
         (Squares(8), None, "batch_size is None"),
-        (Squares(1), 4, "cannot give each of 2 ranks one of 1 samples"),
-        (Numbers(8), 4, "of a map-style dataset among the ranks"),
-        (DataLoader(Squares(8), 4, shuffle=True), None, "all samples in their order"),
-        (DataLoader(Squares(8), 4, drop_last=True), None, "all samples in their"),
-        (DataLoader(Squares(8), batch_sampler=BySize()), None, "all samples in their"),
+        (Squares(1), 4, "is 1, so loader.share cannot give each of 2 ranks one"),
+        (Numbers(8), 4, "loader.share got an IterableDataset"),
+        (DataLoader(Squares(8), 4, shuffle=True), None, "sampler or drop_last"),
+        (DataLoader(Squares(8), 4, drop_last=True), None, "or drop_last"),
+        (DataLoader(Squares(8), batch_sampler=BySize()), None, "or drop_last"),
     ],
 )
 def test_what_cannot_be_shared_is_explained(
@@ -786,16 +786,16 @@ def a_loader(**options: Any) -> DataLoader[Any]:
         (Squares(8), -4, "batch_size is -4; it must be a whole number from 1"),
         (Squares(0), 4, "the dataset is empty"),
         (Numbers(8), None, "batch_size is None"),
-        (Unsized(), 4, "Unsized has no length. Give it a map-style dataset"),
+        (Unsized(), 4, "Unsized has no length, and labkit divides samples"),
         (DataLoader(Numbers(8), batch_size=None), None, "has batch_size=None"),
         (a_loader(batch_size=None), 4, "has batch_size=None, so each item is a batch"),
         (a_loader(batch_size=4), 2, "batch_size is 2, the DataLoader's own is 4"),
         (a_loader(batch_sampler=BySize()), 2, "own is that of its batch sampler"),
-        (Repeating(Squares(8), 4), None, "Repeating makes its batches in an __iter__"),
+        (Repeating(Squares(8), 4), None, "Repeating overrides DataLoader.__iter__"),
         (
             a_loader(batch_size=2, sampler=DistributedSampler(Squares(8), 2, 0)),
             None,
-            "has a DistributedSampler, and prepare deals the samples out",
+            "has a DistributedSampler, but labkit divides the samples",
         ),
         (
             a_loader(
@@ -804,7 +804,7 @@ def a_loader(**options: Any) -> DataLoader[Any]:
                 )
             ),
             None,
-            "has a DistributedSampler, and prepare deals the samples out",
+            "has a DistributedSampler, but labkit divides the samples",
         ),
     ],
 )

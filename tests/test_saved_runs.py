@@ -284,8 +284,8 @@ def test_records_that_never_came_are_said(
     outcomes = [Outcome(0, "ok", num_records=1), Outcome(1, "ok", num_records=1200)]
     saved_runs.end(run, "finished", outcomes)
     assert capsys.readouterr().err == (
-        "labkit: 1,200 records of rank 1 are lost: they never came, and are not in its "
-        "journal\n"
+        "labkit: 1,200 records of rank 1 are lost: they did not reach the notebook, "
+        "and are not in the rank's journal on disk\n"
     )
     assert labkit.load_run("run-1").status_line().endswith("1200 records lost")
 

@@ -520,7 +520,7 @@ def test_config_reaches_the_library(
 @pytest.mark.parametrize(
     ("strategy", "config", "message"),
     [
-        ("single", {"a": 1}, "single has no 'a'; it takes none"),
+        ("single", {"a": 1}, "single has no 'a'; leave it out"),
         ("ddp", {"bucket": 1}, "no 'bucket'; it knows: .*bucket_cap_mb"),
         ("fsdp", {"reshard": 1}, "no 'reshard'; it knows: .*reshard_after_forward"),
         ("hsdp", {"reshard": 1}, "no 'reshard'; it knows: .*reshard_after_forward"),
@@ -592,7 +592,7 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(
 
 
 def test_more_microbatches_than_samples_are_refused(lab: Lab) -> None:
-    with pytest.raises(RankError, match="a batch of 9 cannot be cut into so many"):
+    with pytest.raises(RankError, match="a batch of 9 cannot be split into "):
         train(lab, "ddp", cell("mlp"), accumulate=10)
 
 

@@ -45,7 +45,10 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise ValueError(f"{self.folder} is damaged: its values are not readable")
+            raise ValueError(
+                f"{self.folder} is damaged: its values are not readable; load another "
+                "checkpoint"
+            )
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -92,7 +95,10 @@ class Checkpoint:
     def check_all_asked(self, names: Iterable[str]) -> None:
         """ValueError if there are tensors besides `names`."""
         if more := sorted(self._own() - set(names)):
-            raise ValueError(f"{self.folder} has what was not expected: {some(more)}")
+            raise ValueError(
+                f"{self.folder} has tensors that were not asked for: {some(more)}; ask "
+                "for all of them, or pass strict=False"
+            )
 
     def _own(self) -> set[str]:
         """Names of the tensors that are not among the values."""
@@ -101,14 +107,20 @@ class Checkpoint:
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """ValueError unless all of these are there, in these shapes."""
         if missing := [name for name in tensors if name not in self.tensors]:
-            raise ValueError(f"{self.folder} lacks {some(missing)}")
+            raise ValueError(
+                f"{self.folder} has no {some(missing)}; use the model and optimizer "
+                "that were saved, or load another checkpoint"
+            )
         wrong = [
             f"{name} is {shape} there and {tuple(tensor.shape)} here"
             for name, tensor in tensors.items()
             if (shape := self.tensors[name][0]) != tuple(tensor.shape)
         ]
         if wrong:
-            raise ValueError(f"{self.folder} has other shapes: {some(wrong)}")
+            raise ValueError(
+                f"{self.folder} has other shapes: {some(wrong)}; build the model as it "
+                "was when the checkpoint was saved"
+            )
         unlike = [
             f"{name} is {dtype} there and {tensor.dtype} here"
             for name, tensor in tensors.items()
@@ -116,7 +128,10 @@ class Checkpoint:
             and not (dtype.is_floating_point and tensor.is_floating_point())
         ]
         if unlike:
-            raise ValueError(f"{self.folder} has other dtypes: {some(unlike)}")
+            raise ValueError(
+                f"{self.folder} has other dtypes: {some(unlike)}; build the model as "
+                "it was when the checkpoint was saved"
+            )
 
     def _metadata(self, names: Iterable[str]) -> "Metadata":
         from torch.distributed.checkpoint import metadata
@@ -146,7 +161,10 @@ class Checkpoint:
         for file, parts in by_file.items():
             path = self.folder / file
             if not path.is_file():
-                raise ValueError(f"{self.folder} is damaged: {file} is missing")
+                raise ValueError(
+                    f"{self.folder} is damaged: {file} is missing; load another "
+                    "checkpoint"
+                )
             try:
                 with safe_open(path, framework="pt") as opened:
                     for name, (entry, shape) in parts.items():
@@ -155,10 +173,14 @@ class Checkpoint:
                             DTYPES.get(found.get_dtype()) != entry.dtype
                         ):
                             raise ValueError(
-                                f"{path} is damaged: {name} is not what it should be"
+                                f"{path} is damaged: {name} has another shape or "
+                                "dtype than checkpoint.json says; load another "
+                                "checkpoint"
                             )
             except (SafetensorError, OSError, KeyError) as error:
-                raise ValueError(f"{path} is damaged: {error}") from None
+                raise ValueError(
+                    f"{path} is damaged: {error}; load another checkpoint"
+                ) from None
 
 
 class Section:

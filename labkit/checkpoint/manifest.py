@@ -86,13 +86,20 @@ def read_manifest(folder: Path) -> tuple[dict[str, Entry], Any]:
     """The tensors and values of a checkpoint; ValueError if it cannot be one."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} is no checkpoint of labkit: it has no {MANIFEST}")
+        raise ValueError(
+            f"{folder} is no checkpoint of labkit: it has no {MANIFEST}; give the "
+            "folder of one, as save_checkpoint or --checkpoint wrote it"
+        )
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise ValueError(f"{path} is damaged: it is not JSON") from None
+        raise ValueError(
+            f"{path} is damaged: it is not JSON; load another checkpoint"
+        ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the contents of a checkpoint of labkit")
+        raise ValueError(
+            f"{path} does not describe a checkpoint of labkit; give the folder of one"
+        )
     if content.get("version") != VERSION:
         raise ValueError(
             f"{path} has version {content.get('version')!r:.20} of the format; this "
@@ -105,7 +112,8 @@ def read_manifest(folder: Path) -> tuple[dict[str, Entry], Any]:
         return entries, content["values"]
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(
-            f"{path} is damaged: it does not describe its tensors"
+            f"{path} is damaged: it does not describe its tensors; load another "
+            "checkpoint"
         ) from None
 
 

@@ -266,7 +266,10 @@ def check(tensors: Mapping[str, Any]) -> None:
                 f"tensors[{name!r}] is {type(tensor).__name__}; give names and tensors"
             )
         if name.startswith("values."):
-            raise ValueError(f"{name}: names in values. are those of tensors in values")
+            raise ValueError(
+                f"{name}: names that begin with 'values.' are those of tensors in "
+                "values; choose another name"
+            )
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; a "

@@ -77,7 +77,11 @@ def begin(
         store.write_info(run.folder, describe(run))
     except OSError as error:
         run.folder = None
-        warn_once(runs_folder(), f"{run.name} is not kept on disk: {error}")
+        warn_once(
+            runs_folder(),
+            f"{run.name} is not kept on disk: {error}. It runs without; for later runs "
+            f"set {FOLDER_VARIABLE} to a folder that can be written to",
+        )
 
 
 def _make_folder(parent: Path, name: str) -> Path:
@@ -101,7 +105,11 @@ def save(run: Run) -> None:
     try:
         store.write_info(run.folder, describe(run))
     except OSError as error:
-        warn_once(run.folder, f"{run.name} is not on disk as it is now: {error}")
+        warn_once(
+            run.folder,
+            f"the newest state of {run.name} cannot be written to {run.folder}: "
+            f"{error}. The run goes on; what is on disk is older",
+        )
 
 
 def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
@@ -116,7 +124,11 @@ def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
     try:
         journals_of(run).mkdir()
     except OSError as error:
-        warn_once(run.folder, f"{run.name} is not on disk as it is now: {error}")
+        warn_once(
+            run.folder,
+            f"the newest state of {run.name} cannot be written to {run.folder}: "
+            f"{error}. The run goes on; what is on disk is older",
+        )
     save(run)
 
 
@@ -144,7 +156,11 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
     try:
         store.write_records(run.folder, run.collector)
     except OSError as error:
-        warn_once(run.folder, f"the records of {run.name} are not on disk: {error}")
+        warn_once(
+            run.folder,
+            f"the records of {run.name} cannot be written to {run.folder}: {error}. "
+            "This kernel keeps them in memory until it ends",
+        )
     save(run)
 
 
@@ -161,8 +177,8 @@ def _take_outcome(run: Run, outcome: Outcome) -> None:
         collector.finish(rank, outcome.num_records)
     if collector.lost[rank]:
         say(
-            f"{collector.lost[rank]:,} records of rank {rank} are lost: they never "
-            "came, and are not in its journal"
+            f"{collector.lost[rank]:,} records of rank {rank} are lost: they did not "
+            "reach the notebook, and are not in the rank's journal on disk"
         )
     if outcome.num_not_on_disk:
         say(

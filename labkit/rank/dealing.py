@@ -270,9 +270,9 @@ class Stream:
                 name = type(self.dataset).__name__
                 raise UnsupportedLoopError(
                     f"{name} does not yield the same samples on every rank (from batch "
-                    f"{place + 1} of the pass on), and prepare deals one stream out to "
-                    "all of them; leave rank and world_size out of it and seed it "
-                    "alike on all ranks, or use %%dist_train raw"
+                    f"{place + 1} of the epoch on), and prepare divides one stream "
+                    "among all of them; do not shard it by rank and world_size, and "
+                    "seed it the same way on every rank, or use %%dist_train raw"
                 )
             if found is None:
                 return
@@ -332,13 +332,14 @@ def deal_out(
     if source.batch_size is not None and dealer.accumulate > source.batch_size:
         raise ValueError(
             f"--accumulate {dealer.accumulate}: a batch of {source.batch_size} cannot "
-            "be cut into so many microbatches; choose a smaller K or a larger batch"
+            f"be split into {dealer.accumulate} microbatches; choose a smaller K or a "
+            "larger batch size"
         )
     if not dealer.peers.agree_on(fingerprint_of(dataset)):
         raise UnsupportedLoopError(
-            "the dataset is not the same on every rank, and prepare deals one out to "
-            "all of them; make it whole and from the same random numbers on each rank, "
-            "or use %%dist_train raw"
+            "the dataset is not the same on every rank, and prepare divides one "
+            "dataset among all of them; build the whole dataset with the same random "
+            "seed on every rank, or use %%dist_train raw"
         )
     options = {name: getattr(source, name) for name in KEPT_OPTIONS}
     drop_last = source.drop_last and not keep_last
@@ -398,18 +399,21 @@ def check_dataset(dataset: Any) -> None:
         return
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"prepare deals out samples by their index; {type(dataset).__name__} has "
-            "no length. Give it a map-style dataset (__len__ and __getitem__) or an "
-            "IterableDataset"
+            f"{type(dataset).__name__} has no length, and labkit divides samples among "
+            "the ranks by their index; give it a map-style dataset (__len__ and "
+            "__getitem__) or an IterableDataset"
         )
     if not len(dataset):
-        raise ValueError("the dataset is empty")
+        raise ValueError(
+            f"the dataset is empty: len() of the {type(dataset).__name__} is 0; give "
+            "one with samples (check its path, its split and any filter)"
+        )
 
 
 def check_batch_size(batch_size: int | None) -> None:
     """ValueError unless this is a number of samples."""
     check_count(
-        "batch_size", batch_size, "the samples of all ranks together, as batch_size=64"
+        "batch_size", batch_size, "the samples of all ranks together, for example 64"
     )
 
 
@@ -420,15 +424,15 @@ def check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
     samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise UnsupportedLoopError(
-            "the DataLoader has a DistributedSampler, and prepare deals the samples "
-            "out to the ranks itself; leave the sampler out and give the DataLoader "
-            "shuffle=True and the batch size of all ranks together"
+            "the DataLoader has a DistributedSampler, but labkit divides the samples "
+            "among the ranks itself; make the DataLoader as for one process, without "
+            "that sampler, and with the batch size of all ranks together"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UnsupportedLoopError(
-            f"{type(loader).__name__} makes its batches in an __iter__ of its own, so "
-            "prepare cannot deal them out; give it a plain DataLoader, or the dataset "
-            "with batch_size=N"
+            f"{type(loader).__name__} overrides DataLoader.__iter__, so labkit cannot "
+            "divide its batches among the ranks; give a plain DataLoader, or the "
+            "dataset with batch_size=N"
         )
     is_batched = loader.batch_sampler is not None
     if not is_batched and not isinstance(loader.sampler, BatchSampler):

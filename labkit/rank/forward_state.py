@@ -69,7 +69,8 @@ class ForwardState:
             self._prepared.note(
                 f"forward changes {several(names)}: with --accumulate {count} it does "
                 f"so {count} times per step, where one process with whole batches does "
-                "it once"
+                "it once. Leave out --accumulate, or make that change in the loop, "
+                "after optimizer.step(), under `if not optimizer.held_back:`"
             )
 
     def _note_different(self, buffers: dict[str, int]) -> None:
@@ -78,10 +79,10 @@ class ForwardState:
         if names:
             self._num_left = 0
             self._prepared.note(
-                f"the buffer {several(names)} is not the same on all ranks: each "
-                "changes it by its own samples, where one process changes it by those "
-                "of the whole batch. Average over the ranks what it is changed by, "
-                "with torch.distributed.all_reduce"
+                f"the buffer {several(names)} is not the same on all ranks: each rank "
+                "updates it from its own samples, where one process updates it from "
+                "the whole batch. In forward, average the update over the ranks with "
+                "torch.distributed.all_reduce"
             )
 
     def _digests(self) -> dict[str, int]:
@@ -102,7 +103,7 @@ class ForwardState:
 
 
 def several(names: list[str]) -> str:
-    others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return names[0] + others
 
 

@@ -10,17 +10,18 @@ from labkit.rank.raised import told
 
 OTHER_DEVICE = (
     "this rank's device is {device}; write `device`, which every cell has, in place of "
-    'a number or "cuda": .to(device), also in place of .cuda(), or '
-    "map_location=device. torch.cuda.set_device, and device_ids of "
-    "DistributedDataParallel, are not needed"
+    'a number or "cuda": .to(device) instead of .cuda(), and map_location=device in '
+    "torch.load. Leave out torch.cuda.set_device and DistributedDataParallel's "
+    "device_ids"
 )
 IN_PARTS = (
     "outside the model's forward pass this strategy keeps parameters as shards "
-    "(DTensors), and the loop combines them with ordinary tensors or copies the "
-    "model: a penalty, an average of weights. Use the optimizer's weight_decay, "
-    "or compute the penalty in forward; to read values use p.full_tensor() or "
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict; under ddp, "
-    "zero1, zero2 and zero3 the loop works unchanged"
+    "(DTensors), and the loop combines them with plain tensors or copies the model, "
+    "as for a penalty or an average of weights. Call the model itself, not its parts; "
+    "use the optimizer's weight_decay, or compute the penalty in forward. To read "
+    "values use p.full_tensor() or "
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, zero1, "
+    "zero2 or zero3, under which such loops work unchanged"
 )
 PARTIAL_SUMS = (
     "if this is parameter.grad: with --accumulate it is None between the microbatches "
@@ -28,19 +29,19 @@ PARTIAL_SUMS = (
     "with --clip NORM"
 )
 OTHER_PRECISION = (
-    "ZeRO keeps the model itself in this precision, and only model(x) converts x; "
-    "before calling a part or another method of the model, convert the input: "
+    "ZeRO keeps the parameters in the dtype of --precision, and only model(x) casts x "
+    "to it; before calling a part or another method of the model, cast the input: "
     "x = x.to(next(model.parameters()).dtype)"
 )
 TWICE = (
-    "where a graph is differentiated twice (retain_graph=True, create_graph=True), "
-    "this strategy has freed the parameters that the second pass needs; use ddp, zero1 "
+    "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
+    "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
     "or zero2"
 )
 PART_OF_BATCH = (
-    "a rank's batch is a part of the global one, and may be of another size than "
-    "batch_size: make what goes with it as long as the batch that the loop got, as "
-    "torch.zeros(1, len(inputs), H) for a first hidden state"
+    "each rank gets a part of the global batch, so its size may differ from "
+    "batch_size; take the size from the batch that the loop gets, for example "
+    "torch.zeros(1, len(inputs), H) for the initial hidden state"
 )
 IN_BUCKETS = (
     "under ddp gradients are views of its buckets, which detach_() cannot detach; in "
@@ -48,15 +49,15 @@ IN_BUCKETS = (
     "optimizer.zero_grad()"
 )
 FUNCTIONAL = (
-    "zero3 keeps parameters in parts and gathers them in the model's own forward "
-    "pass, which torch.func (functional_call, vmap, grad, jacrev) cannot go through; "
-    "use ddp, zero1 or zero2 where the loop ends in loss.backward(), and single where "
-    "torch.func gives the gradients themselves"
+    "zero3 partitions the parameters and gathers them in the model's own forward "
+    "pass, which does not work with torch.func (functional_call, vmap, grad, jacrev). "
+    "If the loop ends in loss.backward(), use ddp, zero1 or zero2; if torch.func "
+    "computes the gradients, use single"
 )
 UNFROZEN = (
-    "a parameter that was frozen in prepare has been unfrozen since, which this "
-    "strategy cannot do in bf16 or fp16; unfreeze before prepare, in a %%dist_train "
-    "cell of its own, or use fp32 or ddp"
+    "if the loop has unfrozen a parameter that was frozen in prepare: this strategy "
+    "does not support that in bf16 or fp16. Unfreeze before prepare, in a "
+    "%%dist_train cell of its own, or use fp32 or ddp"
 )
 HINTS = {
     "got mixed torch.Tensor and DTensor": IN_PARTS,

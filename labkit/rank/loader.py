@@ -160,9 +160,9 @@ class RankLoader:
         """Count a global batch where this is the last of its microbatches."""
         if self._at is None:
             raise UnsupportedLoopError(
-                "the loader was iterated within a loop over itself, as by "
-                "next(iter(loader)); take batches for something else from another one: "
-                "loader.share(dataset, batch_size=B)"
+                "the loop over the loader starts a second pass over it, for example "
+                "by next(iter(loader)), before the first one ends; take other batches "
+                "from a loader of their own: loader.share(dataset, batch_size=B)"
             )
         if share.is_last:
             self._at = Position(self._at.epoch, self._at.batch + 1, share.fingerprint)
@@ -177,9 +177,9 @@ class RankLoader:
         if self.batches.first_fingerprint != self.resume_at.fingerprint:
             raise UnsupportedLoopError(
                 f"--resume: epoch {self.num_epochs} does not begin with the samples "
-                "that it had before the checkpoint, so it is another loop; seed "
-                "the sampler or the stream alike whenever the cell runs, or leave out "
-                "--resume and call load_checkpoint"
+                "that it had before the checkpoint, so the run cannot go on from "
+                "there; seed the sampler or the stream the same way in every run, or "
+                "leave out --resume and call load_checkpoint"
             )
 
     def _weighed(
@@ -212,8 +212,9 @@ def count_of(weigh: Weigh, batch: Any) -> float:
         is_count = False
     if not is_count:
         raise ValueError(
-            f"weigh gave {shown(found)} for a batch; it must give what its mean loss "
-            "divides by, a number from 0, as (batch[1] != -100).sum()"
+            f"weigh returned {shown(found)} for a batch; it must return what the mean "
+            "loss of the batch divides by, a number that is 0 or more, for example "
+            "(batch[1] != -100).sum()"
         )
     return count
 

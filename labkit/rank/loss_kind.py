@@ -85,10 +85,10 @@ LAYERS = (
 Value = float | torch.Tensor
 
 UNEVEN = (
-    "the loss is a mean over a number of elements that differs between samples "
-    "or batches (ignore_index, a mask, class weights, lengths), but ranks are "
-    "averaged by their number of samples: the gradient differs from that of one "
-    "process on the whole batch. Pass prepare(..., weigh=f), where f(batch) "
+    "the loss is a mean over elements whose number differs between samples or "
+    "batches (because of ignore_index, a mask, class weights or lengths), but ranks "
+    "are weighted by their number of samples. So the gradient differs from that of "
+    "one process on the whole batch. Pass prepare(..., weigh=f), where f(batch) "
     "returns what the mean of that batch divides by, for example weigh=lambda "
     "batch: (batch[1] != -100).sum()"
 )
@@ -98,30 +98,32 @@ SUM = (
     'the whole batch. Pass prepare(..., reduction="sum"), or use a mean'
 )
 PARTLY_SUM = (
-    "the loss adds a sum over samples to a mean, and the losses of ranks and "
-    "microbatches are averaged: the sum counts for a fraction of what it does in "
-    "one process on the whole batch. Use means for all parts of the loss, as by a "
-    "division of the sum by len(inputs)"
+    "the loss adds a sum over samples to a mean, but the losses of ranks and "
+    "microbatches are averaged: the sum has only a fraction of the weight that it has "
+    "in one process on the whole batch. Use means for all parts of the loss: divide "
+    "the sum by len(inputs)"
 )
 CONSTANT = (
-    "the loss is a sum over samples divided by a number that is not that of the "
-    "samples that this rank has, as a batch size that is a constant, but the losses "
-    "of ranks and microbatches are averaged: the gradient is a fraction of what one "
-    "process computes on the whole batch. Divide by the number of samples that the "
-    'loop has, as len(inputs), or pass prepare(..., reduction="sum")'
+    "the loss is a sum over samples, divided by another number than that of this "
+    "rank's samples (a constant batch size, for example). The losses of ranks and "
+    "microbatches are averaged, so the gradient is a fraction of what one process "
+    "computes on the whole batch. Divide by the number of samples that the loop "
+    'gets, len(inputs), or pass prepare(..., reduction="sum")'
 )
 CURVED_MEAN = (
-    "the loss is no mean over samples, but computed from means or sums over the batch "
-    "(a root, a logarithm or a quotient of them, or a standard deviation), and each "
-    "rank and microbatch computes it of its own samples: the average differs from "
-    "the loss of one process on the whole batch. Compute it for each sample and take "
-    "the mean of that, or use a loss that is a mean, as the MSE instead of its root"
+    "the loss is not a mean over samples, but computed from means or sums over the "
+    "batch (a root, a logarithm or a quotient of them, or a standard deviation). Each "
+    "rank and microbatch computes it from its own samples, so the average differs "
+    "from the loss of one process on the whole batch. Compute it for each sample and "
+    "take the mean of that, or use a loss that is a mean, such as the MSE instead of "
+    "its root"
 )
 
 NORMALIZED = (
-    "the loss has numbers that are normalized over the samples of this rank and "
-    "microbatch (mean 0, standard deviation 1), as advantages: one process normalizes "
-    "them over the whole batch. Normalize them before prepare, over all samples"
+    "the loss uses values, such as advantages, that the loop normalizes to mean 0 and "
+    "standard deviation 1 over the samples of this rank and microbatch, where one "
+    "process normalizes them over the whole batch. Normalize them before prepare, over "
+    "all samples"
 )
 
 

@@ -276,7 +276,7 @@ class Session:
             )
         if unnamed:
             raise ValueError(
-                f"prepare got {shown(unnamed[0])} after the dataset; name what it is, "
+                f"prepare got {shown(unnamed[0])} after the dataset; pass it by name, "
                 "as prepare(model, optimizer, dataset, batch_size=64)"
             )
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
@@ -354,9 +354,9 @@ class Session:
                 self.note(
                     f"{work}: with --accumulate {options.accumulate} the loop body "
                     f"runs {options.accumulate} times per step and does this each "
-                    "time, where one process with whole batches does it once; write "
-                    "`if not optimizer.held_back:` around what is to be done once per "
-                    "step"
+                    "time, where one process with whole batches does it once. Put what "
+                    "is to be done once per step after optimizer.step(), under "
+                    "`if not optimizer.held_back:` (but clip gradients before the step)"
                 )
             # Not the method itself, which a copy of the model would copy, with us.
             vars(model)["zero_grad"] = lambda *a, **kw: stepping.zero_grad(*a, **kw)
@@ -512,8 +512,8 @@ class Session:
             self.note(
                 "the loop takes batches of two loaders at once, and this rank's parts "
                 "are not the same fraction of both, so the mean over the ranks is not "
-                "that of one process. Give both batch sizes that the number of ranks "
-                "divides, and drop_last=True"
+                "that of one process. Give both a batch size that is a multiple of the "
+                "number of ranks, and drop_last=True"
             )
         self._loader = loader
         self._noticer.begin_microbatch(is_first=self._is_first_microbatch)
@@ -577,10 +577,10 @@ class Session:
         shapes = [tuple(parameter.shape) for parameter in others]
         if shapes and not self.strategy.is_single:
             raise UnsupportedLoopError(
-                f"{len(shapes)} of the optimizer's parameters (the first has shape "
-                f"{shapes[0]}) do not belong to the model, so {self.strategy.name} "
-                "would not synchronize them; put both modules into one and prepare "
-                "that: both = torch.nn.ModuleList([model, other])"
+                "the optimizer has parameters that are not the model's "
+                f"({len(shapes)}, the first of shape {shapes[0]}), so "
+                f"{self.strategy.name} would not synchronize them; put both modules "
+                "into one and prepare that: both = torch.nn.ModuleList([model, other])"
             )
 
     def _check_rank_guards(self) -> None:
@@ -589,10 +589,11 @@ class Session:
             return
         if use := lonely_use(self.code, gradients_alone=not technique.is_sharded):
             raise UnsupportedLoopError(
-                f"{use} runs on one rank only, but under {self.strategy.name} no rank "
-                "has the whole of it, so that rank would wait forever for the others. "
-                "Run it on all ranks and print or save the result on one; "
-                "save_checkpoint(folder), called on all ranks, saves the whole model"
+                f"{use} runs on one rank only, but under {self.strategy.name} each "
+                "rank has only a part of what it needs, so that rank would wait "
+                "forever for the others. Run it on all ranks and print or save the "
+                "result on one; save_checkpoint(folder), called on all ranks, saves "
+                "the whole model"
             )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -695,9 +696,9 @@ class Session:
         partitioned = [each for each in self.prepared() if each.has_own_gradients]
         if partitioned or self.options.accumulate > 1:
             why = (
-                f"looks at gradients that {self.strategy.name} has in parts"
+                f"needs whole gradients, which {self.strategy.name} partitions"
                 if partitioned
-                else "is to step after every microbatch of --accumulate"
+                else "steps after every microbatch, which --accumulate does not"
             )
             raise UnsupportedLoopError(
                 f"torch.amp.GradScaler {why}; leave it out and give --precision fp16, "
@@ -763,19 +764,19 @@ class Session:
         if self._is_uneven and self._num_unused > 0:
             self.note(
                 "the loop trains with batches that it has drawn before (a list of "
-                "them, or a prefetcher), and a backward pass is weighted as the batch "
+                "them, or a prefetcher), and a backward pass is weighted by the batch "
                 "that was drawn last. Ranks' parts of some are unequal, so the result "
                 "is not that of one process. Draw each batch right before its backward "
-                "pass, or make all parts equal: drop_last=True, a batch size that the "
-                "number of ranks divides, no --accumulate"
+                "pass, or make all parts equal: drop_last=True, a batch size that is a "
+                "multiple of the number of ranks, no --accumulate"
             )
         elif self._optimizers and self.options.accumulate > 1:
             count = self.options.accumulate
             self.note(
-                "the loop takes batches from elsewhere than the loader that prepare "
+                "the loop does not take its batches from the loader that prepare "
                 f"returned; with --accumulate {count} it steps once in {count} "
                 "backward passes, where one process steps after each. Take them from "
-                f"the loader, which splits each of its batches into {count}, or have "
+                f"that loader, which splits each of its batches into {count}, or have "
                 f"the loop run {count} times as often"
             )
 

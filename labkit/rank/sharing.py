@@ -61,16 +61,17 @@ class ShareLoader:
         in_order = type(source.sampler) is SequentialSampler and not source.drop_last
         if source.batch_size is None or not in_order:
             raise UnsupportedLoopError(
-                "share divides all samples of a map-style dataset among the ranks; "
-                "give it one, or a DataLoader that takes all samples in their order "
-                "(no shuffle, sampler or drop_last)"
+                "loader.share got an IterableDataset, or a DataLoader with shuffle, a "
+                "sampler or drop_last, and it divides all samples of a map-style "
+                "dataset in their order; give it a map-style dataset, or a DataLoader "
+                "of one without these"
             )
         dataset: Any = source.dataset
         if len(dataset) < peers.world_size:
             raise UnsupportedLoopError(
-                f"share cannot give each of {peers.world_size} ranks one of "
-                f"{len(dataset)} samples; evaluate all of them on every rank, by "
-                "a plain DataLoader"
+                f"the number of samples is {len(dataset)}, so loader.share cannot give "
+                f"each of {peers.world_size} ranks one; evaluate all of them on every "
+                "rank, with a plain DataLoader"
             )
         self._device = peers.device
         self._on_end = on_end

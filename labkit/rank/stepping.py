@@ -133,11 +133,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if is_own:
             raise UnsupportedLoopError(
                 "the loop steps with gradients that no backward pass through the "
-                "prepared model has given: set by hand, as those of torch.func.grad or "
-                "of a copy of the model, they are of this rank's samples and "
-                "microbatch alone. Compute a loss with the model and call "
-                "loss.backward(), which averages them, or use %%dist_train single "
-                "without --accumulate"
+                "prepared model has computed, such as those of torch.func.grad or of a "
+                "copy of the model. They are of this rank's samples and microbatch "
+                "alone. Compute a loss with the model and call loss.backward(), which "
+                "averages them, or use %%dist_train single without --accumulate"
             )
 
     def _step_with(self, closure: Closure) -> None:
@@ -170,9 +169,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._num_held and self._has_passed:
             raise UnsupportedLoopError(
-                "the loop discards the gradients of a backward pass before its step; "
-                "with --accumulate those of the step's earlier microbatches would go "
-                "with them. Leave out --accumulate for this loop"
+                "the loop calls zero_grad() between a backward pass and its step; with "
+                "--accumulate this would discard the gradients of the step's earlier "
+                "microbatches, too. Leave out --accumulate for this loop"
             )
         if not self.is_held:
             self._hidden.clear()
@@ -192,9 +191,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         )
         if before != after:
             raise UnsupportedLoopError(
-                "optimizer.param_groups is set to groups of other parameters after "
-                "prepare, when the strategy has laid out its parameters; make the "
-                "groups before prepare, and change their rates and the like in place"
+                "the loop sets optimizer.param_groups to groups of other parameters "
+                "after prepare, and this strategy needs all groups in prepare; make "
+                "them before it, and change lr and other settings in place: "
+                "optimizer.param_groups[0]['lr'] = 0.1"
             )
         inner.param_groups = groups
 
@@ -208,9 +208,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             ours = set(map(id, (*self.prepared.updated(), *self.state)))
             if any(id(parameter) not in ours for parameter in state):
                 raise UnsupportedLoopError(
-                    "optimizer.state is set to states of other parameters than this "
-                    "rank's parts; an empty one starts afresh, and "
-                    "load_checkpoint(folder) loads one of any strategy"
+                    "the loop sets optimizer.state to the state of parameters that "
+                    "this rank does not update; to reset the state, set it to "
+                    "collections.defaultdict(dict); to load one, call "
+                    "load_checkpoint(folder), which works across strategies"
                 )
         self.prepared.optimizer.state = state
 
@@ -220,8 +221,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedLoopError(
-            "add_param_group after prepare: the strategy has laid out its parameters "
-            "by then; add parameter groups to the optimizer before prepare"
+            "the loop calls add_param_group after prepare, and the strategy needs all "
+            "parameter groups in prepare; add them to the optimizer before it"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -235,9 +236,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             and not name.startswith("_")
         ):
             raise UnsupportedMethodError(
-                f"{type(self.prepared.optimizer).__name__}.{name}: this strategy has "
-                "the parameters in parts, which a method of the optimizer's own does "
-                "not know of; write what it does into the loop, or use ddp"
+                f"{type(self.prepared.optimizer).__name__}.{name} expects whole "
+                "parameters, and under this strategy a rank has only a part of them; "
+                "write what it does into the loop, or use ddp"
             )
         return found
 

@@ -23,24 +23,25 @@ def greatest(values: torch.Tensor) -> list[Any]:
 
 SKIPPED = (
     "ranks are at different batches, because some skipped one: by `continue`, or by a "
-    "condition on a loss that is this rank's alone. Decide alike on all ranks: "
-    "dist.all_reduce what the condition looks at first"
+    "condition on the rank's own loss. Make the same decision on all ranks: call "
+    "dist.all_reduce on the value that the condition tests, before it"
 )
 STEP_SKIPPED = (
-    "some ranks have taken a step that others left out, as by a condition on a loss "
-    "that is this rank's alone, and the parameters are no longer those of one model. "
-    "Decide alike on all ranks: dist.all_reduce what the condition looks at first"
+    "some ranks have taken a step that others skipped, for example by a condition on "
+    "the rank's own loss, and the parameters are no longer those of one model. Make "
+    "the same decision on all ranks: call dist.all_reduce on the value that the "
+    "condition tests, before it"
 )
 OTHER_SETTINGS = (
-    "the optimizer's settings differ between ranks (on this one lr is {lr}), as where "
-    "a scheduler gets the loss of one rank. Give it a value of all ranks: "
-    "dist.all_reduce(loss, dist.ReduceOp.AVG) first"
+    "the optimizer's settings differ between ranks (on this one lr is {lr}), for "
+    "example because a scheduler gets each rank's own loss. Average the loss over the "
+    "ranks first: loss = loss.detach(); dist.all_reduce(loss, dist.ReduceOp.AVG)"
 )
 OTHER_LAYERS = (
     "ranks ran different layers of the model, or in another order, and zero3, fsdp and "
-    "hsdp gather a layer's parameters from all ranks at once: what they computed is "
-    "wrong and is not stepped with. Make what the model decides by chance or by its "
-    "samples equal on all ranks, or use ddp, zero1 or zero2"
+    "hsdp gather a layer's parameters from all ranks at once. So the result is wrong, "
+    "and no step is taken with it. Make what the model decides at random or by its "
+    "samples the same on all ranks, or use ddp, zero1 or zero2"
 )
 
 

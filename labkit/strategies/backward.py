@@ -172,11 +172,10 @@ def _run_inside(
         for follower in living():
             if any(will_execute(node) for _, node in follower.accumulators()):
                 raise UnsupportedLoopError(
-                    "the model is checkpointed with use_reentrant=True: the backward "
-                    "pass of such a block is out of sight of the one around it, and "
-                    "its gradients would not be averaged. Write checkpoint(..., "
-                    "use_reentrant=False), as PyTorch recommends, or give "
-                    "--activation-checkpointing"
+                    "the model is checkpointed with use_reentrant=True: such a block "
+                    "runs a backward pass of its own, whose gradients would not be "
+                    "averaged. Write checkpoint(..., use_reentrant=False), as PyTorch "
+                    "recommends, or give --activation-checkpointing"
                 )
 
     hooks = [n.register_prehook(refuse) for n in {*map(_node_of, roots)} - {None}]

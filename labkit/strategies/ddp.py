@@ -47,7 +47,10 @@ class DDP(Prepared):
                 "all-reduce; leave out one of the two"
             )
         if not any(p.requires_grad for p in self.module.parameters()):
-            raise ValueError("ddp has nothing to do: no parameter requires a gradient")
+            raise ValueError(
+                "ddp has nothing to do: no parameter requires a gradient; call "
+                "requires_grad_(True) on those to train, before prepare"
+            )
         self._settings: dict[str, Any] = {
             # Gradients live in the buckets: one copy less of them in memory.
             "gradient_as_bucket_view": True,

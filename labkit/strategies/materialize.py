@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labkit.checks import UnsupportedLoopError
 
 FROM_META = (
-    "The model came from the meta device: its modules' reset_parameters() gave it its "
-    "values, from the run's seed. What a constructor does besides, as "
-    "self.apply(initialize), was not done again."
+    "the model is built on the meta device: its modules' reset_parameters() give it "
+    "its values, with the run's seed. Whatever else a constructor does, such as "
+    "self.apply(initialize), is not done; move it into reset_parameters()"
 )
 
 Part = tuple[nn.Module, list[torch.Tensor]]

@@ -380,7 +380,7 @@ def check_keys(config: Mapping[str, Any], known: Iterable[str], taker: str) -> N
     """ValueError that lists the keys `taker` knows, if `config` has others."""
     known = list(known)
     if unknown := [key for key in config if key not in known]:
-        says = f"it knows: {', '.join(sorted(known))}" if known else "it takes none"
+        says = f"it knows: {', '.join(sorted(known))}" if known else "leave it out"
         raise ValueError(f"--config: {taker} has no {unknown[0]!r}; {says}")
 
 

@@ -39,8 +39,9 @@ def model_states(module: nn.Module) -> Named:
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"the model's {name} is {type(value).__name__}; a checkpoint holds "
-                "the parameters and buffers of a model: give other values by name, as "
+                f"the model's state_dict() has {name}, which is "
+                f"{type(value).__name__}; a checkpoint holds only the parameters and "
+                "buffers of a model. Leave it out of state_dict() and pass it by name: "
                 "save_checkpoint(folder, extra=...)"
             )
         if id(value) not in seen:
@@ -72,7 +73,8 @@ def check_names(names: list[list[str]]) -> None:
         if "" in group:
             raise ValueError(
                 f"parameter {group.index('')} of the optimizer's group {number} is not "
-                "the model's; what is to be saved has to be a part of the model"
+                "the model's, so it has no name in a checkpoint; make it a part of the "
+                "model"
             )
 
 
@@ -120,13 +122,17 @@ def check_hyperparameters(
             if key in group and not is_alike(group[key], value):
                 raise ValueError(
                     f"the checkpoint has {key} = {value!r:.40} for the optimizer's "
-                    f"group {number}, which has {group[key]!r:.40}"
+                    f"group {number}, which has {group[key]!r:.40}; make the optimizer "
+                    "with a setting of the same type"
                 )
     scaler = values.get("scaler") or {}
     if not isinstance(scaler, dict) or not all(
         isinstance(value, int | float) for value in scaler.values()
     ):
-        raise ValueError("the checkpoint's loss scaler is damaged")
+        raise ValueError(
+            "the checkpoint's loss scaler is damaged: its state is not a dict of "
+            "numbers; load another checkpoint"
+        )
 
 
 def is_alike(one: Any, other: Any) -> bool:
@@ -173,8 +179,9 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64)
     raise ValueError(
-        f"{name} is {type(value).__name__}; a checkpoint holds tensors and numbers of "
-        "an optimizer's state"
+        f"{name} is {type(value).__name__}; of an optimizer's state a checkpoint holds "
+        "tensors and numbers. Save the model alone with save_checkpoint(folder, "
+        "model=model)"
     )
 
 

@@ -50,9 +50,9 @@ def check_embeddings(model: nn.Module, strategy: str) -> None:
         ):
             raise UnsupportedLoopError(
                 f"{name or 'the model'} is an embedding with max_norm="
-                f"{module.max_norm}, which shortens rows within forward: under "
-                f"{strategy} each rank would shorten those of its own samples alone. "
-                "Make it without max_norm, and shorten the rows after "
+                f"{module.max_norm}, which renormalizes rows in forward: under "
+                f"{strategy} each rank would renormalize only those of its own "
+                "samples. Make it without max_norm, and renormalize the rows after "
                 "optimizer.step(), under torch.no_grad(); or use single"
             )
 

@@ -225,7 +225,7 @@ class ZeRO(Prepared):
         if merged["zero_optimization"]["stage"] != self.stage:
             raise ValueError(
                 f'--config: "stage" is {merged["zero_optimization"]["stage"]}; '
-                f"the magic line says zero{self.stage}"
+                f"the magic line says zero{self.stage}; leave it out"
             )
         return merged
 
@@ -410,7 +410,7 @@ class ZeRO(Prepared):
                     unused.append(name)
         if unused and not self._has_noted_unused:
             self._has_noted_unused = True
-            others = f" (and {len(unused) - 1} others)" if len(unused) > 1 else ""
+            others = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
             self.note(
                 f"{unused[0]}{others} gets no gradient in some steps; {self.name} then "
                 "updates it with a gradient of 0, so weight decay and momentum change "

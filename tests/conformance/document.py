@@ -24,24 +24,25 @@ _INTRODUCTION = """\
 # Any loop: right, refused in words, or noted
 
 Every loop in [`tests/conformance/loops`](../tests/conformance/loops) is written as
-people write theirs, and run on two ranks under every strategy. What it computes is
-compared with one process of plain PyTorch on the same batches.
+people write training loops, and runs on two ranks under every strategy. Its result is
+compared with that of one process of plain PyTorch on the same batches.
 
 - `✓` right: the result of one process.
-- `r` refused: an error that says what was found and what to write instead.
-- `n` noted: another result, and a note under the run that says so.
+- `r` refused: an error that says what labkit found and what to write instead.
+- `n` noted: a different result, and a note under the run that says why.
 
-Nothing else is accepted: not a wrong result without a word (`W`), an error from inside
-a library (`B`), or a hang (`H`).
+The tests accept nothing else: no wrong result without a note (`W`), no error from
+inside a library that does not say what to write instead (`B`), and no hang (`H`).
 
-Each place in the table has a mark for each of: {options}.
+Each place in the table has four marks, one for each of: {options}.
 
-Not in the table is what no division of a batch gives back: a loss over the batch as a
-whole (negatives in the batch, mixup by a permutation, the statistics of BatchNorm
-without `--sync-batchnorm`), and random numbers that the loop draws after `prepare`,
-which differ from rank to rank as dropout wants it.
+The table leaves out loops whose result has to differ once a batch is divided among
+ranks: a loss over the batch as a whole (in-batch negatives, mixup by a permutation, the
+statistics of BatchNorm without `--sync-batchnorm`), and random numbers that the loop
+draws after `prepare`. These differ from rank to rank on purpose, so that dropout does.
 
-`make conformance` writes this page.
+`STRATEGY` in a message below stands for the strategy of the run. `make conformance`
+writes this page.
 """
 
 
