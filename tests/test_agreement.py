@@ -1,9 +1,11 @@
 """What all ranks have to do alike: refused where they do not, and said in words."""
 
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.strategies.agreement import InOrder
 from labkit.strategies.agreement import Route
-from labkit.strategies.agreement import settings_of
+from labkit.strategies.agreement import Settings
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import living
 from labkit.strategies.backward import unfollow
@@ -151,12 +153,25 @@ def test_a_route_is_of_layers_and_their_order() -> None:
 def test_settings_are_numbers_and_words() -> None:
     def settings(**group: Any) -> int:
         optimizer: Any = SimpleNamespace(param_groups=[{"params": [object()], **group}])
-        return settings_of(optimizer)
+        return Settings(optimizer).number
 
     assert settings(lr=0.1, betas=(0.9, 0.99)) == settings(lr=0.1, betas=(0.9, 0.99))
     assert settings(lr=0.1) != settings(lr=0.2)
     assert settings(betas=(0.9, 0.99)) != settings(betas=(0.9, 0.9))
     assert settings(lr=0.1, state=object()) == settings(lr=0.1, state=object())
+    assert settings(lr=torch.tensor(0.1)) != settings(lr=torch.tensor(0.2))
+    assert settings(lr=np.float32(0.1)) != settings(lr=np.float32(0.2))
+    assert settings(lr=np.float64(0.1)) == settings(lr=0.1)
+
+
+def test_settings_are_those_of_the_moment() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    settings = Settings(optimizer)
+    first = settings.number
+    optimizer.param_groups[0]["lr"] = 0.2
+    second = settings.number
+    optimizer.param_groups[0]["lr"] = 0.1
+    assert first == settings.number != second
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
@@ -170,6 +185,113 @@ def test_a_step_that_one_rank_leaves_out_is_refused(lab: Lab, strategy: str) -> 
     """
     with pytest.raises(RankError, match="taken a step that others skipped"):
         train(lab, strategy, SET_UP, PREPARE, loop)
+
+
+def test_a_last_step_that_one_rank_leaves_out_is_noted(lab: Lab) -> None:
+    loop = """
+    for number, (inputs, labels) in enumerate(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        if rank == 0 or number != 3:
+            optimizer.step()
+    """
+    run = train(lab, "fsdp", SET_UP, PREPARE, loop)
+    assert "rank 1 took 3 optimizer steps, rank 0 took 4" in run.mismatches
+
+
+def test_a_checkpoint_of_parts_that_differ_is_refused(lab: Lab, tmp_path: Path) -> None:
+    loop = f"""
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    save_checkpoint({str(tmp_path / "one")!r})
+    """
+    with pytest.raises(RankError, match="the optimizer's settings differ"):
+        train(lab, "fsdp", SET_UP, PREPARE, STEP, loop)
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batches_that_a_thread_draws_ahead_are_no_skipped_ones(
+    lab: Lab, strategy: str
+) -> None:
+    prefetched = """
+    import queue, threading, time
+    class Background:
+        def __init__(self, loader):
+            self.loader = loader
+        def __iter__(self):
+            drawn = queue.Queue(2)
+            def draw():
+                for batch in self.loader:
+                    drawn.put(batch)
+                drawn.put(None)
+            threading.Thread(target=draw, daemon=True).start()
+            if rank == 1:
+                # By now it is two ahead, and the other's at most one.
+                while drawn.qsize() < 2: pass
+            return iter(drawn.get, None)
+    loader = Background(loader)
+    """
+    run = train(lab, strategy, SET_UP, PREPARE, prefetched, STEP)
+    assert run.num_steps == 4
+    assert run.mismatches == []
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_ranks_may_run_the_root_another_number_of_times(
+    lab: Lab, strategy: str
+) -> None:
+    one_by_one = """
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+        def forward(self, x):
+            return self.second(self.first(x).relu())
+    Net = Plain
+    data = TensorDataset(x[:31], y[:31])
+    """
+    loop = """
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        losses = [
+            F.cross_entropy(model(a[None]), b[None]) for a, b in zip(inputs, labels)
+        ]
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+    """
+    found = []
+    for each in ("single", strategy):
+        train(lab, each, SET_UP, one_by_one, PREPARE, loop)
+        found.append(lab.pull("model", full=True))
+    values = [m.state_dict() if isinstance(m, nn.Module) else m for m in found]
+    for name, value in values[0].items():
+        torch.testing.assert_close(values[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hsdp"])
+def test_a_parameter_of_a_layer_that_only_some_ranks_use(
+    lab: Lab, strategy: str
+) -> None:
+    masked = """
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+            self.token = nn.Parameter(torch.ones(6))
+        def forward(self, x):
+            mask = x[:, 0] > 0
+            if mask.any():
+                x = torch.where(mask[:, None], self.token, x)
+            return self.second(self.first(x).relu())
+    Net = Masked
+    """
+    found = []
+    for each in ("single", strategy):
+        train(lab, each, SET_UP, masked, PREPARE, STEP)
+        found.append(lab.pull("model", full=True))
+    values = [m.state_dict() if isinstance(m, nn.Module) else m for m in found]
+    for name, value in values[0].items():
+        torch.testing.assert_close(values[1][name], value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])

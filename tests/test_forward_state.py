@@ -68,10 +68,15 @@ def test_digests_tell_tensors_apart() -> None:
         torch.ones(2, dtype=torch.cfloat),
         torch.eye(3).to_sparse(),
         torch.zeros(0),
+        torch.linspace(0, 1, 8)[::2],
+        torch.eye(4).diagonal(),
+        torch.full((1,), 3.0).expand(4),
+        torch.fft.fft(torch.arange(5.0)).conj(),
     ]
     numbers = {digest([each], CPU) for each in [*tensors, None]}
     assert len(numbers) >= len(tensors)
     assert all(digest([each.clone()], CPU) in numbers for each in tensors)
+    assert digest([torch.ones(3, device="meta")], CPU) == digest([None], CPU)
 
 
 def test_gradients_of_no_backward_pass_are_refused_between_microbatches() -> None:

@@ -1,6 +1,7 @@
 """What a loss's graph says of its reduction, on plain torch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,24 @@ RIGHT: dict[str, Loss] = {
     "mean": lambda x: x.square().mean(),
     "divided": lambda x: x.square().sum() / len(x),
     "divided by all": lambda x: x.square().sum() / x.numel(),
+    "dot over samples": lambda x: torch.dot(x[:, 0], T[:, 0]) / len(x),
+    "einsum over samples": lambda x: torch.einsum("bd,bd->", x, T) / len(x),
+    "weights of tasks": lambda x: (
+        torch.stack([x.mean(), F.mse_loss(x, T), x.abs().mean()])
+        @ torch.tensor([0.5, 0.2, 0.3])
+    ),
+    "largest of each": lambda x: x.max(1).values.mean(),
+    "largest taken off": lambda x: (x - x.max().detach()).exp().sum(1).log().mean(),
+    "complex": lambda x: (
+        F.mse_loss(x, T)
+        + 0.1 * torch.view_as_complex(P[:, :2].contiguous()).sum().abs()
+    ),
+    "in half": lambda x: F.cross_entropy(
+        x.repeat(1023 * 3, 1).bfloat16(), WHOLE.repeat(1023 * 3)
+    ),
+    "in half, many": lambda x: F.cross_entropy(
+        x.repeat(20_000, 1).half(), WHOLE.repeat(20_000)
+    ),
     "half of it": lambda x: 0.5 * x.square().sum() / len(x),
     "divided again": lambda x: x.square().sum() / len(x) / 2,
     "times a fraction": lambda x: x.square().sum() * 0.25,
@@ -98,6 +117,10 @@ RIGHT: dict[str, Loss] = {
 NOTED: dict[str, tuple[Loss, str]] = {
     "ignored": (lambda x: F.cross_entropy(x, PARTLY), UNEVEN),
     "2d": (lambda x: F.cross_entropy(x.T[None], PARTLY[None]), UNEVEN),
+    "dot": (lambda x: -torch.dot(x[:, 0], T[:, 0]), SUM),
+    "matmul": (lambda x: -(x[:, 0] @ T[:, 0]), SUM),
+    "einsum": (lambda x: torch.einsum("bd,bd->", x, T), SUM),
+    "largest": (lambda x: x.max(), CURVED_MEAN),
     "class weights": (lambda x: F.cross_entropy(x, WHOLE, WEIGHTS), UNEVEN),
     "masked": (lambda x: x.square()[MASK].mean(), UNEVEN),
     "by its mask": (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), UNEVEN),
@@ -218,3 +241,26 @@ def test_several_losses_of_a_batch_are_compared_each_with_itself() -> None:
     for microbatch in (1, 2):
         assert watch.look(x.mean(), 4, microbatch) is None
         assert watch.look(x[:, :3].mean(), 4, microbatch) is None
+
+
+def test_images_that_grow_from_pass_to_pass_are_no_uneven_samples() -> None:
+    watch = LossWatch()
+    for microbatch, size in enumerate((8, 12, 16), start=1):
+        watch.begin_pass()
+        x = torch.rand(4, size, requires_grad=True)
+        loss = F.mse_loss(x * 2, torch.rand(4, size))
+        assert watch.look(loss, 4, microbatch) is None
+
+
+def test_a_look_ends_no_loop() -> None:
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.expand(4, 5)
+
+    x = X.clone().requires_grad_()
+    assert LossWatch().look(Odd.apply(x) * torch.tensor(1j), 4, 1) is None

@@ -5,10 +5,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from labkit.notebook.rank_list import format_ranks
+from labkit.records import BUFFER
 from labkit.records import ReplicaNotes
 
 MAX_NAMES = 3
 _WRAP = 2**64
+BUFFER_DIFFERS = (
+    "{} is not the same on all ranks: each rank updates it from its own samples, where "
+    "one process updates it from the whole batch. In forward, average the update over "
+    "the ranks with torch.distributed.all_reduce"
+)
 
 
 def find_mismatches(notes: Mapping[int, ReplicaNotes], strategy: str) -> list[str]:
@@ -43,6 +49,10 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
             columns = [int(c) for c in np.flatnonzero(differs.any(axis=0))]
             # Those that parted first come first: the others follow from them.
             columns.sort(key=lambda c: int(differs[:, c].argmax()))
+            buffers = [first.names[c] for c in columns if is_buffer(first.names[c])]
+            columns = [c for c in columns if not is_buffer(first.names[c])]
+            if buffers:
+                found.append(BUFFER_DIFFERS.format(several(buffers)))
             for column in columns[:MAX_NAMES]:
                 row = int(differs[:, column].argmax())
                 found.append(
@@ -51,7 +61,17 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
                 )
             if len(columns) > MAX_NAMES:
                 found[-1] += f"; so do {len(columns) - MAX_NAMES} more parameters"
-    return found
+    return list(dict.fromkeys(found))
+
+
+def is_buffer(name: str) -> bool:
+    return name.startswith(BUFFER)
+
+
+def several(names: list[str]) -> str:
+    """The first of these, and how many more there are."""
+    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return names[0] + others
 
 
 def data_mismatches(

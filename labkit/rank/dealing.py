@@ -135,6 +135,10 @@ def stand_in(batch: Any) -> Any:
     return batch[[0, 0]] if isinstance(batch, torch.Tensor) else [batch[0], batch[0]]
 
 
+OF_ANOTHER_KIND = (TypeError, OverflowError)
+"""What adding keys to an array raises that are no indices."""
+
+
 def numbers_of(keys: Any) -> Any:
     """Sample indices as a dataset takes them."""
     return keys.tolist() if isinstance(keys, torch.Tensor) else keys
@@ -188,10 +192,10 @@ class GlobalBatches(Sampler[Any]):
                 self._shares.append(
                     self.dealer.share(num_samples, len(batch), number, fingerprint)
                 )
-                with contextlib.suppress(TypeError):  # keys of another kind
+                with contextlib.suppress(*OF_ANOTHER_KIND):
                     self.drawn.extend(numbers_of(part[:num_samples]))
                 yield torch.as_tensor(part) if self.as_tensors else numbers_of(part)
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(*OF_ANOTHER_KIND):
                 self.dealt.extend(numbers_of(batch))
 
     def deal(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, Share]]:

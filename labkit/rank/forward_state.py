@@ -10,6 +10,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from labkit.rank.probe import parts
 from labkit.rank.replicas import fingerprints
+from labkit.records import BUFFER
 from labkit.strategies.agreement import agree
 from labkit.strategies.prepared import Prepared
 
@@ -43,10 +44,13 @@ class ForwardState:
             for prefix, module in self._modules
             for name in module._buffers
         ]
+        names = [name for name, *_ in self._buffers]
+        self.replicas = self._comparable(dict.fromkeys(names, 0))
+        """By name, what of the buffers is to be equal on all ranks: as they were before
+        the last step that was looked at."""
 
     def look(self, *, num_ranks: int, is_last: bool) -> None:
-        """The loop steps, with the last microbatch of a step or another one.
-        Collective."""
+        """The loop steps, with the last microbatch of a step or another one."""
         accumulate = self._prepared.options.accumulate
         if not self._num_left or num_ranks * accumulate == 1:
             return
@@ -59,8 +63,10 @@ class ForwardState:
             self._before = None if is_last else now
         if is_last:
             self._num_left -= 1
-            if num_ranks > 1 and buffers:
-                self._note_different(buffers)
+            self.replicas = self._comparable(buffers)
+
+    def _comparable(self, buffers: dict[str, int]) -> dict[str, torch.Tensor]:
+        return {BUFFER + name: torch.tensor([n]) for name, n in buffers.items()}
 
     def _note_repeated(self, names: list[str]) -> None:
         if names and not self._has_noted_repeated:  # which need not be on all ranks
@@ -71,18 +77,6 @@ class ForwardState:
                 f"so {count} times per step, where one process with whole batches does "
                 "it once. Leave out --accumulate, or make that change in the loop, "
                 "after optimizer.step(), under `if not optimizer.held_back:`"
-            )
-
-    def _note_different(self, buffers: dict[str, int]) -> None:
-        differ = differing(list(buffers.values()), self._prepared.device)
-        names = [name for name, is_so in zip(buffers, differ, strict=True) if is_so]
-        if names:
-            self._num_left = 0
-            self._prepared.note(
-                f"the buffer {several(names)} is not the same on all ranks: each rank "
-                "updates it from its own samples, where one process updates it from "
-                "the whole batch. In forward, average the update over the ranks with "
-                "torch.distributed.all_reduce"
             )
 
     def _digests(self) -> dict[str, int]:
@@ -118,5 +112,5 @@ def digest(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
 
 def differing(numbers: list[int], device: torch.device) -> list[bool]:
     """Which of these are not the same on all ranks. Collective."""
-    _, _, are_same = agree([], numbers, device)
+    _, are_same = agree([], numbers, device)
     return [not is_same for is_same in are_same]

@@ -27,6 +27,9 @@ PASSED = (
     "View",
     "UnsafeView",
     "ReshapeAlias",
+    "Permute",
+    "Transpose",
+    "T",
     "Expand",
     "ToCopy",
     "Clone",
@@ -54,6 +57,11 @@ CURVED = (
 BENT = ("Abs", "Relu", "Clamp", "ClampMin", "ClampMax")
 """Functions that leave alone the numbers on one side."""
 STATISTICS = (
+    "Max",
+    "Min",
+    "Median",
+    "Amax",
+    "Amin",
     "Std",
     "StdMean",
     "Var",
@@ -64,6 +72,8 @@ STATISTICS = (
     "Prod",
 )
 """What makes one number of many, and is no mean or sum."""
+DOTS = ("Dot", "Vdot", "Mm", "Mv", "Bmm", "Trace")
+"""Of vectors they are the sum of the products of their elements."""
 LAYERS = (
     "Addmm",
     "Linear",
@@ -177,6 +187,11 @@ class LossWatch:
         """By the place of a loss and of a mean in it, what the last mean divided by,
         and that for each sample."""
 
+    def begin_pass(self) -> None:
+        """The loop begins with its data again, which may have grown: images do, and
+        sequences."""
+        self._before.clear()
+
     def look(
         self,
         loss: torch.Tensor,
@@ -197,7 +212,10 @@ class LossWatch:
                 return SUM
             if loss.numel() != 1:
                 return None
-            return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
+            try:
+                return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
+            except (RuntimeError, TypeError):
+                return None  # of numbers of another kind: a look is to end no loop
 
     def _judge(self, found: "Terms", root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
@@ -310,6 +328,14 @@ class Terms:
             if term is not None:
                 found = replace(term, factors=term.factors + factors, curve=curve)
                 yield from self._within(found) or [found]
+                continue
+            if kind in DOTS:
+                sizes = _sizes_of_dot(node, output)
+                if sizes and self._has_samples(sizes):
+                    yield Term(node, "sum", sizes, factors=factors, curve=curve)
+                elif sizes:
+                    by = (Factor(None), *factors)
+                    waiting += [(*each, by, curve) for each in node.next_functions]
                 continue
             shape = _shape(node, output)
             if self._has_samples(shape) and kind not in ("Stack", "Cat"):
@@ -600,6 +626,10 @@ def _term(node: Any, kind: str) -> Term | None:
         count = prod(sizes) if sizes and reduction == 1 else None
         return Term(node, name, sizes, count)
     total = _saved(node, "total_weight") if reduction == 1 else None
+    if total is not None and sizes and total.dtype in (torch.float16, torch.bfloat16):
+        # It is rounded, to infinity where it is large.
+        whole = float(prod(sizes))
+        total = whole if total == torch.tensor(whole).to(total.dtype) else total
     is_weighted = reduction == 1 and _saved(node, "weight") is not None
     return Term(node, name, sizes, total, is_weighted=is_weighted, is_partial=True)
 
@@ -626,11 +656,25 @@ def _reduction(node: Any, kind: str) -> Term | None:
     return Term(node, "sum" if kind == "Sum" or power == 1 else "other", sizes)
 
 
+def _sizes_of_dot(node: Any, output: int) -> tuple[int, ...] | None:
+    """The shape of what a product of vectors or matrices sums up to one number; None
+    where it gives more than one."""
+    if prod(_shape(node, output) or ()) != 1:
+        return None
+    shapes = [_shape(*each) for each in node.next_functions]
+    sizes = max((s for s in shapes if s is not None), key=prod, default=())
+    if kind_of(node) == "Trace":
+        sizes = sizes[:1]
+    return tuple(size for size in sizes if size != 1) or None
+
+
 def _is_bent(node: Any, kind: str) -> bool:
     """Whether a number is on the side where the function is not the identity."""
     given = _saved(node, "result" if kind == "Relu" else "self")
     if not isinstance(given, torch.Tensor):
         return False
+    if given.is_complex():
+        return True
     least, most = 0.0, float("inf")
     if kind.startswith("Clamp"):
         found = _saved(node, "min"), _saved(node, "max")

@@ -162,12 +162,12 @@ class Noticer:
         if found and not is_again:
             place = self.batch, self.microbatch
             self._losses.append((sum(found[1:], found[0]), self.weight, *place))
-        seeds = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
         for root, seed in zip(roots, seeds, strict=True):
             if isinstance(root, torch.Tensor):
                 self.check_loss(root, seed)
+        scaled = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
         self.on_backward(True)
-        return seeds
+        return scaled
 
     def end(self) -> None:
         self.on_backward(False)

@@ -131,9 +131,10 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def column_sums(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as words in rows of `COLUMNS`, summed over the rows."""
-    values = tensor.detach().flatten()
+    values = tensor.detach().resolve_conj().resolve_neg().flatten()
     if values.is_complex():
         values = torch.view_as_real(values).flatten()
+    values = values.contiguous()
     num_in_word = 8 // values.element_size()
     if values.storage_offset() % num_in_word:
         values = values.clone()

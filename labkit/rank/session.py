@@ -1,6 +1,7 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
 import contextlib
+import threading
 import time
 import warnings
 from collections import Counter
@@ -478,6 +479,8 @@ class Session:
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._num_unused, self._is_uneven = 0, False
+        if self._loss_watch is not None:
+            self._loss_watch.begin_pass()
         self._is_first_microbatch = True
         for optimizer in self._optimizers:
             optimizer.drop_held()
@@ -529,7 +532,8 @@ class Session:
             self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
-            optimizer.prepared.num_batches += 1
+            # Of a thread that draws ahead ranks have not drawn alike at a step.
+            optimizer.prepared.num_batches += is_in_main_thread()
             optimizer.begin_microbatch(share.is_last)
         if self._probe is None and is_sampled(
             self._optimizer_steps + 1 - self._keeper.first_step
@@ -635,8 +639,6 @@ class Session:
         num_samples = None if self._share is None else self._share.num_samples
         if num_samples == 0:  # a stand-in
             return
-        if seed is not None and self._noticer.weight:
-            seed = seed / self._noticer.weight  # as the loop gave it
         if text := self._loss_watch.look(loss, num_samples, number, seed):
             self.note(text)
             self._loss_watch = None
@@ -664,7 +666,7 @@ class Session:
     def _agree(self) -> None:
         """After an evaluation on all ranks. Collective."""
         for each in () if self._has_ended else self.prepared():
-            if each.is_sharded:
+            if each.is_sharded and is_in_main_thread():
                 each.agree()
 
     def _check_inputs(self, inputs: Roots) -> None:
@@ -733,9 +735,10 @@ class Session:
 
     def _check_replicas(self) -> None:
         replicas: dict[str, torch.Tensor] = {}
-        for number, prepared in enumerate(self.prepared()):
+        for number, each in enumerate(self._optimizers):
             of_which = f" of model {number + 1}" if number else ""
-            for name, tensor in prepared.replicas().items():
+            found = each.prepared.replicas() | each.forward_state.replicas
+            for name, tensor in found.items():
                 replicas[name + of_which] = tensor
         self._watch.check(self._optimizer_steps, replicas)
 
@@ -840,6 +843,11 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "optimizer again in a %%dist_train cell"
         )
     optimizer.prepared.step(closure)
+
+
+def is_in_main_thread() -> bool:
+    """Whether the cell's own code runs, and no thread that prefetches for it."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -40,7 +40,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The mean over all ranks of a loss that a closure returns."""
         self.num_ranks = 1
         """That train this model together."""
-        self._forward_state = ForwardState(prepared)
+        self.forward_state = ForwardState(prepared)
         self._is_fresh = True
         """Whether there can be no gradients of the step before."""
         self._is_last = True
@@ -103,7 +103,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_gradients()
         self._has_passed = self._is_fresh = self.prepared.is_reached = False
-        self._forward_state.look(num_ranks=self.num_ranks, is_last=self._is_last)
+        self.forward_state.look(num_ranks=self.num_ranks, is_last=self._is_last)
         self.held_back = not self._is_last
         if self.held_back:
             self._num_held += 1

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,13 +34,14 @@ STEP_SKIPPED = (
     "condition tests, before it"
 )
 OTHER_SETTINGS = (
-    "the optimizer's settings differ between ranks (on this one lr is {lr}), for "
+    "the optimizer's settings differ between ranks (on this one lr is {rates}), for "
     "example because a scheduler gets each rank's own loss. Average the loss over the "
     "ranks first: loss = loss.detach(); dist.all_reduce(loss, dist.ReduceOp.AVG)"
 )
 OTHER_LAYERS = (
-    "ranks ran different layers of the model, or in another order, and zero3, fsdp and "
-    "hsdp gather a layer's parameters from all ranks at once. So the result is wrong, "
+    "ranks ran different layers of the model, or in another order, or used different "
+    "parameters of a layer, and zero3, fsdp and hsdp gather and reduce a layer's "
+    "parameters on all ranks at once. So the result is wrong, "
     "and no step is taken with it. Make what the model decides at random or by its "
     "samples the same on all ranks, or use ddp, zero1 or zero2"
 )
@@ -47,33 +49,56 @@ OTHER_LAYERS = (
 
 def agree(
     used: Sequence[bool], facts: Sequence[int], device: torch.device
-) -> tuple[list[bool], list[bool], list[bool]]:
-    """For each of `used`: whether it is so on any rank, and whether on some alone. For
-    each of `facts`: whether it is the same on all ranks. Collective."""
-    sent = [*used, *(not each for each in used), *facts, *(-fact for fact in facts)]
+) -> tuple[list[bool], list[bool]]:
+    """For each of `used`: whether it is so on any rank. For each of `facts`: whether it
+    is the same on all ranks. Collective."""
+    sent = [*used, *facts, *(-fact for fact in facts)]
     found = greatest(torch.tensor(sent, dtype=torch.int64, device=device))
-    some, not_all = found[: len(used)], found[len(used) : 2 * len(used)]
-    most, least = found[2 * len(used) :][: len(facts)], found[len(found) - len(facts) :]
+    some, most = found[: len(used)], found[len(used) : len(used) + len(facts)]
+    least = found[len(used) + len(facts) :]
     return (
         [bool(each) for each in some],
-        [bool(one and other) for one, other in zip(some, not_all, strict=True)],
         [one == -other for one, other in zip(most, least, strict=True)],
     )
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> int:
-    """A number that tells an optimizer's settings from others, on any rank."""
-    settings = [
-        sorted((key, value) for key, value in group.items() if is_plain(value))
-        for group in optimizer.param_groups
-    ]
-    return zlib.crc32(repr(settings).encode())
+class Settings:
+    """An optimizer's settings as a number, that tells them from others on any rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: list[list[Any]] | None = None
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        """Of the settings as they are now."""
+        found = [
+            [plain(value) for key, value in group.items() if key != "params"]
+            for group in self._optimizer.param_groups
+        ]
+        if found != self._known:  # to write them out takes ten times as long
+            self._known = found
+            keys = [sorted(group) for group in self._optimizer.param_groups]
+            self._number = zlib.crc32(repr((keys, found)).encode())
+        return self._number
+
+    @property
+    def rates(self) -> str:
+        """The learning rates, to be read."""
+        groups = self._optimizer.param_groups
+        return ", ".join(f"{float(g['lr']):.3g}" for g in groups if "lr" in g)
 
 
-def is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(is_plain, value))
-    return isinstance(value, bool | int | float | str)
+def plain(value: Any) -> Any:
+    """A setting as a number, a word or a tuple of them; None where it is neither."""
+    if type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    ):
+        return value.item()
+    return tuple(map(plain, value)) if isinstance(value, tuple | list) else None
 
 
 class Route:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checks import UnsupportedLoopError
-from labkit.strategies.agreement import settings_of
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -167,12 +166,7 @@ class DDP(Prepared):
         del self._ddp
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        settings, num_batches = settings_of(self.optimizer), self.num_batches
-        return {
-            "the optimizer's settings": torch.tensor([settings], device=self.device),
-            "the number of batches": torch.tensor([num_batches], device=self.device),
-            **dict(self.module.named_parameters()),
-        }
+        return self.counted() | dict(self.module.named_parameters())
 
 
 def is_tensor(root: Any) -> bool:

@@ -68,7 +68,7 @@ class FSDP(Prepared):
         settings = dict(self.options.config)
         settings["mesh"] = mesh = self.mesh(settings.get("mesh"))
         self.num_shards = mesh.size(-1)
-        self.replica_group = mesh.get_local_rank(-1)
+        self.replica_group = mesh.get_local_rank(-1) if mesh.ndim > 1 else 0
         at_root = {}
         if self.options.precision != "fp32" and "mp_policy" not in settings:
             # Gradients are summed over the ranks in fp32, and the loss computed in it.
@@ -95,10 +95,10 @@ class FSDP(Prepared):
         self._parts = [part for group in self._groups for part in group.fsdp_params]
         self._edges: dict[int, Any] = {}
         self._used: set[int] = set()
-        """Ids of the whole parameters that this backward pass reaches."""
+        """Ids of the whole parameters that this backward pass reaches on any rank."""
         for number, group in enumerate(self._groups):
             group.pre_forward = partial(
-                run_on_route, self.route, number, group.pre_forward
+                run_on_route, self.route, number, group, group.pre_forward
             )
             group.post_backward = partial(
                 reduce_filled, self._used, group, group.post_backward
@@ -134,11 +134,14 @@ class FSDP(Prepared):
                     "parameters. Call them before prepare, or use ddp"
                 )
 
+    def replicas(self) -> dict[str, torch.Tensor]:
+        return self.counted()
+
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         # In the graph are the whole parameters, which may be made in any forward pass.
         found = []
         for part in self._parts:
-            whole = getattr(part, "_unsharded_param", None)
+            whole = whole_of(part)
             if whole is not None and whole.requires_grad:
                 if id(whole) not in self._edges:
                     self._edges[id(whole)] = whole, get_gradient_edge(whole).node
@@ -146,13 +149,18 @@ class FSDP(Prepared):
         return found
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        ours = set(map(id, used))
+        flags = [id(whole_of(part)) in ours for part in self._parts]
+        # A group is reduced where any of its parameters is reached.
+        of_group = iter(flags)
+        reached = [any([next(of_group) for _ in g.fsdp_params]) for g in self._groups]
+        some = self.agree(flags, alike=reached)
         self._used.clear()
-        self._used |= set(map(id, used))
-        flags = [
-            id(getattr(part, "_unsharded_param", None)) in self._used
-            for part in self._parts
-        ]
-        self.agree(flags)
+        self._used.update(
+            id(whole_of(part))
+            for part, is_used in zip(self._parts, some, strict=True)
+            if is_used
+        )
 
     def step(self, closure: Closure | None = None) -> float | None:
         self.note_step()
@@ -211,14 +219,17 @@ class HSDP(FSDP):
         return mesh_of(dist.group.WORLD, self.device.type, shape)
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        return {name: shard._local_tensor for name, shard in self._shards.items()}
+        shards = {name: shard._local_tensor for name, shard in self._shards.items()}
+        return self.counted() | shards
 
 
 def run_on_route(
-    route: Route, number: int, pre_forward: Callable[..., Any], *args: Any
+    route: Route, number: int, group: Any, pre_forward: Callable[..., Any], *args: Any
 ) -> Any:
-    """What a group of parameters does before its block runs, which is noted."""
-    route.add(number)
+    """What a group of parameters does before its block runs, which is noted where it
+    gathers them: the root's, once gathered, stay until the backward pass is over."""
+    if not group.is_unsharded:
+        route.add(number)
     if torch.is_inference_mode_enabled():
         # Or what it gathers into could never be part of a backward pass.
         with torch.inference_mode(False), torch.no_grad():
@@ -232,11 +243,16 @@ def reduce_filled(
     """What a group does once its gradients have come. Where autograd gives none, it is
     0: as many have to be reduced on every rank."""
     for part in group.fsdp_params:
-        whole: Any = getattr(part, "_unsharded_param", None)
+        whole = whole_of(part)
         is_late = id(whole) in used and part.unsharded_accumulated_grad is None
         if is_late and whole.grad is None:
             whole.grad = torch.zeros_like(whole)
     return reduce(*args)
+
+
+def whole_of(part: Any) -> Any:
+    """The whole parameter, where it has been gathered before."""
+    return getattr(part, "_unsharded_param", None)
 
 
 def check_hooks(name: str, parameter: Any) -> None:

@@ -1,6 +1,7 @@
 """What every strategy makes of a model and its optimizer; on its own, `single`."""
 
 import contextlib
+import zlib
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from labkit.strategies.agreement import OTHER_SETTINGS
 from labkit.strategies.agreement import SKIPPED
 from labkit.strategies.agreement import STEP_SKIPPED
 from labkit.strategies.agreement import Route
+from labkit.strategies.agreement import Settings
 from labkit.strategies.agreement import agree
-from labkit.strategies.agreement import settings_of
 from labkit.strategies.backward import Roots
 from labkit.strategies.backward import follow
 from labkit.strategies.backward import unfollow
@@ -92,6 +93,7 @@ class Prepared:
         self.num_batches = 0
         """That the loop has been given."""
         self._num_steps = self._stepped_with = 0
+        self._optimizer_settings = Settings(optimizer)
         self.route = Route()
         """Of the layers that run, where they gather their parameters."""
         self.is_last = True
@@ -158,37 +160,41 @@ class Prepared:
         """UnsupportedLoopError if the loop has put other tensors in the place of this
         rank's parts."""
 
-    def agree(self, used: Sequence[bool] = ()) -> list[bool]:
+    def agree(
+        self, used: Sequence[bool] = (), alike: Sequence[bool] = ()
+    ) -> list[bool]:
         """Which of `used`, facts of a backward pass that begins, hold on any rank.
 
         UnsupportedLoopError where what ranks have in parts would not be parts of one
-        model. Settings that a loop changes between the backward pass and the step are
-        compared in the next pass. Collective.
+        model, as where the facts in `alike` differ. What a loop does between the
+        backward pass and the step is compared in the next pass. Collective.
         """
         facts = [
             self.num_batches,
             self._num_steps,
-            settings_of(self.optimizer),
+            self._optimizer_settings.number,
             self._stepped_with,
             self.route.take(),
+            zlib.crc32(bytes(alike)),
         ]
-        some, some_alone, alike = agree(used, facts, self.device)
-        is_same_batch, is_same_step, *has_same_settings, is_same_route = alike
+        some, same = agree(used, facts, self.device)
+        is_same_batch, is_same_step, *same = same
+        has_same_settings, had_same_settings, is_same_route, is_alike = same
         if not is_same_batch:
             raise UnsupportedLoopError(SKIPPED)
         if not is_same_step:
             raise UnsupportedLoopError(STEP_SKIPPED)
-        if not all(has_same_settings):
-            lr = ", ".join(f"{g['lr']:.3g}" for g in self.optimizer.param_groups)
-            raise UnsupportedLoopError(OTHER_SETTINGS.format(lr=lr))
-        if self.is_sharded and (any(some_alone) or not is_same_route):
+        if not (has_same_settings and had_same_settings):
+            rates = self._optimizer_settings.rates
+            raise UnsupportedLoopError(OTHER_SETTINGS.format(rates=rates))
+        if not (is_same_route and is_alike):
             raise UnsupportedLoopError(OTHER_LAYERS)
         return some
 
     def note_step(self) -> None:
         """A step of parts is taken, to be one step on all ranks."""
         self._num_steps += 1
-        self._stepped_with = settings_of(self.optimizer)
+        self._stepped_with = self._optimizer_settings.number
 
     def unscale_gradients(self) -> None:
         """Let the loop see gradients as they are, and not as an fp16 loss scales them.
@@ -280,6 +286,16 @@ class Prepared:
     def replicas(self) -> dict[str, torch.Tensor]:
         """By name, what must be equal on all ranks of this rank's replica group."""
         return {}
+
+    def counted(self) -> dict[str, torch.Tensor]:
+        """By name, facts that are equal where all ranks train one model."""
+        settings = self._stepped_with or self._optimizer_settings.number
+        return {
+            "the optimizer's settings": torch.tensor([settings], device=self.device),
+            "the number of batches": torch.tensor(
+                [self.num_batches], device=self.device
+            ),
+        }
 
     def checkpoint(
         self, *, with_optimizer: bool = True

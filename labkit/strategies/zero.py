@@ -255,7 +255,7 @@ class ZeRO(Prepared):
         """Of which parameters any rank has gradients in this pass. Collective."""
         ours = set(map(id, used))
         flags = [id(parameter) in ours for parameter in self._trained]
-        some = self.agree(flags)
+        some = self.agree(flags, alike=flags if self.is_sharded else ())
         self._anywhere = [
             p for p, is_used in zip(self._trained, some, strict=True) if is_used
         ]
@@ -530,7 +530,8 @@ class ZeRO(Prepared):
         restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        return dict(self.module.named_parameters()) if self.stage < 3 else {}
+        whole = {} if self.is_sharded else dict(self.module.named_parameters())
+        return self.counted() | whole
 
 
 class ZeRO1(ZeRO):
