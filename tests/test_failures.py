@@ -313,7 +313,7 @@ DEATHS = {
         "subprocess.Popen(['sleep', '60']); os.kill(os.getpid(), signal.SIGKILL)",
         "dist.all_reduce(torch.ones(1))",
         # Linux counts what it kills for want of memory; macOS does not tell.
-        r"killed by SIGKILL \(by (a program or by hand|hand).* it had \d+ MiB\)",
+        r"killed by SIGKILL \(by (a program or by hand|hand).* it had [\d.]+ [MG]iB\)",
     ),
     "SIGSEGV of rank 0, which hosts the store": Death(
         (0,),

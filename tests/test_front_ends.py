@@ -200,7 +200,7 @@ def test_a_line_of_text_follows_a_run_in_a_terminal(terminal: Terminal) -> None:
     *running, finished = [each.rstrip() for each in states]
     assert len(set(running)) >= 2
     assert all(len(each) < 80 for each in running), "a line that wraps piles up"
-    assert re.search(r"finished, epoch 40/40, step 920/920, .* s$", finished)
+    assert re.search(r"finished, epoch 40/40, step 920/920, .*\d s\b", finished)
     assert [each for each in as_seen(shown) if each] == [
         finished,
         f"Out[{terminal.num_cells - 1}]: "

@@ -80,7 +80,8 @@ def test_a_wrong_loop_would_be_seen(loop: str) -> None:
     is taken for right in any precision."""
     right, start = expected(loop, "plain"), untrained(loop)
     found = [deviation(run_plainly(code_of(loop), gradient_scale=0.5), right, start)]
-    with contextlib.suppress(ValueError, TypeError):  # batches it cannot cut
+    # Of batches that it cannot cut.
+    with contextlib.suppress(ValueError, TypeError, RuntimeError):
         half = run_plainly(code_of(loop), num_shares=2)
         found.append(deviation(half, right, start))
     assert max(d for d in found if math.isfinite(d)) > 2 * max(WITHIN.values())
