@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -134,6 +135,13 @@ class RankLoader:
         fingerprint = self.resume_at.fingerprint if had else 0
         self._at = Position(self.num_epochs, had, fingerprint)
         dealt = self.batches.deal(self.loader)
+        if self._weigh is not None and not is_in_main_thread():
+            raise UnsupportedLoopError(
+                "a thread of the loop's own draws the batches, and prepare(..., "
+                "weigh=...) adds up over the ranks what they count, in step with the "
+                "loop. Iterate over the loader in the loop itself; a DataLoader with "
+                "num_workers=2, given to prepare, draws ahead"
+            )
         if self._weigh is not None:
             dealt = self._weighed(dealt, self._weigh)
         try:
@@ -200,6 +208,11 @@ class RankLoader:
                     batch,
                     dataclasses.replace(share, weight=weight, loss_weight=weight),
                 )
+
+
+def is_in_main_thread() -> bool:
+    """Whether the cell's own code runs, and no thread that draws ahead for it."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def count_of(weigh: Weigh, batch: Any) -> float:

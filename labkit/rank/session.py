@@ -1,7 +1,6 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
 import contextlib
-import threading
 import time
 import warnings
 from collections import Counter
@@ -36,6 +35,7 @@ from labkit.rank.evaluation import Scores
 from labkit.rank.evaluation import evaluate
 from labkit.rank.loader import RankLoader
 from labkit.rank.loader import Weigh
+from labkit.rank.loader import is_in_main_thread
 from labkit.rank.loop_body import extra_work
 from labkit.rank.loss_kind import LossWatch
 from labkit.rank.loss_kind import is_looked_at
@@ -93,6 +93,15 @@ RESERVED = frozenset(
 UNMEASURED = (
     "memory and collectives were not measured in the remaining steps: a profiler "
     "is active and would record labkit's own measurement"
+)
+
+DRAWN_BEFORE = (
+    "the loop trains with batches that it has drawn before (a list of them, or a "
+    "prefetcher), and a backward pass is weighted by the batch that was drawn last. "
+    "Ranks' parts of some are unequal, so the result is not that of one process. Draw "
+    "each batch right before its backward pass, or make all parts equal: "
+    "drop_last=True, a batch size that is a multiple of the number of ranks, no "
+    "--accumulate"
 )
 
 
@@ -479,6 +488,8 @@ class Session:
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._num_unused, self._is_uneven = 0, False
+        if not is_in_main_thread():
+            return
         if self._loss_watch is not None:
             self._loss_watch.begin_pass()
         self._is_first_microbatch = True
@@ -490,7 +501,7 @@ class Session:
             self._note_progress(steps_per_epoch=batches.num_batches)
 
     def _before_batch(self, loader: RankLoader) -> None:
-        if self._has_ended:
+        if self._has_ended or not is_in_main_thread():
             return
         self._num_samples = self._num_samples or 0
         self._keeper.before_batch(loader, self._optimizer_steps)
@@ -508,6 +519,11 @@ class Session:
 
     def _begin_batch(self, share: Share, loader: RankLoader) -> None:
         if self._has_ended:
+            return
+        if not is_in_main_thread():
+            # It draws ahead, so the loop has batches of its own; see `_on_backward`.
+            if share.weight != self._weight_outside:
+                self.note(DRAWN_BEFORE)
             return
         assert self._num_samples is not None
         is_zipped = self._share is not None and loader is not self._loader
@@ -532,8 +548,7 @@ class Session:
             self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
         BatchNorm.counts_here = share.num_samples > 0
         for optimizer in self._optimizers:
-            # Of a thread that draws ahead ranks have not drawn alike at a step.
-            optimizer.prepared.num_batches += is_in_main_thread()
+            optimizer.prepared.num_batches += 1
             optimizer.begin_microbatch(share.is_last)
         if self._probe is None and is_sampled(
             self._optimizer_steps + 1 - self._keeper.first_step
@@ -765,14 +780,7 @@ class Session:
     def _note_own_data(self) -> None:
         """A backward pass begins that is of no batch of a loader."""
         if self._is_uneven and self._num_unused > 0:
-            self.note(
-                "the loop trains with batches that it has drawn before (a list of "
-                "them, or a prefetcher), and a backward pass is weighted by the batch "
-                "that was drawn last. Ranks' parts of some are unequal, so the result "
-                "is not that of one process. Draw each batch right before its backward "
-                "pass, or make all parts equal: drop_last=True, a batch size that is a "
-                "multiple of the number of ranks, no --accumulate"
-            )
+            self.note(DRAWN_BEFORE)
         elif self._optimizers and self.options.accumulate > 1:
             count = self.options.accumulate
             self.note(
@@ -843,11 +851,6 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "optimizer again in a %%dist_train cell"
         )
     optimizer.prepared.step(closure)
-
-
-def is_in_main_thread() -> bool:
-    """Whether the cell's own code runs, and no thread that prefetches for it."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

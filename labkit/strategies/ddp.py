@@ -55,6 +55,11 @@ class DDP(Prepared):
             "gradient_as_bucket_view": True,
             **self.options.config,
         }
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                # It broadcasts them, which one of several elements in a place bars.
+                if buffer is not None and 0 in buffer.stride():
+                    module._buffers[name] = buffer.contiguous()
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._make_reducer()
         # Not the method itself, which a copy of the model would copy, with us.
