@@ -209,12 +209,10 @@ def test_a_checkpoint_of_parts_that_differ_is_refused(lab: Lab, tmp_path: Path) 
     assert not (tmp_path / "one").exists()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_batches_that_a_thread_draws_ahead_are_no_skipped_ones(
-    lab: Lab, strategy: str
-) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_batches_that_a_thread_draws_are_refused(lab: Lab, strategy: str) -> None:
     prefetched = """
-    import queue, threading, time
+    import queue, threading
     class Background:
         def __init__(self, loader):
             self.loader = loader
@@ -223,17 +221,39 @@ def test_batches_that_a_thread_draws_ahead_are_no_skipped_ones(
             def draw():
                 for batch in self.loader:
                     drawn.put(batch)
-                drawn.put(None)
             threading.Thread(target=draw, daemon=True).start()
-            if rank == 1:
-                # By now it is two ahead, and the other's at most one.
-                while drawn.qsize() < 2: pass
             return iter(drawn.get, None)
     loader = Background(loader)
     """
-    run = train(lab, strategy, SET_UP, PREPARE, prefetched, STEP)
-    assert run.num_steps == 4
-    assert run.mismatches == []
+    with pytest.raises(RankError, match="a thread of the loop's own draws"):
+        train(lab, strategy, SET_UP, PREPARE, prefetched, STEP)
+    assert lab.runs[-1].state == "failed"
+    train(lab, strategy, SET_UP, PREPARE, STEP)
+
+
+def test_the_root_may_not_be_called_on_its_own_output_another_number_of_times(
+    lab: Lab,
+) -> None:
+    again = """
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        def forward(self, x):
+            return self.second(self.first(x).relu())
+    Net = Plain
+    """
+    loop = """
+    for number, (inputs, labels) in enumerate(loader):
+        found = inputs
+        for _ in range(1 + (number + rank) % 2):
+            found = model(found)
+        F.mse_loss(found, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    with pytest.raises(RankError, match="ranks ran different layers"):
+        train(lab, "fsdp", SET_UP, again, PREPARE, loop)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])

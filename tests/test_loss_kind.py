@@ -70,6 +70,7 @@ RIGHT: dict[str, Loss] = {
     ),
     "largest of each": lambda x: x.max(1).values.mean(),
     "largest taken off": lambda x: (x - x.max().detach()).exp().sum(1).log().mean(),
+    "largest taken off, too": lambda x: (x - x.max()).exp().sum(1).log().mean(),
     "complex": lambda x: (
         F.mse_loss(x, T)
         + 0.1 * torch.view_as_complex(P[:, :2].contiguous()).sum().abs()

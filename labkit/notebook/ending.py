@@ -50,6 +50,8 @@ def see_to_its_end(
                 settle(group, outcomes, lost)
         except RuntimeError as error:
             # The next cell re-creates the group, or says why that cannot be.
+            if dispatch.problem is not None:
+                raise dispatch.problem from error
             if first is not None:
                 raise RankError(first, outcomes) from error
             raise

@@ -246,7 +246,7 @@ class CellRunner:
         for step in steps:
             try:
                 step()
-            except Exception as problem:
+            except BaseException as problem:
                 error = error or problem
         return error
 
@@ -428,7 +428,9 @@ class CellRunner:
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
         self._signal_handled.set()
-        self._signal_seen.set()
+        refusal = None if self._session is None else self._session.refusal
+        if refusal is None:
+            self._signal_seen.set()
         if not self._is_running:
             return
         is_in_cell = False
@@ -445,7 +447,7 @@ class CellRunner:
             is_in_cell |= frame.f_code.co_name in ("run_code", "_run_coroutine")
             frame = frame.f_back
         if is_in_cell:  # and not in what IPython does before and after it
-            raise Stopped
+            raise refusal or Stopped
 
     def interrupt(self, release_after_s: float) -> None:
         """Stop the running cell; if it sits in a collective, free it from that.

@@ -66,7 +66,11 @@ class ForwardState:
             self.replicas = self._comparable(buffers)
 
     def _comparable(self, buffers: dict[str, int]) -> dict[str, torch.Tensor]:
-        return {BUFFER + name: torch.tensor([n]) for name, n in buffers.items()}
+        device = self._prepared.device
+        return {
+            BUFFER + name: torch.tensor([number], device=device)
+            for name, number in buffers.items()
+        }
 
     def _note_repeated(self, names: list[str]) -> None:
         if names and not self._has_noted_repeated:  # which need not be on all ranks

@@ -25,6 +25,12 @@ from labkit.rank.sharing import ShareLoader
 Weigh = Callable[[Any], float | torch.Tensor]
 
 _END = object()
+DRAWN_BY_A_THREAD = (
+    "a thread of the loop's own draws the batches of the loader that prepare returned, "
+    "ahead of the loop, and ranks draw and weight them in step with the loop. Iterate "
+    "over the loader in the loop itself; to load batches ahead, give prepare a "
+    "DataLoader with num_workers"
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class RankLoader:
         self._on_end = on_end
         self.on_evaluated: Callable[[], None] = lambda: None
         """Called after each pass through a share of another dataset."""
+        self.refuse: Callable[[UnsupportedLoopError], None] = lambda refusal: None
+        """Called in a thread of the cell's, to end the cell with this error."""
         self._on_drawn = on_drawn
         self._weigh = weigh
         self.num_epochs = 0
@@ -124,6 +132,9 @@ class RankLoader:
         return ShareLoader(dataset, batch_size, peers, self.on_evaluated)
 
     def __iter__(self) -> Iterator[Any]:
+        if not is_in_main_thread():
+            self.refuse(UnsupportedLoopError(DRAWN_BY_A_THREAD))
+            return
         self.batches.epoch = self.num_epochs
         self.num_epochs += 1
         had = self._batches_had()
@@ -135,13 +146,6 @@ class RankLoader:
         fingerprint = self.resume_at.fingerprint if had else 0
         self._at = Position(self.num_epochs, had, fingerprint)
         dealt = self.batches.deal(self.loader)
-        if self._weigh is not None and not is_in_main_thread():
-            raise UnsupportedLoopError(
-                "a thread of the loop's own draws the batches, and prepare(..., "
-                "weigh=...) adds up over the ranks what they count, in step with the "
-                "loop. Iterate over the loader in the loop itself; a DataLoader with "
-                "num_workers=2, given to prepare, draws ahead"
-            )
         if self._weigh is not None:
             dealt = self._weighed(dealt, self._weigh)
         try:

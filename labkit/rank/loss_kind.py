@@ -56,12 +56,9 @@ CURVED = (
 """Functions of one number: that of a mean is not the mean of the functions."""
 BENT = ("Abs", "Relu", "Clamp", "ClampMin", "ClampMax")
 """Functions that leave alone the numbers on one side."""
+EXTREMES = ("Max", "Min", "Median", "Amax", "Amin")
 STATISTICS = (
-    "Max",
-    "Min",
-    "Median",
-    "Amax",
-    "Amin",
+    *EXTREMES,
     "Std",
     "StdMean",
     "Var",
@@ -474,7 +471,8 @@ class Terms:
         ]
 
     def _beside(self, term: Term) -> list[Any]:
-        """Statistics of the batch that the numbers of the samples are made with."""
+        """Statistics of the batch that the numbers of the samples are made with. Not
+        the largest, which is taken off so that exponentials do not overflow."""
         waiting = [each for each in term.node.next_functions if each[0] is not None]
         seen: set[Any] = set()
         found = []
@@ -488,6 +486,8 @@ class Terms:
                 waiting += [each for each in node.next_functions if each[0] is not None]
                 continue
             below = _term(node, kind_of(node))
+            if kind_of(node) in EXTREMES:
+                continue
             if below is None:
                 if prod(shape or ()) == 1 and kind_of(node) in (
                     *ADDED,

@@ -1,5 +1,6 @@
 """What labkit offers inside a training cell: `prepare`, `fit` and `log`."""
 
+import _thread
 import contextlib
 import time
 import warnings
@@ -184,6 +185,8 @@ class Session:
         self._weight_outside = 1.0
         """What a backward pass is scaled by in a loop over data of its own."""
         self._noted: set[str] = set()
+        self.refusal: UnsupportedLoopError | None = None
+        """Of what a thread of the cell does; the next signal raises it in the cell."""
         self._optimizer_steps = 0
         self._steps_by_optimizer: Counter[int] = Counter()
         self._is_first_microbatch = True
@@ -385,6 +388,7 @@ class Session:
             weigh=weigh,
         )
         rank_loader.on_evaluated = self._agree
+        rank_loader.refuse = self._refuse
         self._keeper.add(stepping, rank_loader)
         if not self._optimizer_steps:
             self._optimizer_steps = self._keeper.first_step
@@ -488,8 +492,6 @@ class Session:
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._num_unused, self._is_uneven = 0, False
-        if not is_in_main_thread():
-            return
         if self._loss_watch is not None:
             self._loss_watch.begin_pass()
         self._is_first_microbatch = True
@@ -501,7 +503,7 @@ class Session:
             self._note_progress(steps_per_epoch=batches.num_batches)
 
     def _before_batch(self, loader: RankLoader) -> None:
-        if self._has_ended or not is_in_main_thread():
+        if self._has_ended:
             return
         self._num_samples = self._num_samples or 0
         self._keeper.before_batch(loader, self._optimizer_steps)
@@ -519,11 +521,6 @@ class Session:
 
     def _begin_batch(self, share: Share, loader: RankLoader) -> None:
         if self._has_ended:
-            return
-        if not is_in_main_thread():
-            # It draws ahead, so the loop has batches of its own; see `_on_backward`.
-            if share.weight != self._weight_outside:
-                self.note(DRAWN_BEFORE)
             return
         assert self._num_samples is not None
         is_zipped = self._share is not None and loader is not self._loader
@@ -677,6 +674,13 @@ class Session:
                 "loss.backward() and read parameter.grad, which is that of the whole "
                 "batch, or use %%dist_train raw"
             )
+
+    def _refuse(self, refusal: UnsupportedLoopError) -> None:
+        """Raise it in the cell, which waits for the thread that calls this."""
+        if self._has_ended:
+            raise refusal
+        self.refusal = refusal
+        _thread.interrupt_main()
 
     def _agree(self) -> None:
         """After an evaluation on all ranks. Collective."""

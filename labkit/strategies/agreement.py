@@ -87,7 +87,10 @@ class Settings:
     def rates(self) -> str:
         """The learning rates, to be read."""
         groups = self._optimizer.param_groups
-        return ", ".join(f"{float(g['lr']):.3g}" for g in groups if "lr" in g)
+        rates = [plain(group.get("lr")) for group in groups]
+        return ", ".join(
+            f"{rate:.3g}" for rate in rates if isinstance(rate, int | float)
+        )
 
 
 def plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
@@ -227,8 +228,13 @@ def run_on_route(
     route: Route, number: int, group: Any, pre_forward: Callable[..., Any], *args: Any
 ) -> Any:
     """What a group of parameters does before its block runs, which is noted where it
-    gathers them: the root's, once gathered, stay until the backward pass is over."""
-    if not group.is_unsharded:
+    gathers them, or will reduce gradients for this call: the root's parameters, once
+    gathered, stay until the backward pass is over."""
+    reduces = torch.is_grad_enabled() and any(
+        isinstance(each, torch.Tensor) and each.requires_grad
+        for each in tree_leaves(args)
+    )
+    if reduces or not group.is_unsharded:
         route.add(number)
     if torch.is_inference_mode_enabled():
         # Or what it gathers into could never be part of a backward pass.
