@@ -68,7 +68,10 @@ class Checkpoints:
         values = found.values
         user = values.get("user", {})
         if not isinstance(user, dict):
-            raise ValueError(f"{found.folder} is damaged: its values are not readable")
+            raise ValueError(
+                f"{found.folder} is damaged: its values are not readable; load another "
+                "checkpoint"
+            )
         self.restore(found, values.get("sections"), model, optimizer)
         return user
 
@@ -103,7 +106,10 @@ class Checkpoints:
         if not isinstance(sections, list) or not all(
             isinstance(section, dict) for section in sections
         ):
-            raise ValueError(f"{found.folder} is damaged: it has no sections")
+            raise ValueError(
+                f"{found.folder} is damaged: it has no sections; load another "
+                "checkpoint"
+            )
         if len(parts) > len(sections) or (model is None and len(parts) < len(sections)):
             raise ValueError(
                 f"{found.folder} has {len(sections)} models with their optimizers, and "

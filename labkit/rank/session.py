@@ -365,7 +365,7 @@ class Session:
         if options.accumulate > 1:
             if work := extra_work(self.code):
                 self.note(
-                    f"{work}: with --accumulate {options.accumulate} the loop body "
+                    f"{work.removesuffix(':')}: with --accumulate {options.accumulate} the loop body "
                     f"runs {options.accumulate} times per step and does this each "
                     "time, where one process with whole batches does it once. Put what "
                     "is to be done once per step after optimizer.step(), under "
