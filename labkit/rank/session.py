@@ -366,7 +366,8 @@ class Session:
             if work := extra_work(self.code):
                 self.note(
                     f"{work.removesuffix(':')}: with --accumulate "
-                    f"{options.accumulate} the loop body runs {options.accumulate} times per step and does this each "
+                    f"{options.accumulate} the loop body runs {options.accumulate} "
+                    "times per step and does this each "
                     "time, where one process with whole batches does it once. Put what "
                     "is to be done once per step after optimizer.step(), under "
                     "`if not optimizer.held_back:` (but clip gradients before the step)"
