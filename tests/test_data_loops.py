@@ -114,8 +114,8 @@ REFUSED = {
     "DataLoader(Subset(data, range(rank, 22, 2)), 4)": "is not the same on every rank",
     "DataLoader(TensorDataset(x[rank::2], y[rank::2]), 4)": "is not the same on every",
     "DataLoader(Sharded(), 4)": "Sharded does not yield the same samples on every rank",
-    "DataLoader(Ragged(), 4)": "from batch 2 of the pass on",
-    "DataLoader(Ragged(), 4, num_workers=1)": "from batch 2 of the pass on",
+    "DataLoader(Ragged(), 4)": "from batch 2 of the epoch on",
+    "DataLoader(Ragged(), 4, num_workers=1)": "from batch 2 of the epoch on",
 }
 
 

@@ -331,7 +331,7 @@ def parts(value: Any) -> Iterator[torch.Tensor]:
     elif is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from parts(getattr(value, name))
-    elif value.layout is torch.strided and not (value.is_quantized or value.is_meta):
+    elif value.layout is torch.strided:
         yield value
 
 

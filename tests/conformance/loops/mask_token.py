@@ -25,12 +25,12 @@ class Masked(nn.Module):
 
 
 model = Masked()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
 model, optimizer, loader = prepare(
     model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
 )
 
-for epoch in range(2):
+for epoch in range(4):
     for inputs, labels in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
