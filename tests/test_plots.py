@@ -24,9 +24,15 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
-    """A warning under a live picture would be printed at every refresh."""
+    """A warning under a live picture would be printed at every refresh.
+
+    But for those of garbage, which may be any earlier test's: it is collected when
+    it is, by whoever allocates.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)
+        warnings.simplefilter("default", pytest.PytestUnraisableExceptionWarning)
         yield
 
 
