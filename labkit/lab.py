@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 from typing import Any
 
-from labkit import portable
+from labkit import serialization
 from labkit.checks import check_code
 from labkit.checks import check_flag
 from labkit.checks import check_hang_after
@@ -28,9 +28,9 @@ from labkit.notebook.output import execution_count
 from labkit.notebook.output import is_notebook
 from labkit.notebook.output import working_directory
 from labkit.notebook.placement import place_ranks
-from labkit.notebook.rank_list import Ranks
-from labkit.notebook.rank_list import format_ranks
-from labkit.notebook.rank_list import parse_ranks
+from labkit.rank_spec import Ranks
+from labkit.rank_spec import format_ranks
+from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
 from labkit.records import TrainOptions
 
@@ -333,7 +333,7 @@ class Lab:
         for name in values:
             check_pushed_name(name)
         targets = parse_ranks(ranks, self.world_size)
-        payload = portable.dumps(values)
+        payload = serialization.dumps(values)
         with self._working() as cluster:
             if len(payload) <= PART_BYTES:
                 cluster.call(f"{_TRANSFER}:push", payload, ranks=targets)
@@ -384,8 +384,8 @@ class Lab:
                 values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
         by_rank = dict(zip(asked, values, strict=True))
         if isinstance(ranks, int) or len(targets) == 1:
-            return portable.loads(by_rank[targets[0]])
-        return [portable.loads(by_rank[rank]) for rank in targets]
+            return serialization.loads(by_rank[targets[0]])
+        return [serialization.loads(by_rank[rank]) for rank in targets]
 
     def estimate(
         self,
@@ -456,7 +456,7 @@ class Lab:
                     ranks=[0],
                     timeout_s=ESTIMATE_TIMEOUT_S,
                 )
-            found = portable.loads(payload)
+            found = serialization.loads(payload)
         table, sentence = found
         return Forecast(table, sentence, device_bytes)
 

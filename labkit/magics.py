@@ -27,12 +27,12 @@ from labkit.lab import set_current_lab
 from labkit.notebook.live_view import show
 from labkit.notebook.placement import BACKENDS
 from labkit.notebook.placement import DEVICES
-from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.run_list import delete_runs
 from labkit.notebook.run_list import find_runs
 from labkit.notebook.run_list import list_runs
 from labkit.notebook.runs import Run
 from labkit.notebook.widget_view import VIEWS
+from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS
 from labkit.records import format_bytes

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import portable
+from labkit import serialization
 from labkit.notebook.functions import pack_function
 from labkit.notebook.functions import takes_rank
 
 CALL = """
 import sys
-from labkit import portable
+from labkit import serialization
 
 payload = open(sys.argv[1], "rb").read()
-print(portable.loads(payload)(), "torch" in sys.modules)
+print(serialization.loads(payload)(), "torch" in sys.modules)
 """
 
 
@@ -191,7 +191,7 @@ def test_a_model_class_of_the_notebook_goes_along(tmp_path: Path) -> None:
 
 def test_the_function_itself_is_not_changed() -> None:
     names = in_notebook("x = [1]\ndef f(): x.append(2); return x")
-    copy = portable.loads(pack_function(names["f"])[0])
+    copy = serialization.loads(pack_function(names["f"])[0])
     assert copy() == [1, 2]
     assert names["x"] == [1]
 
@@ -222,7 +222,7 @@ def test_with_rank_travels_beside_the_function() -> None:
 
 
 def round_trip(value: Any) -> Any:
-    return portable.loads(portable.dumps(value))
+    return serialization.loads(serialization.dumps(value))
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ from labkit.notebook import saved_runs
 from labkit.notebook.cluster import CallError
 from labkit.notebook.options import check_options
 from labkit.notebook.placement import place_ranks
-from labkit.notebook.rank_list import parse_ranks
 from labkit.notebook.widget_view import find_view
+from labkit.rank_spec import parse_ranks
 from labkit.records import TrainOptions
 from labkit.strategies import find_strategy
 

@@ -15,7 +15,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook import cluster
 from labkit.notebook import watchdog
-from labkit.notebook.rank_list import parse_ranks
+from labkit.rank_spec import parse_ranks
 
 Captured = pytest.CaptureFixture[str]
 

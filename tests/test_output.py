@@ -12,7 +12,7 @@ import pytest
 
 from labkit.notebook.output import HOLD_S
 from labkit.notebook.output import OutputMerger
-from labkit.notebook.rank_list import format_ranks
+from labkit.rank_spec import format_ranks
 
 Captured = pytest.CaptureFixture[str]
 Message = tuple[str, dict[str, Any]]

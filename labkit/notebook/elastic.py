@@ -11,9 +11,9 @@ from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
 from labkit.notebook.output import say
 from labkit.notebook.rank_group import RankGroup
-from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
+from labkit.rank_spec import format_ranks
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome

@@ -11,8 +11,8 @@ from labkit.notebook.failure import RankError
 from labkit.notebook.failure import first_failure
 from labkit.notebook.output import say
 from labkit.notebook.rank_group import RankGroup
-from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.runs import Run
+from labkit.rank_spec import format_ranks
 from labkit.records import Outcome
 
 Wait = Callable[[float | None], list[Outcome]]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from types import TracebackType
 
-from labkit.notebook.rank_list import format_ranks
+from labkit.rank_spec import format_ranks
 from labkit.records import Outcome
 
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from labkit import portable
+from labkit import serialization
 
 Packed = tuple[bytes, bool, dict[str, tuple[Any, list[str]]]]
 
@@ -19,7 +19,7 @@ def pack_function(function: Callable[..., Any]) -> Packed:
     called with (rank, world_size); and the notebook's cells, for tracebacks.
     """
     with_rank = takes_rank(function)
-    return portable.dumps(function), with_rank, _cell_sources()
+    return serialization.dumps(function), with_rank, _cell_sources()
 
 
 def source_of(function: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 
-from labkit.notebook.rank_list import format_ranks
+from labkit.rank_spec import format_ranks
 
 # A progress bar rewrites its line with "\r": each state of it is a line of its own.
 _LINE_END = re.compile(r"\n|\r(?!\Z)")

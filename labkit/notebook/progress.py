@@ -7,9 +7,9 @@ import numpy as np
 
 from labkit.notebook.collector import Collector
 from labkit.notebook.curves import MEMORY
-from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.stragglers import find_straggler
 from labkit.notebook.stragglers import step_seconds
+from labkit.rank_spec import format_ranks
 
 if TYPE_CHECKING:
     from labkit.notebook.runs import Run

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from labkit.notebook.rank_list import format_ranks
+from labkit.rank_spec import format_ranks
 from labkit.records import BUFFER
 from labkit.records import ReplicaNotes
 

@@ -17,9 +17,9 @@ from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
 from labkit.notebook.progress import status_line
 from labkit.notebook.progress import steps_per_s
-from labkit.notebook.rank_list import format_ranks
 from labkit.notebook.replicas import find_mismatches
 from labkit.notebook.stragglers import lag_by_rank
+from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
 from labkit.records import Collective

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
-from labkit.notebook.rank_list import format_ranks
+from labkit.rank_spec import format_ranks
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from labkit import portable
+from labkit import serialization
 from labkit.notebook import saved_runs
 from labkit.notebook.collector import Collector
 from labkit.notebook.dispatch import Dispatch
@@ -62,7 +62,7 @@ class Training:
         self._group = group
         everyone = list(group.everyone)
         self._targets = [0] if request.strategy.is_single else everyone
-        self._config = portable.dumps(dict(request.config or {}))
+        self._config = serialization.dumps(dict(request.config or {}))
         self._function: Packed | None = None
         if callable(request.work):
             self._function = pack_function(request.work)

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from labkit import portable
+from labkit import serialization
 from labkit.rank.cell import CellRunner
 from labkit.rank.recovery import recover_models
 from labkit.rank.stack import dump_on_signal
@@ -99,7 +99,7 @@ def receive_function(
     payload: bytes, with_rank: bool, sources: dict[str, tuple[Any, list[str]]]
 ) -> None:
     """Keep a pickled function for the next cell, and its source for tracebacks."""
-    runner().function = (portable.loads(payload), with_rank)
+    runner().function = (serialization.loads(payload), with_rank)
     for name, (number, lines) in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         runner().shell.compile._filename_map[name] = number
@@ -107,4 +107,4 @@ def receive_function(
 
 def receive_config(payload: bytes) -> None:
     """Keep the next training cell's `--config`, pickled."""
-    runner().config = portable.loads(payload)
+    runner().config = serialization.loads(payload)

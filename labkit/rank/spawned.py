@@ -6,7 +6,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any
 
-from labkit import portable
+from labkit import serialization
 
 
 def send_definitions() -> None:
@@ -25,7 +25,7 @@ def _by_value(pickler: Any, value: Any) -> Any:
     if getattr(main, "__file__", None) is not None:  # the other process runs it
         return NotImplemented
     try:
-        payload = portable.dumps(value)
+        payload = serialization.dumps(value)
     except ValueError as error:
         raise pickle.PicklingError(f"{value.__qualname__}: {error}") from error
     return _received, (payload,)
@@ -34,4 +34,4 @@ def _by_value(pickler: Any, value: Any) -> Any:
 def _received(payload: bytes) -> Any:
     """In the other process, from which instances may come back."""
     send_definitions()
-    return portable.loads(payload)
+    return serialization.loads(payload)

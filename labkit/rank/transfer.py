@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only
 
-from labkit import portable
+from labkit import serialization
 from labkit.estimate import forecast
 from labkit.rank.calls import runner
 from labkit.strategies.zero import full_state_dict
@@ -20,7 +20,7 @@ from labkit.strategies.zero import is_zero
 
 def push(payload: bytes) -> None:
     """Put pickled names and values into this rank's namespace."""
-    runner().shell.user_ns.update(portable.loads(payload))
+    runner().shell.user_ns.update(serialization.loads(payload))
 
 
 _parts: list[bytes] = []
@@ -64,7 +64,7 @@ def is_sharded(name: str) -> bool:
 def pull(name: str, full: bool) -> bytes:
     """The pickled value of `name`; with `full`, gathered whole (a collective)."""
     value = runner().shell.user_ns[name]
-    return portable.dumps(gather_full(value) if full else value)
+    return serialization.dumps(gather_full(value) if full else value)
 
 
 def forecast_variable(
@@ -75,7 +75,7 @@ def forecast_variable(
     An optimizer that is no variable is the name of a class.
     """
     names = runner().shell.user_ns
-    return portable.dumps(
+    return serialization.dumps(
         forecast(
             names[model],
             None if x is None else names[x],
