@@ -20,13 +20,13 @@ from labkit.checks import check_seed
 from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
-from labkit.notebook import interrupts
 from labkit.notebook import painter
+from labkit.notebook.kernel import interrupts
+from labkit.notebook.kernel.output import execution_count
+from labkit.notebook.kernel.output import is_notebook
+from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.options import check_options
 from labkit.notebook.options import plan_checkpoints
-from labkit.notebook.output import execution_count
-from labkit.notebook.output import is_notebook
-from labkit.notebook.output import working_directory
 from labkit.notebook.placement import place_ranks
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import format_ranks
@@ -239,7 +239,7 @@ class Lab:
 
         Raises as `run` does; the run is in `runs` all the same.
         """
-        from labkit.notebook.background import Job
+        from labkit.notebook.kernel.background import Job
         from labkit.notebook.training import Request
         from labkit.notebook.training import Training
         from labkit.notebook.widget_view import find_view

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import serialization
-from labkit.notebook.functions import pack_function
-from labkit.notebook.functions import takes_rank
+from labkit.notebook.kernel.pickled_function import pack_function
+from labkit.notebook.kernel.pickled_function import takes_rank
 
 CALL = """
 import sys

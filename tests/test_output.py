@@ -10,8 +10,8 @@ from typing import Any
 import IPython.display
 import pytest
 
-from labkit.notebook.output import HOLD_S
-from labkit.notebook.output import OutputMerger
+from labkit.notebook.kernel.output import HOLD_S
+from labkit.notebook.kernel.output import OutputMerger
 from labkit.rank_spec import format_ranks
 
 Captured = pytest.CaptureFixture[str]
@@ -30,7 +30,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The merger's clock, which only the test moves."""
     clock = Clock()
-    monkeypatch.setattr("labkit.notebook.output.time", clock)
+    monkeypatch.setattr("labkit.notebook.kernel.output.time", clock)
     return clock
 
 

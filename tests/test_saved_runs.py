@@ -22,7 +22,7 @@ from labkit.notebook import saved_runs
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
 from labkit.notebook.failure import RankError
-from labkit.notebook.functions import source_of
+from labkit.notebook.kernel.pickled_function import source_of
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch

@@ -21,10 +21,10 @@ from typing import Any
 import ipyparallel
 import psutil
 
-from labkit.notebook import interrupts
 from labkit.notebook import watchdog
 from labkit.notebook.death import Death
 from labkit.notebook.death import Watched
+from labkit.notebook.kernel import interrupts
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 from labkit.records import is_message

@@ -16,8 +16,8 @@ from typing import Any
 from labkit.notebook.cluster import Cluster
 from labkit.notebook.cluster import RankDiedError
 from labkit.notebook.hang_watch import HangWatch
-from labkit.notebook.output import OutputMerger
-from labkit.notebook.output import late_output
+from labkit.notebook.kernel.output import OutputMerger
+from labkit.notebook.kernel.output import late_output
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import Outcome

@@ -9,7 +9,7 @@ from pathlib import Path
 from labkit.notebook import saved_runs
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
-from labkit.notebook.output import say
+from labkit.notebook.kernel.output import say
 from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run

@@ -9,7 +9,7 @@ from labkit.notebook.failure import CellTimeoutError
 from labkit.notebook.failure import Interrupted
 from labkit.notebook.failure import RankError
 from labkit.notebook.failure import first_failure
-from labkit.notebook.output import say
+from labkit.notebook.kernel.output import say
 from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Run
 from labkit.rank_spec import format_ranks

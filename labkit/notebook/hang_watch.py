@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from labkit.notebook.cluster import Cluster
-from labkit.notebook.output import is_notebook
+from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.stacks import Stacks
 from labkit.notebook.stacks import Survey
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from labkit.notebook.background import Job
-from labkit.notebook.output import is_notebook
+from labkit.notebook.kernel.background import Job
+from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.painter import GONE
 from labkit.notebook.painter import Picture
 from labkit.notebook.painter import Request

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
-from labkit.notebook import interrupts
 from labkit.notebook.cluster import CallError
 from labkit.notebook.cluster import Cluster
 from labkit.notebook.cluster import RankDiedError
 from labkit.notebook.cluster import start_cluster
+from labkit.notebook.kernel import interrupts
 from labkit.records import Outcome
 from labkit.records import Placement
 

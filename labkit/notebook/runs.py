@@ -27,8 +27,8 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
-    from labkit.notebook.background import Job
     from labkit.notebook.dispatch import Dispatch
+    from labkit.notebook.kernel.background import Job
     from labkit.notebook.plots import RunFigure
 
 

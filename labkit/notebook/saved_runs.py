@@ -15,7 +15,7 @@ import psutil
 
 from labkit.notebook import store
 from labkit.notebook.collector import Collector
-from labkit.notebook.output import say
+from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
 from labkit.records import COMPONENTS

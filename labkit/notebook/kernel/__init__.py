@@ -1,0 +1,1 @@
+"""What runs beside cells in the notebook's kernel: output, interrupts, background jobs."""
