@@ -21,13 +21,13 @@ from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.notebook import painter
+from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.options import check_options
 from labkit.notebook.options import plan_checkpoints
-from labkit.notebook.placement import place_ranks
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
@@ -37,10 +37,10 @@ from labkit.records import TrainOptions
 if TYPE_CHECKING:
     import pandas as pd
 
-    from labkit.notebook.cluster import Cluster
+    from labkit.notebook.cluster.engines import Cluster
+    from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.forecast import Forecast
     from labkit.notebook.plots import RunFigure
-    from labkit.notebook.rank_group import RankGroup
     from labkit.notebook.runs import Run
     from labkit.notebook.stacks import Stacks
 
@@ -93,7 +93,7 @@ class Lab:
         )
         self.runs: list[Run] = []
         """Training runs, newest last."""
-        from labkit.notebook.rank_group import RankGroup
+        from labkit.notebook.cluster.rank_group import RankGroup
 
         self._ranks: RankGroup | None = None
         try:

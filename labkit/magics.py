@@ -24,9 +24,9 @@ from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
+from labkit.notebook.cluster.placement import BACKENDS
+from labkit.notebook.cluster.placement import DEVICES
 from labkit.notebook.live_view import show
-from labkit.notebook.placement import BACKENDS
-from labkit.notebook.placement import DEVICES
 from labkit.notebook.run_list import delete_runs
 from labkit.notebook.run_list import find_runs
 from labkit.notebook.run_list import list_runs

@@ -35,9 +35,9 @@ from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.magics import LabMagics
 from labkit.notebook import saved_runs
-from labkit.notebook.cluster import CallError
+from labkit.notebook.cluster.engines import CallError
+from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.options import check_options
-from labkit.notebook.placement import place_ranks
 from labkit.notebook.widget_view import find_view
 from labkit.rank_spec import parse_ranks
 from labkit.records import TrainOptions

@@ -1,4 +1,4 @@
-"""Cells, variables and state on a real cluster, without magics."""
+"""Cells, variables and state on a real engines, without magics."""
 
 import os
 import socket
@@ -13,8 +13,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook import cluster
-from labkit.notebook import watchdog
+from labkit.notebook.cluster.engines import engines
+from labkit.notebook.cluster.engines import watchdog
 from labkit.rank_spec import parse_ranks
 
 Captured = pytest.CaptureFixture[str]
@@ -326,15 +326,15 @@ def test_a_port_that_another_process_takes_does_not_fail_the_start(
         each.close()
     sockets[number].listen()
     chosen = f"--ports={','.join(map(str, ports))}"
-    arguments = [*cluster._CONTROLLER_ARGS, chosen]
-    stop = cluster.Cluster.stop
+    arguments = [*engines._CONTROLLER_ARGS, chosen]
+    stop = engines.Cluster.stop
 
-    def free_and_stop(self: cluster.Cluster) -> None:
+    def free_and_stop(self: engines.Cluster) -> None:
         sockets[number].close()
         stop(self)
 
-    monkeypatch.setattr(cluster, "_CONTROLLER_ARGS", arguments)
-    monkeypatch.setattr(cluster.Cluster, "stop", free_and_stop)
+    monkeypatch.setattr(engines, "_CONTROLLER_ARGS", arguments)
+    monkeypatch.setattr(engines.Cluster, "stop", free_and_stop)
     with Lab(num_ranks=1) as lab:
         lab.run("x = 1")
         assert lab.pull("x") == 1

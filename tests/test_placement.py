@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from labkit import Lab
-from labkit.notebook.placement import count_gpus
-from labkit.notebook.placement import place_ranks
+from labkit.notebook.cluster.placement import count_gpus
+from labkit.notebook.cluster.placement import place_ranks
 from labkit.records import Placement
 
 

@@ -16,7 +16,7 @@ from kernels import wait_until
 from labkit import Lab
 from labkit import RankError
 from labkit import Run
-from labkit.notebook import watchdog
+from labkit.notebook.cluster.engines import watchdog
 from labkit.notebook.options import plan_checkpoints
 from labkit.rank.resume import random_state
 from labkit.rank.resume import set_random_state

@@ -13,8 +13,8 @@ from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from typing import Any
 
-from labkit.notebook.cluster import Cluster
-from labkit.notebook.cluster import RankDiedError
+from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.cluster.engines import RankDiedError
 from labkit.notebook.hang_watch import HangWatch
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from labkit.notebook import saved_runs
+from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
 from labkit.notebook.kernel.output import say
-from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run
 from labkit.rank_spec import format_ranks

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from labkit.notebook import saved_runs
+from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import CellTimeoutError
 from labkit.notebook.failure import Interrupted
 from labkit.notebook.failure import RankError
 from labkit.notebook.failure import first_failure
 from labkit.notebook.kernel.output import say
-from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Run
 from labkit.rank_spec import format_ranks
 from labkit.records import Outcome

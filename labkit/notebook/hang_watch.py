@@ -9,7 +9,7 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
-from labkit.notebook.cluster import Cluster
+from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.stacks import Stacks
 from labkit.notebook.stacks import Survey

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from labkit.notebook.cluster import Cluster
+from labkit.notebook.cluster.engines import Cluster
 from labkit.rank_spec import format_ranks
 from labkit.records import Call
 from labkit.records import Frame

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 
 import pandas as pd
 
-from labkit.notebook.rank_group import RankGroup
+from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.runs import Run
 
 ANSWER_S = 5.0

@@ -9,6 +9,7 @@ from typing import Any
 
 from labkit import serialization
 from labkit.notebook import saved_runs
+from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.collector import Collector
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.elastic import Elastic
@@ -22,7 +23,6 @@ from labkit.notebook.kernel.pickled_function import pack_function
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.live_view import LiveView
 from labkit.notebook.options import first_step_of
-from labkit.notebook.rank_group import RankGroup
 from labkit.notebook.runs import Run
 from labkit.records import FUNCTION_NAME
 from labkit.records import CellSpec

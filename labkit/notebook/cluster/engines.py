@@ -21,9 +21,9 @@ from typing import Any
 import ipyparallel
 import psutil
 
-from labkit.notebook import watchdog
-from labkit.notebook.death import Death
-from labkit.notebook.death import Watched
+from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster.exit_cause import Death
+from labkit.notebook.cluster.exit_cause import Watched
 from labkit.notebook.kernel import interrupts
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
-from labkit.notebook.cluster import CallError
-from labkit.notebook.cluster import Cluster
-from labkit.notebook.cluster import RankDiedError
-from labkit.notebook.cluster import start_cluster
+from labkit.notebook.cluster.engines import CallError
+from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.cluster.engines import RankDiedError
+from labkit.notebook.cluster.engines import start_cluster
 from labkit.notebook.kernel import interrupts
 from labkit.records import Outcome
 from labkit.records import Placement
