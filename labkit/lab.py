@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
     from labkit.notebook.cluster.engines import Cluster
     from labkit.notebook.cluster.rank_group import RankGroup
+    from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.forecast import Forecast
     from labkit.notebook.plots import RunFigure
     from labkit.notebook.runs import Run
-    from labkit.notebook.stacks import Stacks
 
 _TRANSFER = "labkit.rank.transfer"
 
@@ -480,7 +480,7 @@ class Lab:
 
         Where a rank is dead or cannot be reached, a column `cause` says why.
         """
-        from labkit.notebook.status import status_table
+        from labkit.notebook.diagnostics.status import status_table
 
         return status_table(self._running(), self.runs[-1] if self.runs else None)
 
@@ -488,7 +488,7 @@ class Lab:
         """Where every rank is now, also while a cell runs: its Python stack, and the
         collective that it sits in; with `full` also the libraries' frames.
         """
-        from labkit.notebook.stacks import Survey
+        from labkit.notebook.diagnostics.stacks import Survey
 
         cluster = self._running().cluster
         return Survey(cluster, range(self.world_size), is_full=full).wait()

@@ -18,8 +18,8 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook import dispatch
 from labkit.notebook import failure
-from labkit.notebook.stacks import Stacks
-from labkit.notebook.stacks import read_dump
+from labkit.notebook.diagnostics.stacks import Stacks
+from labkit.notebook.diagnostics.stacks import read_dump
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position

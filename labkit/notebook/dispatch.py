@@ -15,7 +15,7 @@ from typing import Any
 
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
-from labkit.notebook.hang_watch import HangWatch
+from labkit.notebook.diagnostics.hang_detector import HangWatch
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
 from labkit.records import Batch

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.diagnostics.stacks import Stacks
+from labkit.notebook.diagnostics.stacks import Survey
 from labkit.notebook.kernel.output import is_notebook
-from labkit.notebook.stacks import Stacks
-from labkit.notebook.stacks import Survey
 
 _MAX_INTERVAL_S = 5.0
 
