@@ -14,7 +14,7 @@ import numpy as np
 from _measure import parser
 from _measure import print_table
 
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.plots import RunPlot
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks

@@ -11,8 +11,8 @@ from labkit import Lab
 from labkit import RankError
 from labkit import load_run
 from labkit.notebook import saved_runs
-from labkit.notebook.collector import Collector
 from labkit.notebook.failure import Interrupted
+from labkit.notebook.history.collector import Collector
 
 pytestmark = pytest.mark.timeout(120)
 

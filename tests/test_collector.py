@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
 from labkit.records import RECORD

@@ -19,8 +19,8 @@ from labkit import load_run
 from labkit.notebook import elastic
 from labkit.notebook import store
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.collector import Collector
 from labkit.notebook.frames import FrameEncoder
+from labkit.notebook.history.collector import Collector
 from labkit.rank.journal import Journal
 from labkit.records import CHECKPOINT
 from labkit.step_folders import all_in

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from labkit.notebook import store
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.rank import journal as journal_module
 from labkit.rank.emitter import Emitter
 from labkit.rank.journal import CHUNK_RECORDS

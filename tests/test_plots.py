@@ -7,9 +7,9 @@ import pytest
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from labkit.notebook.collector import Collector
-from labkit.notebook.curves import MAX_POINTS
-from labkit.notebook.curves import MEMORY
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import MAX_POINTS
+from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.look import RANK_COLOURS
 from labkit.notebook.look import style_of
 from labkit.notebook.plots import RunPlot

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from labkit import Lab
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.progress import duration
 from labkit.notebook.progress import significant
 from labkit.notebook.progress import troubles

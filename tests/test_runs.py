@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs import Run
 from labkit.records import RECORD
 from labkit.records import Batch

@@ -20,8 +20,8 @@ from labkit import Lab
 from labkit import Run
 from labkit.notebook import saved_runs
 from labkit.notebook import store
-from labkit.notebook.collector import Collector
 from labkit.notebook.failure import RankError
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD

@@ -5,10 +5,10 @@ import textwrap
 import pytest
 
 from labkit import Lab
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.stragglers import find_straggler
 from labkit.notebook.runs import Run
 from labkit.notebook.saved_runs import open_run
-from labkit.notebook.stragglers import find_straggler
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import Measurement

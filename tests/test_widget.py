@@ -15,11 +15,11 @@ from kernels import Kernel
 from kernels import running_kernel
 
 from labkit import Lab
-from labkit.notebook.collector import Collector
-from labkit.notebook.curves import MAX_POINTS
-from labkit.notebook.curves import MEMORY
 from labkit.notebook.frames import Frame
 from labkit.notebook.frames import FrameEncoder
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import MAX_POINTS
+from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.live_view import LiveView
 from labkit.notebook.widget_view import WidgetView
 from labkit.notebook.widget_view import find_view

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from kernels import wait_until
 
-from labkit.notebook.collector import Collector
 from labkit.notebook.frames import Frame
 from labkit.notebook.frames import FrameEncoder
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.look import RANK_COLOURS
 from labkit.notebook.widget_view import read_static
 from labkit.records import RECORD

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from labkit.notebook.collector import Collector
-from labkit.notebook.curves import MEMORY
-from labkit.notebook.curves import UNSEEN
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.curves import UNSEEN
 from labkit.notebook.plots import MIB
 from labkit.notebook.plots import thin
 

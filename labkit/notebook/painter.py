@@ -174,7 +174,7 @@ def give_way() -> None:
 
 def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
     """The picture as a PNG; `plots` are those of the views by now."""
-    from labkit.notebook.collector import Collector
+    from labkit.notebook.history.collector import Collector
     from labkit.notebook.plots import RunPlot
     from labkit.notebook.plots import stack_memory
 

@@ -11,12 +11,12 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.ticker import NullFormatter
 from matplotlib.ticker import NullLocator
 
-from labkit.notebook.curves import MAX_RANK_LINES
-from labkit.notebook.curves import MEMORY
-from labkit.notebook.curves import Curves
-from labkit.notebook.curves import Points
-from labkit.notebook.curves import is_noisy
-from labkit.notebook.curves import smooth
+from labkit.notebook.history.curves import MAX_RANK_LINES
+from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.curves import Curves
+from labkit.notebook.history.curves import Points
+from labkit.notebook.history.curves import is_noisy
+from labkit.notebook.history.curves import smooth
 from labkit.notebook.look import INK
 from labkit.notebook.look import WARNING_INK
 from labkit.notebook.look import dress

@@ -14,9 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from PIL import Image
 
-from labkit.notebook.collector import Collector
-from labkit.notebook.curves import MAX_POINTS
-from labkit.notebook.curves import MEMORY
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import MAX_POINTS
+from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.look import INK
 from labkit.notebook.look import WARNING_INK
 from labkit.notebook.look import dress

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from labkit.notebook.collector import Collector
-from labkit.notebook.curves import MEMORY
-from labkit.notebook.stragglers import find_straggler
-from labkit.notebook.stragglers import step_seconds
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.stragglers import find_straggler
+from labkit.notebook.history.stragglers import step_seconds
 from labkit.rank_spec import format_ranks
 
 if TYPE_CHECKING:

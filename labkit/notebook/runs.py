@@ -11,14 +11,14 @@ from typing import Any
 import pandas as pd
 
 from labkit import theory
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.consistency import find_mismatches
+from labkit.notebook.history.stragglers import lag_by_rank
 from labkit.notebook.progress import marks
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
 from labkit.notebook.progress import status_line
 from labkit.notebook.progress import steps_per_s
-from labkit.notebook.replicas import find_mismatches
-from labkit.notebook.stragglers import lag_by_rank
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT

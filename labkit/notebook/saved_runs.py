@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from labkit.notebook import store
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import Restart
 from labkit.notebook.runs import Run

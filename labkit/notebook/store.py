@@ -19,7 +19,7 @@ from labkit.checks import is_number
 from labkit.checks import is_run_name
 from labkit.checks import is_whole
 from labkit.checks import shown
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE

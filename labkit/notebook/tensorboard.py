@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 
 
 def write_events(collector: Collector, folder: Path, *, began: float) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from labkit import serialization
 from labkit.notebook import saved_runs
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.collector import Collector
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.elastic import Elastic
 from labkit.notebook.ending import Wait
 from labkit.notebook.ending import see_to_its_end
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import say
 from labkit.notebook.kernel.output import working_directory

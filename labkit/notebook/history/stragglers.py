@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from labkit.notebook.collector import Collector
+from labkit.notebook.history.collector import Collector
 
 LAG = 0.2
 """By how much longer than the others a rank must take for a step to be named."""

@@ -14,7 +14,7 @@ from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
 
 if TYPE_CHECKING:
-    from labkit.notebook.collector import Collector
+    from labkit.notebook.history.collector import Collector
 
 MAX_RANK_LINES = 8
 """More ranks are drawn as a band."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from labkit.notebook.curves import Curves
+from labkit.notebook.history.curves import Curves
 from labkit.records import CHECKPOINT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS

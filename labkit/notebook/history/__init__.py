@@ -1,0 +1,3 @@
+"""What ranks have reported of a run: records, curves, stragglers, consistency of
+replicas.
+"""
