@@ -15,7 +15,7 @@ from _measure import parser
 from _measure import print_table
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.plots import RunPlot
+from labkit.notebook.plots.run_plot import RunPlot
 from labkit.notebook.progress import progress_line
 from labkit.notebook.progress import remarks
 from labkit.notebook.runs import Run

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from labkit.notebook.cluster.engines import Cluster
     from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.diagnostics.stacks import Stacks
-    from labkit.notebook.forecast import Forecast
-    from labkit.notebook.plots import RunFigure
+    from labkit.notebook.plots.estimate_plot import Forecast
+    from labkit.notebook.plots.run_plot import RunFigure
     from labkit.notebook.runs import Run
 
 _TRANSFER = "labkit.rank.transfer"
@@ -416,7 +416,7 @@ class Lab:
 
         Raises ValueError for what cannot be estimated, NameError for no such variable.
         """
-        from labkit.notebook.forecast import Forecast
+        from labkit.notebook.plots.estimate_plot import Forecast
 
         if device_bytes is None:
             device_bytes = self._device_bytes()

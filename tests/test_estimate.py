@@ -16,7 +16,7 @@ from labkit.estimate import forecast
 from labkit.models import GPT
 from labkit.models import ResNet
 from labkit.models import mlp
-from labkit.notebook.forecast import Forecast
+from labkit.notebook.plots.estimate_plot import Forecast
 
 STATES = ["parameters", "gradients", "optimizer_state", "master_parameters"]
 

@@ -16,7 +16,7 @@ from labkit import checkpoint
 from labkit.estimate import estimate
 from labkit.estimate import forecast
 from labkit.models import GPT
-from labkit.notebook.forecast import Forecast
+from labkit.notebook.plots.estimate_plot import Forecast
 from labkit.strategies.materialize import parts
 from labkit.strategies.prepared import units
 

@@ -10,11 +10,11 @@ from PIL import Image
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
-from labkit.notebook.look import RANK_COLOURS
-from labkit.notebook.look import style_of
-from labkit.notebook.plots import RunPlot
-from labkit.notebook.plots import thin
-from labkit.notebook.plots import to_png
+from labkit.notebook.plots.run_plot import RunPlot
+from labkit.notebook.plots.run_plot import thin
+from labkit.notebook.plots.run_plot import to_png
+from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs import Run
 from labkit.records import RECORD
 from labkit.records import Batch

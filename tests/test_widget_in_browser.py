@@ -20,7 +20,7 @@ from kernels import wait_until
 from labkit.notebook.frames import Frame
 from labkit.notebook.frames import FrameEncoder
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.look import RANK_COLOURS
+from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.widget_view import read_static
 from labkit.records import RECORD
 from labkit.records import Batch

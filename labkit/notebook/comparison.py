@@ -7,12 +7,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from labkit.notebook.look import dress
-from labkit.notebook.look import style_of
-from labkit.notebook.plots import MIB
-from labkit.notebook.plots import RunFigure
-from labkit.notebook.plots import stack_memory
-from labkit.notebook.plots import thin
+from labkit.notebook.plots.run_plot import MIB
+from labkit.notebook.plots.run_plot import RunFigure
+from labkit.notebook.plots.run_plot import stack_memory
+from labkit.notebook.plots.run_plot import thin
+from labkit.notebook.plots.style import dress
+from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs import Run
 from labkit.records import COMPONENTS
 from labkit.records import shorten

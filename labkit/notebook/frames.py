@@ -7,8 +7,8 @@ import numpy as np
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.history.curves import UNSEEN
-from labkit.notebook.plots import MIB
-from labkit.notebook.plots import thin
+from labkit.notebook.plots.run_plot import MIB
+from labkit.notebook.plots.run_plot import thin
 
 Series = tuple[int, str, np.ndarray, np.ndarray]
 """Rank, name, steps and values."""

@@ -28,7 +28,7 @@ from labkit.records import Batch
 if TYPE_CHECKING:
     import pandas as pd
 
-    from labkit.notebook.plots import RunPlot
+    from labkit.notebook.plots.run_plot import RunPlot
 
 NICENESS = 19
 """Where the system has no SCHED_IDLE."""
@@ -138,7 +138,7 @@ def close() -> None:
 
 def main() -> None:
     """Answer requests until nobody is left to ask."""
-    from labkit.notebook.plots import RunPlot
+    from labkit.notebook.plots.run_plot import RunPlot
 
     # Only now, so that the imports, which the first picture waits for, are soon done.
     give_way()
@@ -175,8 +175,8 @@ def give_way() -> None:
 def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
     """The picture as a PNG; `plots` are those of the views by now."""
     from labkit.notebook.history.collector import Collector
-    from labkit.notebook.plots import RunPlot
-    from labkit.notebook.plots import stack_memory
+    from labkit.notebook.plots.run_plot import RunPlot
+    from labkit.notebook.plots.run_plot import stack_memory
 
     plot = plots.get(request.view)
     if plot is None:

@@ -29,7 +29,7 @@ from labkit.records import TrainOptions
 if TYPE_CHECKING:
     from labkit.notebook.dispatch import Dispatch
     from labkit.notebook.kernel.background import Job
-    from labkit.notebook.plots import RunFigure
+    from labkit.notebook.plots.run_plot import RunFigure
 
 
 STATES = ("running", "finished", "failed", "interrupted", "lost")
@@ -340,8 +340,8 @@ class Run:
     def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
         """Loss, memory and every other metric per rank, and memory by component, as the
         live picture showed them at the end; `log_scale` sets that of the loss."""
-        from labkit.notebook.plots import RunPlot
-        from labkit.notebook.plots import stack_memory
+        from labkit.notebook.plots.run_plot import RunPlot
+        from labkit.notebook.plots.run_plot import stack_memory
 
         if log_scale is None:
             log_scale = self.log_scale

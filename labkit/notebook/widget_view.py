@@ -95,7 +95,7 @@ class WidgetView(LiveView):
             self._next_keyframe = now if is_loading else now + KEYFRAME_S
 
     def _display(self, keyframe: dict[str, Any]) -> None:
-        from labkit.notebook.look import style_of
+        from labkit.notebook.plots.style import style_of
 
         ranks = self.run.collector.ranks
         self._displayed_at = time.monotonic()

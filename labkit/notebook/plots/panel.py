@@ -17,10 +17,10 @@ from labkit.notebook.history.curves import Curves
 from labkit.notebook.history.curves import Points
 from labkit.notebook.history.curves import is_noisy
 from labkit.notebook.history.curves import smooth
-from labkit.notebook.look import INK
-from labkit.notebook.look import WARNING_INK
-from labkit.notebook.look import dress
-from labkit.notebook.look import style_of
+from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import WARNING_INK
+from labkit.notebook.plots.style import dress
+from labkit.notebook.plots.style import style_of
 
 Limits = tuple[float, float]
 

@@ -7,7 +7,7 @@ from labkit.records import COMPONENTS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from labkit.notebook.plots import RunFigure
+    from labkit.notebook.plots.run_plot import RunFigure
 
 STATES = COMPONENTS[:4]
 REST = "activations, buffers"
@@ -55,8 +55,8 @@ class Forecast:
 
     def plot(self) -> "RunFigure":
         """Stacked bars by strategy, one panel a world size, and the device's memory."""
-        from labkit.notebook.look import RANK_COLOURS
-        from labkit.notebook.plots import RunFigure
+        from labkit.notebook.plots.run_plot import RunFigure
+        from labkit.notebook.plots.style import RANK_COLOURS
 
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
         num_panels = len(world_sizes)

@@ -17,13 +17,13 @@ from PIL import Image
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
-from labkit.notebook.look import INK
-from labkit.notebook.look import WARNING_INK
-from labkit.notebook.look import dress
-from labkit.notebook.look import style_of
-from labkit.notebook.look import write
-from labkit.notebook.panel import Limits
-from labkit.notebook.panel import Panel
+from labkit.notebook.plots.panel import Limits
+from labkit.notebook.plots.panel import Panel
+from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import WARNING_INK
+from labkit.notebook.plots.style import dress
+from labkit.notebook.plots.style import style_of
+from labkit.notebook.plots.style import write
 from labkit.records import COMPONENTS
 from labkit.records import shorten
 

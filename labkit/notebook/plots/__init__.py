@@ -1,0 +1,1 @@
+"""From a history to a picture: matplotlib, and nothing that moves."""
