@@ -16,9 +16,9 @@ from _measure import print_table
 
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.plots.run_plot import RunPlot
-from labkit.notebook.progress import progress_line
-from labkit.notebook.progress import remarks
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.progress import progress_line
+from labkit.notebook.runs.progress import remarks
+from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress

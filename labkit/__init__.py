@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from labkit.lab import Lab as Lab
     from labkit.lab import current_lab as current_lab
     from labkit.notebook.failure import RankError as RankError
-    from labkit.notebook.run_list import delete_runs as delete_runs
-    from labkit.notebook.run_list import list_runs as list_runs
-    from labkit.notebook.run_list import load_run as load_run
-    from labkit.notebook.runs import Run as Run
+    from labkit.notebook.runs.catalog import delete_runs as delete_runs
+    from labkit.notebook.runs.catalog import list_runs as list_runs
+    from labkit.notebook.runs.catalog import load_run as load_run
+    from labkit.notebook.runs.run import Run as Run
 
 __version__ = "0.1.0"
 
@@ -21,10 +21,10 @@ _HOMES = {
     "Lab": "labkit.lab",
     "current_lab": "labkit.lab",
     "RankError": "labkit.notebook.failure",
-    "Run": "labkit.notebook.runs",
-    "delete_runs": "labkit.notebook.run_list",
-    "list_runs": "labkit.notebook.run_list",
-    "load_run": "labkit.notebook.run_list",
+    "Run": "labkit.notebook.runs.run",
+    "delete_runs": "labkit.notebook.runs.catalog",
+    "list_runs": "labkit.notebook.runs.catalog",
+    "load_run": "labkit.notebook.runs.catalog",
 }
 __all__ = [*_HOMES, "__version__", "load_ipython_extension"]
 

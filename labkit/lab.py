@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.plots.estimate_plot import Forecast
     from labkit.notebook.plots.run_plot import RunFigure
-    from labkit.notebook.runs import Run
+    from labkit.notebook.runs.run import Run
 
 _TRANSFER = "labkit.rank.transfer"
 
@@ -309,19 +309,19 @@ class Lab:
         What this lab did not run is loaded from disk: see `labkit.load_run`. Raises
         ValueError where there is no such run.
         """
-        from labkit.notebook.run_list import find_runs
+        from labkit.notebook.runs.catalog import find_runs
 
         return find_runs(names, own=self.runs) if names else list(self.runs)
 
     def compare(self, *names: str) -> "pd.DataFrame":
         """Runs in one table, one row each: see `comparison.compare_runs`."""
-        from labkit.notebook.comparison import compare_runs
+        from labkit.notebook.runs.comparison import compare_runs
 
         return compare_runs(self.find_runs(names))
 
     def plot_runs(self, *names: str) -> "RunFigure":
         """Runs laid over each other: loss, memory by component, steps/s, bytes."""
-        from labkit.notebook.comparison import plot_comparison
+        from labkit.notebook.runs.comparison import plot_comparison
 
         return plot_comparison(self.find_runs(names))
 

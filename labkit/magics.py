@@ -27,10 +27,10 @@ from labkit.lab import set_current_lab
 from labkit.notebook.cluster.placement import BACKENDS
 from labkit.notebook.cluster.placement import DEVICES
 from labkit.notebook.live_view import show
-from labkit.notebook.run_list import delete_runs
-from labkit.notebook.run_list import find_runs
-from labkit.notebook.run_list import list_runs
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.catalog import delete_runs
+from labkit.notebook.runs.catalog import find_runs
+from labkit.notebook.runs.catalog import list_runs
+from labkit.notebook.runs.run import Run
 from labkit.notebook.widget_view import VIEWS
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
@@ -506,8 +506,8 @@ class LabMagics(Magics):
         return table.rename(columns={"total_peak": "total_peak (MiB)"})
 
     def _compare(self, runs: list[Run]) -> pd.DataFrame:
-        from labkit.notebook.comparison import compare_runs
-        from labkit.notebook.comparison import plot_comparison
+        from labkit.notebook.runs.comparison import compare_runs
+        from labkit.notebook.runs.comparison import plot_comparison
 
         display(plot_comparison(runs))
         return in_mib(compare_runs(runs))

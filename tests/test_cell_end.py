@@ -10,9 +10,9 @@ import pytest
 from labkit import Lab
 from labkit import RankError
 from labkit import load_run
-from labkit.notebook import saved_runs
 from labkit.notebook.failure import Interrupted
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.runs.run import persistence
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,13 +34,13 @@ def assert_group_works(lab: Lab) -> None:
 def test_a_stop_while_the_run_is_written_leaves_nothing_half_done(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = saved_runs.end
+    end = persistence.end
 
     def end_when_stopped(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         end(*args)
 
-    monkeypatch.setattr(saved_runs, "end", end_when_stopped)
+    monkeypatch.setattr(persistence, "end", end_when_stopped)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         lab.train("raw", f"{STEPS}\nif rank == 0: 1 / 0\ndist.barrier()", live=False)
     monkeypatch.undo()
@@ -54,13 +54,13 @@ def test_a_stop_while_the_run_is_written_leaves_nothing_half_done(
 def test_a_stop_after_the_last_line_stops_what_comes_next(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = saved_runs.end
+    end = persistence.end
 
     def end_and_stop(*args: Any) -> None:
         end(*args)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(saved_runs, "end", end_and_stop)
+    monkeypatch.setattr(persistence, "end", end_and_stop)
     with pytest.raises(Interrupted):
         lab.train("raw", STEPS, live=False)
     monkeypatch.undo()

@@ -22,7 +22,7 @@ from labkit import RankError
 from labkit import checkpoint
 from labkit.checkpoint.folders import Aside
 from labkit.checkpoint.folders import remove_leftovers
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -9,7 +9,7 @@ import torch
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 
 pytestmark = pytest.mark.timeout(120)
 

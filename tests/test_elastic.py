@@ -17,10 +17,10 @@ from labkit import RankError
 from labkit import Run
 from labkit import load_run
 from labkit.notebook import elastic
-from labkit.notebook import store
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.frames import FrameEncoder
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.runs.run import run_files
 from labkit.rank.journal import Journal
 from labkit.records import CHECKPOINT
 from labkit.step_folders import all_in
@@ -147,18 +147,18 @@ def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
     frames = FrameEncoder(reader)
     journal = Journal(tmp_path)
     write_steps(journal, range(1, 6), every=3, offset=0.0)
-    store.read_records(tmp_path, reader, is_growing=True)
+    run_files.read_records(tmp_path, reader, is_growing=True)
     frames.delta()
     frames.keyframe()
     write_steps(journal, range(6, 9), every=3, offset=0.0)
     # It goes on from step 3, on a rank that gives its metrics other numbers.
-    folder = store.journal_folder(tmp_path, 1)
+    folder = run_files.journal_folder(tmp_path, 1)
     folder.mkdir()
     again = Journal(folder)
     again.add_name("val_loss")
     write_steps(again, range(4, 8), every=100, offset=100.0)
     for collector in (reader, late):
-        store.read_records(
+        run_files.read_records(
             tmp_path, collector, restarts=[(3, 50.0)], is_growing=collector is reader
         )
         history = collector.history()
@@ -179,9 +179,9 @@ def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
     assert frames.delta() is None  # curves that go back need a keyframe
     header, _ = frames.keyframe()
     assert [0, "loss", 7] in header["series"]
-    store.write_records(tmp_path, reader)
+    run_files.write_records(tmp_path, reader)
     assert [path.name for path in tmp_path.iterdir()] == ["records.parquet"]
-    store.read_records(tmp_path, late, restarts=[(3, 50.0)], is_growing=False)
+    run_files.read_records(tmp_path, late, restarts=[(3, 50.0)], is_growing=False)
     pd.testing.assert_frame_equal(late.history(), reader.history(), check_like=True)
 
 

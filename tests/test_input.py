@@ -34,10 +34,10 @@ from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.magics import LabMagics
-from labkit.notebook import saved_runs
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.options import check_options
+from labkit.notebook.runs.run import persistence
 from labkit.notebook.widget_view import find_view
 from labkit.rank_spec import parse_ranks
 from labkit.records import TrainOptions
@@ -180,7 +180,7 @@ words = st.one_of(st.sampled_from(NEAR.split()), text)
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """IPython with the magics and no lab, and a folder of runs of its own."""
-    monkeypatch.setenv(saved_runs.FOLDER_VARIABLE, str(tmp_path / "runs"))
+    monkeypatch.setenv(persistence.FOLDER_VARIABLE, str(tmp_path / "runs"))
     found = get_ipython() or start_ipython()
     found.run_line_magic("load_ext", "labkit")
     return found
@@ -258,7 +258,7 @@ def use(run: labkit.Run) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of runs: one that is whole, and one to be damaged."""
-    monkeypatch.setenv(saved_runs.FOLDER_VARIABLE, str(tmp_path / "runs"))
+    monkeypatch.setenv(persistence.FOLDER_VARIABLE, str(tmp_path / "runs"))
     for name in ("whole", "damaged"):
         run = new_run(name)
         for rank in (0, 1):
@@ -379,7 +379,7 @@ def test_a_folder_of_runs_that_cannot_be_is_no_reason_to_fail(
 ) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file", "file/runs", "x" * 300):
-        monkeypatch.setenv(saved_runs.FOLDER_VARIABLE, str(tmp_path / place))
+        monkeypatch.setenv(persistence.FOLDER_VARIABLE, str(tmp_path / place))
         assert labkit.list_runs().empty
         assert "there is no run 'x'" in complaint(lambda: labkit.load_run("x"))
         run = new_run("x")
@@ -387,8 +387,8 @@ def test_a_folder_of_runs_that_cannot_be_is_no_reason_to_fail(
         assert run.folder is None
         assert "labkit: " in capsys.readouterr().err
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(saved_runs.FOLDER_VARIABLE, "~/runs")
-    assert saved_runs.runs_folder() == tmp_path / "runs"
+    monkeypatch.setenv(persistence.FOLDER_VARIABLE, "~/runs")
+    assert persistence.runs_folder() == tmp_path / "runs"
 
 
 # ---- on ranks ----

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from labkit.notebook import store
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.runs.run import run_files
 from labkit.rank import journal as journal_module
 from labkit.rank.emitter import Emitter
 from labkit.rank.journal import CHUNK_RECORDS
@@ -34,7 +34,7 @@ def write(journal: Journal, num_records: int, name: str = "loss") -> None:
 
 def read(folder: Path, *, is_growing: bool = False) -> Collector:
     collector = Collector([0])
-    store.read_records(folder, collector, is_growing=is_growing)
+    run_files.read_records(folder, collector, is_growing=is_growing)
     return collector
 
 
@@ -62,7 +62,7 @@ def test_a_reader_takes_in_what_was_appended_since(tmp_path: Path) -> None:
     journal, collector = Journal(tmp_path, 0), Collector([0])
     for num_records in (0, 5, CHUNK_RECORDS, 7):
         write(journal, num_records)
-        store.read_records(tmp_path, collector, is_growing=True)
+        run_files.read_records(tmp_path, collector, is_growing=True)
         assert collector.num_records[0] == journal.num_records
     assert collector.num_lost == 0
     whole = collector.records(0)["step"]

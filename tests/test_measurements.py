@@ -5,7 +5,7 @@ import torch
 
 from labkit import Lab
 from labkit import theory
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 from labkit.rank.probe import StepProbe
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions

@@ -15,7 +15,7 @@ from labkit.notebook.plots.run_plot import thin
 from labkit.notebook.plots.run_plot import to_png
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_of
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
 

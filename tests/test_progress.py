@@ -7,10 +7,10 @@ import pytest
 
 from labkit import Lab
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.progress import duration
-from labkit.notebook.progress import significant
-from labkit.notebook.progress import troubles
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.progress import duration
+from labkit.notebook.runs.progress import significant
+from labkit.notebook.runs.progress import troubles
+from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labkit import Lab
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 from labkit.rank.replicas import fingerprints
 
 CELL = """

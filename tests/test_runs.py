@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress

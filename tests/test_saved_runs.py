@@ -18,11 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import labkit
 from labkit import Lab
 from labkit import Run
-from labkit.notebook import saved_runs
-from labkit.notebook import store
 from labkit.notebook.failure import RankError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
+from labkit.notebook.runs.run import persistence
+from labkit.notebook.runs.run import run_files
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -41,14 +41,14 @@ ENDLESS = "import itertools, time\nfor n in itertools.count():\n    log(n=n)\n"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of runs of the test's own."""
-    monkeypatch.setenv(saved_runs.FOLDER_VARIABLE, str(tmp_path / "runs"))
+    monkeypatch.setenv(persistence.FOLDER_VARIABLE, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
 def new_run(name: str = "run-1", strategy: str = "ddp", ranks: Sequence[int] = (0, 1)):
     run = Run(name, strategy, "the code", Collector(ranks))
     devices = ["cpu"] * len(ranks)
-    saved_runs.begin(run, seed=3, devices=devices, backend="gloo", config=None)
+    persistence.begin(run, seed=3, devices=devices, backend="gloo", config=None)
     return run
 
 
@@ -63,7 +63,7 @@ def log(run: Run, rank: int, *logged: tuple[str, int, float]) -> None:
 def end(run: Run, state: str = "finished") -> None:
     sent = run.collector.num_received
     outcomes = [Outcome(rank, "ok", num_records=sent[rank]) for rank in sent]
-    saved_runs.end(run, state, outcomes)
+    persistence.end(run, state, outcomes)
 
 
 def assert_same(loaded: Run, run: Run) -> None:
@@ -145,7 +145,7 @@ def test_a_run_without_records_is_loaded_as_well(folder: Path) -> None:
 
 def test_what_json_cannot_hold_is_written_in_words() -> None:
     odd = {1: [float("nan"), np.float32(0.5), float("inf")], "f": len, "n": (None,)}
-    assert store.plain(odd) == {
+    assert run_files.plain(odd) == {
         "1": [None, 0.5, "inf"],
         "f": "<built-in function len>",
         "n": [None],
@@ -182,7 +182,7 @@ def test_without_a_folder_a_run_goes_on_and_it_is_said_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(saved_runs.FOLDER_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(persistence.FOLDER_VARIABLE, str(tmp_path / "file"))
     for _ in range(2):
         run = lab.train("raw", "log(x=1)", live=False)
         assert run.state == "finished"
@@ -282,7 +282,7 @@ def test_records_that_never_came_are_said(
     run = new_run()
     log(run, 0, ("x", 1, 1.0))
     outcomes = [Outcome(0, "ok", num_records=1), Outcome(1, "ok", num_records=1200)]
-    saved_runs.end(run, "finished", outcomes)
+    persistence.end(run, "finished", outcomes)
     assert capsys.readouterr().err == (
         "labkit: 1,200 records of rank 1 are lost: they did not reach the notebook, "
         "and are not in the rank's journal on disk\n"
@@ -322,10 +322,10 @@ def test_a_run_of_a_kernel_that_is_gone_is_lost(folder: Path) -> None:
         {"pid_created": run.info["pid_created"] - 60},  # another process's pid
         {"pid": 2**22 + 1},  # more than there can be
     ):
-        info = saved_runs.describe(run) | change
-        store.write_info(run.folder, info)
+        info = persistence.describe(run) | change
+        run_files.write_info(run.folder, info)
         assert labkit.load_run("run-1").state == "lost"
-    store.write_info(run.folder, info | {"host": "elsewhere"})
+    run_files.write_info(run.folder, info | {"host": "elsewhere"})
     assert labkit.load_run("run-1").state == "running"
 
 
@@ -404,7 +404,7 @@ def test_a_run_is_loaded_without_torch_or_a_cluster(folder: Path) -> None:
 def test_runs_go_to_the_working_directory_unless_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(saved_runs.FOLDER_VARIABLE)
+    monkeypatch.delenv(persistence.FOLDER_VARIABLE)
     monkeypatch.chdir(tmp_path)
     run = new_run()
     end(run)

@@ -7,8 +7,8 @@ import pytest
 from labkit import Lab
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.stragglers import find_straggler
-from labkit.notebook.runs import Run
-from labkit.notebook.saved_runs import open_run
+from labkit.notebook.runs.persistence import open_run
+from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import Measurement

@@ -20,7 +20,7 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 
 pytestmark = pytest.mark.timeout(90)
 

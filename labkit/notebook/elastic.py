@@ -6,13 +6,13 @@ from dataclasses import asdict
 from dataclasses import replace
 from pathlib import Path
 
-from labkit.notebook import saved_runs
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import first_failure
 from labkit.notebook.kernel.output import say
-from labkit.notebook.runs import Restart
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Restart
+from labkit.notebook.runs.run import Run
+from labkit.notebook.runs.run import persistence
 from labkit.rank_spec import format_ranks
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
@@ -105,7 +105,7 @@ class Elastic:
         restart = Restart(
             step, run.num_steps, dead, cause_of(died), run.elapsed(), time.time()
         )
-        saved_runs.restart(run, outcomes, restart)
+        persistence.restart(run, outcomes, restart)
         return restart
 
     def _next_spec(self, checkpoint: Path | None) -> CellSpec:
@@ -113,7 +113,7 @@ class Elastic:
         plan = replace(self._plan, resume_from=str(checkpoint) if checkpoint else None)
         return replace(
             self._spec,
-            folder=None if run.folder is None else str(saved_runs.journals_of(run)),
+            folder=None if run.folder is None else str(persistence.journals_of(run)),
             checkpoints=asdict(plan),
         )
 

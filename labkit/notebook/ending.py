@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 
-from labkit.notebook import saved_runs
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.failure import CellTimeoutError
@@ -11,7 +10,8 @@ from labkit.notebook.failure import Interrupted
 from labkit.notebook.failure import RankError
 from labkit.notebook.failure import first_failure
 from labkit.notebook.kernel.output import say
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
+from labkit.notebook.runs.run import persistence
 from labkit.rank_spec import format_ranks
 from labkit.records import Outcome
 
@@ -43,7 +43,7 @@ def see_to_its_end(
             raise
         finally:
             if run is not None:
-                saved_runs.end(run, state, dispatch.outcomes)
+                persistence.end(run, state, dispatch.outcomes)
         lost = [each.rank for each in outcomes if each.status == "restarted"]
         try:
             if not group.is_stopped:

@@ -15,11 +15,11 @@ from labkit.notebook.painter import GONE
 from labkit.notebook.painter import Picture
 from labkit.notebook.painter import Request
 from labkit.notebook.painter import painter
-from labkit.notebook.progress import marks
-from labkit.notebook.progress import planned_steps
-from labkit.notebook.progress import progress_line
-from labkit.notebook.progress import remarks
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.progress import marks
+from labkit.notebook.runs.progress import planned_steps
+from labkit.notebook.runs.progress import progress_line
+from labkit.notebook.runs.progress import remarks
+from labkit.notebook.runs.run import Run
 from labkit.records import shorten
 
 REFRESH_S = 0.5

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from labkit import serialization
-from labkit.notebook import saved_runs
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.dispatch import Dispatch
 from labkit.notebook.elastic import Elastic
@@ -23,7 +22,8 @@ from labkit.notebook.kernel.pickled_function import pack_function
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.live_view import LiveView
 from labkit.notebook.options import first_step_of
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
+from labkit.notebook.runs.run import persistence
 from labkit.records import FUNCTION_NAME
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
@@ -83,7 +83,7 @@ class Training:
         self.run = Run(self._name, strategy, self._source, collector, request.options)
         self.run.log_scale = request.log_scale
         placements = self._group.placements
-        saved_runs.begin(
+        persistence.begin(
             self.run,
             seed=request.seed,
             devices=[placements[rank].device for rank in self._targets],
@@ -139,7 +139,7 @@ class Training:
 
         def take_report(rank: int, report: Any) -> None:
             run.collector.add_report(rank, report)
-            saved_runs.save(run)
+            persistence.save(run)
 
         return Dispatch(
             self._group.cluster,

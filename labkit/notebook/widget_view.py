@@ -8,10 +8,10 @@ from typing import Any
 
 from labkit.checks import shown
 from labkit.notebook.live_view import LiveView
-from labkit.notebook.progress import planned_steps
-from labkit.notebook.progress import progress_line
-from labkit.notebook.progress import remarks
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.progress import planned_steps
+from labkit.notebook.runs.progress import progress_line
+from labkit.notebook.runs.progress import remarks
+from labkit.notebook.runs.run import Run
 
 if TYPE_CHECKING:
     from labkit.notebook.frames import FrameEncoder

@@ -18,7 +18,7 @@ import torch
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.failure import CellTimeoutError
-from labkit.notebook.saved_runs import FOLDER_VARIABLE
+from labkit.notebook.runs.persistence import FOLDER_VARIABLE
 from labkit.strategies import STRATEGIES
 
 from .judge import WITHIN

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 import pandas as pd
 
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 
 ANSWER_S = 5.0
 LOOK_S = 0.1

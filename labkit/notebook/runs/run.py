@@ -14,11 +14,11 @@ from labkit import theory
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.consistency import find_mismatches
 from labkit.notebook.history.stragglers import lag_by_rank
-from labkit.notebook.progress import marks
-from labkit.notebook.progress import progress_line
-from labkit.notebook.progress import remarks
-from labkit.notebook.progress import status_line
-from labkit.notebook.progress import steps_per_s
+from labkit.notebook.runs.progress import marks
+from labkit.notebook.runs.progress import progress_line
+from labkit.notebook.runs.progress import remarks
+from labkit.notebook.runs.progress import status_line
+from labkit.notebook.runs.progress import steps_per_s
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
@@ -250,7 +250,7 @@ class Run:
 
         Raises RuntimeError where tensorboard is not installed.
         """
-        from labkit.notebook.tensorboard import write_events
+        from labkit.notebook.runs.tensorboard import write_events
 
         write_events(self.collector, Path(folder), began=self.info["began"])
 

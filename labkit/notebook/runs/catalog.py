@@ -15,14 +15,14 @@ from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_run_name
 from labkit.checks import shown
-from labkit.notebook import store
-from labkit.notebook.runs import STATES
-from labkit.notebook.runs import Run
-from labkit.notebook.saved_runs import open_run
-from labkit.notebook.saved_runs import runs_folder
-from labkit.notebook.saved_runs import state_of
-from labkit.notebook.saved_runs import summarize
-from labkit.notebook.saved_runs import warn_once
+from labkit.notebook.runs.run import run_files
+from labkit.notebook.runs.run import STATES
+from labkit.notebook.runs.run import Run
+from labkit.notebook.runs.persistence import open_run
+from labkit.notebook.runs.persistence import runs_folder
+from labkit.notebook.runs.persistence import state_of
+from labkit.notebook.runs.persistence import summarize
+from labkit.notebook.runs.persistence import warn_once
 from labkit.strategies import STRATEGIES
 
 _COLUMNS = (
@@ -65,7 +65,7 @@ def _find(name: str, parent: Path) -> list[Path]:
         is_folder = is_run_name(name) and exact.is_dir()
     if is_folder:
         try:
-            store.read_info(exact)
+            run_files.read_info(exact)
         except (OSError, ValueError) as error:
             raise ValueError(f"{exact} has no run that can be read: {error}") from None
         return [exact]
@@ -96,7 +96,7 @@ def _stored(parent: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         paths = []
     for path in paths:
         try:
-            found.append((path, store.read_info(path)))
+            found.append((path, run_files.read_info(path)))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
@@ -150,7 +150,7 @@ def list_runs(
             try:
                 # Of one that has not ended there is no summary.
                 summary = info.get("summary") or summarize(open_run(path))
-                with store.reading(path):
+                with run_files.reading(path):
                     rows.append(_row(info["name"], info, path, summary))
             except ValueError as error:
                 warn_once(path, f"passed over a run that cannot be read: {error}")
@@ -198,7 +198,7 @@ def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
             raise ValueError(
                 f"{len(found)} runs are called {name}; name their folders: {folders}"
             )
-        if state_of(store.read_info(found[0])) == "running":
+        if state_of(run_files.read_info(found[0])) == "running":
             raise ValueError(f"{name} is running; stop it before you delete it")
         if found[0].is_symlink():
             raise ValueError(f"{found[0]} is a link; remove it yourself")

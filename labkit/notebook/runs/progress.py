@@ -12,7 +12,7 @@ from labkit.notebook.history.stragglers import step_seconds
 from labkit.rank_spec import format_ranks
 
 if TYPE_CHECKING:
-    from labkit.notebook.runs import Run
+    from labkit.notebook.runs.run import Run
 
 MAX_TROUBLES = 2
 RECENT_STEPS = 500

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
-from labkit.notebook import store
+from labkit.notebook.runs.run import run_files
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
-from labkit.notebook.runs import Restart
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Restart
+from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import CheckpointPlan
 from labkit.records import Collective
@@ -74,7 +74,7 @@ def begin(
     when = time.strftime("%Y%m%d-%H%M%S", time.localtime(run.info["began"]))
     try:
         run.folder = _make_folder(runs_folder(), f"{when}-{run.name}")
-        store.write_info(run.folder, describe(run))
+        run_files.write_info(run.folder, describe(run))
     except OSError as error:
         run.folder = None
         warn_once(
@@ -103,7 +103,7 @@ def save(run: Run) -> None:
     if run.folder is None:
         return
     try:
-        store.write_info(run.folder, describe(run))
+        run_files.write_info(run.folder, describe(run))
     except OSError as error:
         warn_once(
             run.folder,
@@ -135,7 +135,7 @@ def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
 def journals_of(run: Run) -> Path:
     """Where its ranks keep their records now."""
     assert run.folder is not None
-    return store.journal_folder(run.folder, run.collector.num_restarts)
+    return run_files.journal_folder(run.folder, run.collector.num_restarts)
 
 
 def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
@@ -154,7 +154,7 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
     if run.folder is None:
         return
     try:
-        store.write_records(run.folder, run.collector)
+        run_files.write_records(run.folder, run.collector)
     except OSError as error:
         warn_once(
             run.folder,
@@ -172,7 +172,7 @@ def _take_outcome(run: Run, outcome: Outcome) -> None:
         or collector.lost[rank]
         or collector.num_received[rank] < outcome.num_records
     ):
-        store.read_journal(run.folder, rank, collector)
+        run_files.read_journal(run.folder, rank, collector)
     if not has_died:
         collector.finish(rank, outcome.num_records)
     if collector.lost[rank]:
@@ -252,9 +252,9 @@ def describe(run: Run) -> dict[str, Any]:
 
 def open_run(folder: Path) -> Run:
     """The run in `folder`. ValueError where there is none to read."""
-    with store.reading(folder):
-        info = store.read_info(folder)
-        options = store.known(TrainOptions, info["options"])
+    with run_files.reading(folder):
+        info = run_files.read_info(folder)
+        options = run_files.known(TrainOptions, info["options"])
         collector = Collector(info["ranks"], info.get("resumed_from") or 0)
         run = Run(info["name"], info["strategy"], str(info["code"]), collector, options)
         run.folder = folder
@@ -262,8 +262,8 @@ def open_run(folder: Path) -> Run:
         take(run, info)
 
     def reload() -> None:
-        with store.reading(folder):
-            take(run, store.read_info(folder))
+        with run_files.reading(folder):
+            take(run, run_files.read_info(folder))
 
     run._reload = reload
     return run
@@ -275,8 +275,8 @@ def take(run: Run, info: dict[str, Any]) -> None:
     collector = run.collector
     state = state_of(info)
     has_ended = state not in ("running", "lost")
-    restarts = [store.known(Restart, each) for each in info.get("restarts", [])]
-    store.read_records(
+    restarts = [run_files.known(Restart, each) for each in info.get("restarts", [])]
+    run_files.read_records(
         run.folder,
         collector,
         restarts=[(each.step, each.seconds) for each in restarts],
@@ -290,8 +290,8 @@ def take(run: Run, info: dict[str, Any]) -> None:
         collector.measurements[rank] = [
             Measurement(
                 memory={name: int(each["memory"][name]) for name in COMPONENTS},
-                collectives=[store.known(Collective, c) for c in each["collectives"]],
-                models=[store.known(ModelFacts, m) for m in each["models"]],
+                collectives=[run_files.known(Collective, c) for c in each["collectives"]],
+                models=[run_files.known(ModelFacts, m) for m in each["models"]],
                 seconds=float(each.get("seconds", 0.0)),
             )
             for each in info["measurements"][str(rank)]
@@ -299,7 +299,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
         if has_ended:
             collector.steps[rank] = int(info["steps"][str(rank)])
             collector.lost[rank] = int(info["lost"][str(rank)])
-            collector.progress[rank] = store.known(
+            collector.progress[rank] = run_files.known(
                 Progress, info["progress"][str(rank)]
             )
     run.state = state

@@ -13,7 +13,7 @@ from labkit.notebook.plots.run_plot import stack_memory
 from labkit.notebook.plots.run_plot import thin
 from labkit.notebook.plots.style import dress
 from labkit.notebook.plots.style import style_of
-from labkit.notebook.runs import Run
+from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import shorten
 
