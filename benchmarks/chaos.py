@@ -301,7 +301,7 @@ class Session:
                 kernel.manager.interrupt_kernel()
         elif fault.kind.ends_by == "painter":
             for process in psutil.Process(kernel.pid).children():
-                if "labkit.notebook.painter" in " ".join(process.cmdline()):
+                if "labkit.notebook.live.render_process" in " ".join(process.cmdline()):
                     process.kill()
         reply = kernel.end(request)
         expected = "ok" if fault.kind.ends_by == "painter" else "error"

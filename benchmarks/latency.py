@@ -26,7 +26,7 @@ for step in range({num_steps}):
 
 # What the newest records in each picture say, as the picture leaves the kernel.
 NOTE = """
-from labkit.notebook.live_view import LiveView
+from labkit.notebook.live.live_view import LiveView
 pictures, show = [], LiveView._show
 def noted(view, bundle):
     found = [view.run.collector.series(r, "sent_at") for r in view.run.collector.ranks]

@@ -20,12 +20,12 @@ from labkit.checks import check_seed
 from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
-from labkit.notebook import painter
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
+from labkit.notebook.live import render_process
 from labkit.notebook.options import check_options
 from labkit.notebook.options import plan_checkpoints
 from labkit.rank_spec import Ranks
@@ -104,7 +104,7 @@ class Lab:
                     on_progress=on_progress,
                 )
                 if is_notebook():
-                    painter.painter()  # which loads matplotlib meanwhile
+                    render_process.painter()  # which loads matplotlib meanwhile
         except KeyboardInterrupt:
             from labkit.notebook.failure import Interrupted
 
@@ -240,9 +240,9 @@ class Lab:
         Raises as `run` does; the run is in `runs` all the same.
         """
         from labkit.notebook.kernel.background import Job
+        from labkit.notebook.live.widget_view import find_view
         from labkit.notebook.training import Request
         from labkit.notebook.training import Training
-        from labkit.notebook.widget_view import find_view
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
@@ -521,7 +521,7 @@ class Lab:
             for run in self.runs:
                 if run.job is not None:
                     run.job.join(STOP_S)
-            painter.close()
+            render_process.close()
 
     # ---- one cell ----
 

@@ -26,12 +26,12 @@ from labkit.lab import current_lab
 from labkit.lab import set_current_lab
 from labkit.notebook.cluster.placement import BACKENDS
 from labkit.notebook.cluster.placement import DEVICES
-from labkit.notebook.live_view import show
+from labkit.notebook.live.live_view import show
+from labkit.notebook.live.widget_view import VIEWS
 from labkit.notebook.runs.catalog import delete_runs
 from labkit.notebook.runs.catalog import find_runs
 from labkit.notebook.runs.catalog import list_runs
 from labkit.notebook.runs.run import Run
-from labkit.notebook.widget_view import VIEWS
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import PRECISIONS

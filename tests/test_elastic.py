@@ -18,8 +18,8 @@ from labkit import Run
 from labkit import load_run
 from labkit.notebook import elastic
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.frames import FrameEncoder
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.live.widget_frames import FrameEncoder
 from labkit.notebook.runs.run import run_files
 from labkit.rank.journal import Journal
 from labkit.records import CHECKPOINT

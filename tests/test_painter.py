@@ -9,7 +9,7 @@ import pytest
 from kernels import Kernel
 from kernels import running_kernel
 
-from labkit.notebook.painter import NICENESS
+from labkit.notebook.live.render_process import NICENESS
 
 LOOP = """%%dist_train raw
 import os, time
@@ -22,7 +22,7 @@ for step in range(300):
     if step == 100 and rank == 0:
         {at_step_100}
 """
-PID = "from labkit.notebook.painter import painter; print(painter()._process.pid)"
+PID = "from labkit.notebook.live.render_process import painter; print(painter()._process.pid)"
 
 
 @pytest.fixture(scope="module")

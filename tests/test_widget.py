@@ -15,14 +15,14 @@ from kernels import Kernel
 from kernels import running_kernel
 
 from labkit import Lab
-from labkit.notebook.frames import Frame
-from labkit.notebook.frames import FrameEncoder
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
-from labkit.notebook.live_view import LiveView
-from labkit.notebook.widget_view import WidgetView
-from labkit.notebook.widget_view import find_view
+from labkit.notebook.live.live_view import LiveView
+from labkit.notebook.live.widget_frames import Frame
+from labkit.notebook.live.widget_frames import FrameEncoder
+from labkit.notebook.live.widget_view import WidgetView
+from labkit.notebook.live.widget_view import find_view
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -240,7 +240,7 @@ class Blocker:
             raise ImportError(name + " is not installed here")
 
 sys.meta_path.insert(0, Blocker())
-from labkit.notebook.widget_view import find_view
+from labkit.notebook.live.widget_view import find_view
 
 assert find_view("image")
 try:
@@ -355,7 +355,7 @@ def test_a_run_that_fails_leaves_a_picture_as_well(kernel: Kernel, ending: str) 
 
 def test_a_widget_that_cannot_be_sent_to_does_not_end_the_run(kernel: Kernel) -> None:
     kernel.run(
-        "from labkit.notebook.frames import FrameEncoder\n"
+        "from labkit.notebook.live.widget_frames import FrameEncoder\n"
         "whole = FrameEncoder.delta\n"
         "def delta(encoder):\n"
         "    if encoder._sequence:\n"

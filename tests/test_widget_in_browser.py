@@ -17,11 +17,11 @@ import psutil
 import pytest
 from kernels import wait_until
 
-from labkit.notebook.frames import Frame
-from labkit.notebook.frames import FrameEncoder
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.live.widget_frames import Frame
+from labkit.notebook.live.widget_frames import FrameEncoder
+from labkit.notebook.live.widget_view import read_static
 from labkit.notebook.plots.style import RANK_COLOURS
-from labkit.notebook.widget_view import read_static
 from labkit.records import RECORD
 from labkit.records import Batch
 

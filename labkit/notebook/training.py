@@ -20,7 +20,7 @@ from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.kernel.pickled_function import Packed
 from labkit.notebook.kernel.pickled_function import pack_function
 from labkit.notebook.kernel.pickled_function import source_of
-from labkit.notebook.live_view import LiveView
+from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.options import first_step_of
 from labkit.notebook.runs.run import Run
 from labkit.notebook.runs.run import persistence

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit.checks import shown
-from labkit.notebook.live_view import LiveView
+from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
 
 if TYPE_CHECKING:
-    from labkit.notebook.frames import FrameEncoder
+    from labkit.notebook.live.widget_frames import FrameEncoder
 
 VIEWS = ("image", "widget")
 EAGER_S = 3.0
@@ -67,7 +67,7 @@ class WidgetView(LiveView):
     def _send(self) -> None:
         """Send what is new; the first time, display the widget."""
         if self._frames is None:
-            from labkit.notebook.frames import FrameEncoder
+            from labkit.notebook.live.widget_frames import FrameEncoder
 
             self._frames = FrameEncoder(self.run.collector)
         now = time.monotonic()

@@ -11,10 +11,10 @@ from typing import Any
 
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
-from labkit.notebook.painter import GONE
-from labkit.notebook.painter import Picture
-from labkit.notebook.painter import Request
-from labkit.notebook.painter import painter
+from labkit.notebook.live.render_process import GONE
+from labkit.notebook.live.render_process import Picture
+from labkit.notebook.live.render_process import Request
+from labkit.notebook.live.render_process import painter
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line

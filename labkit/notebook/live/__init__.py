@@ -1,0 +1,3 @@
+"""What is shown under a cell while it runs: the picture, its render process, the
+widget.
+"""
