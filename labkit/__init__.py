@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from labkit.lab import Lab as Lab
     from labkit.lab import current_lab as current_lab
-    from labkit.notebook.failure import RankError as RankError
+    from labkit.notebook.execution.errors import RankError as RankError
     from labkit.notebook.runs.catalog import delete_runs as delete_runs
     from labkit.notebook.runs.catalog import list_runs as list_runs
     from labkit.notebook.runs.catalog import load_run as load_run
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Lab": "labkit.lab",
     "current_lab": "labkit.lab",
-    "RankError": "labkit.notebook.failure",
+    "RankError": "labkit.notebook.execution.errors",
     "Run": "labkit.notebook.runs.run",
     "delete_runs": "labkit.notebook.runs.catalog",
     "list_runs": "labkit.notebook.runs.catalog",

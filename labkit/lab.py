@@ -21,13 +21,13 @@ from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.execution.options import check_options
+from labkit.notebook.execution.options import plan_checkpoints
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.live import render_process
-from labkit.notebook.options import check_options
-from labkit.notebook.options import plan_checkpoints
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
@@ -106,7 +106,7 @@ class Lab:
                 if is_notebook():
                     render_process.painter()  # which loads matplotlib meanwhile
         except KeyboardInterrupt:
-            from labkit.notebook.failure import Interrupted
+            from labkit.notebook.execution.errors import Interrupted
 
             self.stop()
             raise Interrupted([], "Interrupted; nothing is left running.") from None
@@ -174,8 +174,8 @@ class Lab:
         check_hang_after(hang_after)
         targets = parse_ranks(ranks, self.world_size)
         with self._working() as cluster:
-            from labkit.notebook.dispatch import Dispatch
-            from labkit.notebook.ending import see_to_its_end
+            from labkit.notebook.execution.cell_execution import Dispatch
+            from labkit.notebook.execution.completion import see_to_its_end
 
             dispatch = Dispatch(
                 cluster,
@@ -239,10 +239,10 @@ class Lab:
 
         Raises as `run` does; the run is in `runs` all the same.
         """
+        from labkit.notebook.execution.training_run import Request
+        from labkit.notebook.execution.training_run import Training
         from labkit.notebook.kernel.background import Job
         from labkit.notebook.live.widget_view import find_view
-        from labkit.notebook.training import Request
-        from labkit.notebook.training import Training
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)

@@ -78,7 +78,7 @@ checkpointing_option = argument(
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
     """What a user wrote wrong is one line, without a traceback through labkit."""
-    from labkit.notebook.failure import RankError
+    from labkit.notebook.execution.errors import RankError
 
     try:
         yield

@@ -10,7 +10,7 @@ import pytest
 from labkit import Lab
 from labkit import RankError
 from labkit import load_run
-from labkit.notebook.failure import Interrupted
+from labkit.notebook.execution.errors import Interrupted
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.run import persistence
 

@@ -16,8 +16,8 @@ from labkit import Lab
 from labkit import RankError
 from labkit import Run
 from labkit import load_run
-from labkit.notebook import elastic
 from labkit.notebook.cluster.rank_group import RankGroup
+from labkit.notebook.execution import elastic
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.live.widget_frames import FrameEncoder
 from labkit.notebook.runs.run import run_files

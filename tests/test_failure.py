@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 
 from labkit import RankError
-from labkit.notebook.failure import CellTimeoutError
-from labkit.notebook.failure import Interrupted
-from labkit.notebook.failure import first_failure
-from labkit.notebook.failure import is_same_failure
+from labkit.notebook.execution.errors import CellTimeoutError
+from labkit.notebook.execution.errors import Interrupted
+from labkit.notebook.execution.errors import first_failure
+from labkit.notebook.execution.errors import is_same_failure
 from labkit.records import Outcome
 from labkit.records import shorten
 

@@ -18,8 +18,8 @@ from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook import dispatch
-from labkit.notebook import failure
+from labkit.notebook.execution import cell_execution
+from labkit.notebook.execution import errors
 
 Captured = pytest.CaptureFixture[str]
 
@@ -84,7 +84,7 @@ def interrupt_cell(lab: Lab, code: str, patch: pytest.MonkeyPatch) -> float:
     thread.start()
     with patch.context() as p, interrupt_when(watch.seen):
         p.setattr("sys.stdout", watch)
-        with pytest.raises(failure.Interrupted):
+        with pytest.raises(errors.Interrupted):
             lab.run(code)
     thread.join()
     return time.monotonic() - sent
@@ -269,7 +269,7 @@ def test_an_interrupted_run_keeps_its_history(
     )
     with monkeypatch.context() as patch, interrupt_when(watch.seen):
         patch.setattr("sys.stdout", watch)
-        with pytest.raises(failure.Interrupted):
+        with pytest.raises(errors.Interrupted):
             lab.train("raw", code, live=False)
     run = lab.runs[-1]
     assert run.state == "interrupted"
@@ -289,7 +289,7 @@ def test_a_cell_that_swallows_the_interrupt_is_interrupted_again(
 
 
 def test_a_time_limit_ends_the_cell(lab: Lab) -> None:
-    with pytest.raises(failure.CellTimeoutError, match="longer than --timeout 1 sec"):
+    with pytest.raises(errors.CellTimeoutError, match="longer than --timeout 1 sec"):
         lab.run("import time\ntime.sleep(60)", timeout=1)
     assert_all_is_well(lab)
 
@@ -470,8 +470,8 @@ def test_a_rank_that_requests_do_not_reach_is_stopped_all_the_same(
         seconds = interrupt_cell(lab, loop, monkeypatch)
     finally:
         nanny.resume()
-    alone_s = dispatch.ASK_AGAIN_S * dispatch.NUM_ASKED_ALONE
-    assert alone_s < seconds < dispatch.ASK_AGAIN_S * dispatch.NUM_ASKED
+    alone_s = cell_execution.ASK_AGAIN_S * cell_execution.NUM_ASKED_ALONE
+    assert alone_s < seconds < cell_execution.ASK_AGAIN_S * cell_execution.NUM_ASKED
     assert list(lab.status()["state"]) == ["idle", "idle"]
     assert_all_is_well(lab)
 

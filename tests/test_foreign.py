@@ -12,7 +12,7 @@ from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.failure import CellTimeoutError
+from labkit.notebook.execution.errors import CellTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 

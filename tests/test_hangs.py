@@ -16,10 +16,10 @@ from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook import dispatch
-from labkit.notebook import failure
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import read_dump
+from labkit.notebook.execution import cell_execution
+from labkit.notebook.execution import errors
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
@@ -71,7 +71,7 @@ def until_noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         listener = Listener(word, interrupt)
         with monkeypatch.context() as patch:
             patch.setattr("sys.stderr", listener)
-            with pytest.raises(failure.Interrupted):
+            with pytest.raises(errors.Interrupted):
                 do()
         return listener.text
 
@@ -198,7 +198,7 @@ def test_hang_after_is_a_number_of_seconds(lab: Lab, wrong: Any) -> None:
 def test_a_rank_that_holds_the_gil_is_restarted(
     lab: Lab, until_noted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(cell_execution, "ASK_AGAIN_S", 0.2)
     pids = lab.status()["pid"]
     lab.run("kept = 1")
     text = until_noted(lambda: lab.run(HOLD_THE_GIL, hang_after=0.6))
@@ -224,7 +224,7 @@ def test_a_second_interrupt_restarts_a_rank_that_goes_on(
     )
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", Listener("here", interrupt))
-        with pytest.raises(failure.Interrupted) as caught:
+        with pytest.raises(errors.Interrupted) as caught:
             lab.run(code)
     assert str(caught.value) == (
         "Interrupted; every rank but rank 0 keeps its variables.\n"
@@ -249,7 +249,7 @@ def test_a_key_pressed_twice_restarts_nothing(
     )
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", Listener("here", press_twice))
-        with pytest.raises(failure.Interrupted, match="every rank keeps its variables"):
+        with pytest.raises(errors.Interrupted, match="every rank keeps its variables"):
             lab.run(code)
     assert list(lab.status()["pid"]) == pids
 
@@ -264,7 +264,7 @@ def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
     )
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", Listener("here", interrupt))
-        with pytest.raises(failure.Interrupted, match="every rank keeps its variables"):
+        with pytest.raises(errors.Interrupted, match="every rank keeps its variables"):
             lab.run(code)
     assert lab.pull("kept", "all") == [1, 1]
     assert_next_cell_works(lab)
@@ -273,7 +273,7 @@ def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
 def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(cell_execution, "ASK_AGAIN_S", 0.2)
     code = "if rank == 0: raise ValueError('on purpose')" + HOLD_THE_GIL
     with pytest.raises(RankError) as caught:
         lab.run(code)

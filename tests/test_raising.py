@@ -10,7 +10,7 @@ import torch
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.failure import CellTimeoutError
+from labkit.notebook.execution.errors import CellTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 

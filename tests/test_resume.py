@@ -17,7 +17,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit import Run
 from labkit.notebook.cluster.engines import watchdog
-from labkit.notebook.options import plan_checkpoints
+from labkit.notebook.execution.options import plan_checkpoints
 from labkit.rank.resume import random_state
 from labkit.rank.resume import set_random_state
 from labkit.step_folders import all_in

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import labkit
 from labkit import Lab
 from labkit import Run
-from labkit.notebook.failure import RankError
+from labkit.notebook.execution.errors import RankError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.runs.run import persistence

@@ -17,7 +17,7 @@ import torch
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.failure import CellTimeoutError
+from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.runs.persistence import FOLDER_VARIABLE
 from labkit.strategies import STRATEGIES
 

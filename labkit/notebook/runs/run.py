@@ -27,7 +27,7 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
-    from labkit.notebook.dispatch import Dispatch
+    from labkit.notebook.execution.cell_execution import Dispatch
     from labkit.notebook.kernel.background import Job
     from labkit.notebook.plots.run_plot import RunFigure
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.dispatch import Dispatch
-from labkit.notebook.failure import CellTimeoutError
-from labkit.notebook.failure import Interrupted
-from labkit.notebook.failure import RankError
-from labkit.notebook.failure import first_failure
+from labkit.notebook.execution.cell_execution import Dispatch
+from labkit.notebook.execution.errors import CellTimeoutError
+from labkit.notebook.execution.errors import Interrupted
+from labkit.notebook.execution.errors import RankError
+from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs.run import Run
 from labkit.notebook.runs.run import persistence

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.dispatch import Dispatch
-from labkit.notebook.failure import first_failure
+from labkit.notebook.execution.cell_execution import Dispatch
+from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs.run import Restart
 from labkit.notebook.runs.run import Run

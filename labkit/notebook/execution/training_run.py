@@ -9,10 +9,11 @@ from typing import Any
 
 from labkit import serialization
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.dispatch import Dispatch
-from labkit.notebook.elastic import Elastic
-from labkit.notebook.ending import Wait
-from labkit.notebook.ending import see_to_its_end
+from labkit.notebook.execution.cell_execution import Dispatch
+from labkit.notebook.execution.completion import Wait
+from labkit.notebook.execution.completion import see_to_its_end
+from labkit.notebook.execution.elastic import Elastic
+from labkit.notebook.execution.options import first_step_of
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import say
@@ -21,7 +22,6 @@ from labkit.notebook.kernel.pickled_function import Packed
 from labkit.notebook.kernel.pickled_function import pack_function
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.live.live_view import LiveView
-from labkit.notebook.options import first_step_of
 from labkit.notebook.runs.run import Run
 from labkit.notebook.runs.run import persistence
 from labkit.records import FUNCTION_NAME

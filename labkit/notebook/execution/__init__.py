@@ -1,0 +1,1 @@
+"""Runs a cell or a training run to completion on the ranks."""
