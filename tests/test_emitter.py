@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.rank.emitter import Emitter
+from labkit.rank.telemetry.emitter import Emitter
 from labkit.records import RECORD
 from labkit.records import Batch
 

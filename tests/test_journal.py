@@ -13,10 +13,10 @@ import pytest
 
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.run import run_files
-from labkit.rank import journal as journal_module
-from labkit.rank.emitter import Emitter
-from labkit.rank.journal import CHUNK_RECORDS
-from labkit.rank.journal import Journal
+from labkit.rank.telemetry import journal as journal_module
+from labkit.rank.telemetry.emitter import Emitter
+from labkit.rank.telemetry.journal import CHUNK_RECORDS
+from labkit.rank.telemetry.journal import Journal
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE
@@ -175,7 +175,7 @@ def test_a_file_that_is_missing_gives_no_records(tmp_path: Path, name: str) -> N
 def in_a_process(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     code = (
         "import os, resource, sys\n"
-        "from labkit.rank.journal import CHUNK_RECORDS, Journal\n"
+        "from labkit.rank.telemetry.journal import CHUNK_RECORDS, Journal\n"
         f"folder = {str(folder)!r}\n{code}"
     )
     return subprocess.run(

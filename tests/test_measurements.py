@@ -6,7 +6,7 @@ import torch
 from labkit import Lab
 from labkit import theory
 from labkit.notebook.runs.run import Run
-from labkit.rank.probe import StepProbe
+from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import STRATEGIES

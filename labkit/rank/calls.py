@@ -11,7 +11,7 @@ from typing import Any
 from labkit import serialization
 from labkit.rank.cell import CellRunner
 from labkit.rank.recovery import recover_models
-from labkit.rank.stack import dump_on_signal
+from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.records import Placement
 
 _runner: CellRunner | None = None

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
-from labkit.rank.probe import parts
-from labkit.rank.replicas import fingerprints
+from labkit.rank.telemetry.replica_fingerprints import fingerprints
+from labkit.rank.telemetry.step_profiler import parts
 from labkit.records import BUFFER
 from labkit.strategies.agreement import agree
 from labkit.strategies.prepared import Prepared

@@ -5,8 +5,8 @@ import re
 import torch
 
 from labkit.rank.console import NO_KEYBOARD
-from labkit.rank.raised import chain
-from labkit.rank.raised import told
+from labkit.rank.telemetry.exceptions import chain
+from labkit.rank.telemetry.exceptions import told
 
 OTHER_DEVICE = (
     "this rank's device is {device}; write `device`, which every cell has, in place of "

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from labkit.estimate import forecast
 from labkit.estimate.trace import fake_copy
-from labkit.rank.memory import memory_reader
-from labkit.rank.memory import memory_total
-from labkit.rank.probe import StepProbe
-from labkit.rank.raised import chain
-from labkit.rank.raised import live_storages
-from labkit.rank.raised import told
+from labkit.rank.telemetry.exceptions import chain
+from labkit.rank.telemetry.exceptions import live_storages
+from labkit.rank.telemetry.exceptions import told
+from labkit.rank.telemetry.memory import memory_reader
+from labkit.rank.telemetry.memory import memory_total
+from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.records import COMPONENTS
 from labkit.records import TrainOptions
 from labkit.records import format_bytes

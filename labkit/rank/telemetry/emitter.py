@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from labkit.rank.journal import Journal
+from labkit.rank.telemetry.journal import Journal
 from labkit.records import UNREAD
 from labkit.records import Batch
 

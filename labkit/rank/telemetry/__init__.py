@@ -1,0 +1,1 @@
+"""What a rank reports: records, memory, steps, stacks, exceptions."""
