@@ -26,10 +26,10 @@ from labkit.rank.boundary import Stopped
 from labkit.rank.checkpoints import Checkpoints
 from labkit.rank.compiling import announce
 from labkit.rank.console import Console
+from labkit.rank.group.process_group import Membership
 from labkit.rank.hints import add_hint
 from labkit.rank.hints import notes_of
 from labkit.rank.launchers import Launchers
-from labkit.rank.process_group import Membership
 from labkit.rank.session import Session
 from labkit.rank.spawned import send_definitions
 from labkit.rank.telemetry.emitter import Emitter

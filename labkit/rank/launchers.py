@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessContext
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import is_whole
-from labkit.rank.process_group import Membership
+from labkit.rank.group.process_group import Membership
 
 _NUMBER_OF_RANKS = re.compile(
     r"world_?size|size|n|(n|num)_?(procs?|processes|ranks|gpus?|devices)(_per_node)?"

@@ -19,11 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from labkit.checkpoint import abandon_saves
-from labkit.rank.recovery import FormerGroups
-from labkit.rank.recovery import bind_to_new_groups
-from labkit.rank.recovery import forget_lost_groups
-from labkit.rank.rpc import end_rpc
-from labkit.rank.rpc import forget_rpc
+from labkit.rank.group.recovery import FormerGroups
+from labkit.rank.group.recovery import bind_to_new_groups
+from labkit.rank.group.recovery import forget_lost_groups
+from labkit.rank.group.torch_rpc import end_rpc
+from labkit.rank.group.torch_rpc import forget_rpc
 from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group

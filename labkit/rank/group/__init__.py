@@ -1,0 +1,1 @@
+"""The process group: joined, released, re-created, and what is bound to it."""
