@@ -28,16 +28,16 @@ from torch.utils.data import WeightedRandomSampler
 from torch.utils.data import get_worker_info
 
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.dealing import Dealer
-from labkit.rank.dealing import GlobalBatches
-from labkit.rank.dealing import Share
-from labkit.rank.dealing import Stream
-from labkit.rank.dealing import deal_out
-from labkit.rank.dealing import part_of
-from labkit.rank.devices import to_device
-from labkit.rank.loader import RankLoader
-from labkit.rank.loader import count_of
-from labkit.rank.orders import Peers
+from labkit.rank.data.dealing import Dealer
+from labkit.rank.data.dealing import GlobalBatches
+from labkit.rank.data.dealing import Share
+from labkit.rank.data.dealing import Stream
+from labkit.rank.data.dealing import deal_out
+from labkit.rank.data.dealing import part_of
+from labkit.rank.data.devices import to_device
+from labkit.rank.data.loader import RankLoader
+from labkit.rank.data.loader import count_of
+from labkit.rank.data.orders import Peers
 
 CPU = torch.device("cpu")
 

@@ -36,7 +36,7 @@ class Noticer:
 
     def __init__(self, on_step: Callable[[Loss | None, int], None]) -> None:
         self.weight = 1.0
-        """What a backward pass is scaled by: see `labkit.rank.dealing.Share`."""
+        """What a backward pass is scaled by: see `labkit.rank.data.dealing.Share`."""
         self.is_sum = False
         """Whether losses are sums over the samples, no means."""
         self.batch = 0

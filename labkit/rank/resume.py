@@ -22,8 +22,8 @@ from labkit.checkpoint import begin_save
 from labkit.checkpoint import prune
 from labkit.rank.checkpoints import Checkpoints
 from labkit.rank.checkpoints import prefix
-from labkit.rank.loader import Position
-from labkit.rank.loader import RankLoader
+from labkit.rank.data.loader import Position
+from labkit.rank.data.loader import RankLoader
 from labkit.rank.stepping import PreparedOptimizer
 from labkit.rank.stepping import watching_schedulers
 from labkit.records import CheckpointPlan

@@ -99,7 +99,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """Whether it stands for a SyncBatchNorm."""
     counts_here = True
     """Whether this rank's samples are in the batch, and are no stand-in: see
-    `labkit.rank.dealing.Dealer`."""
+    `labkit.rank.data.dealing.Dealer`."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         """Any shape (N, C, ...) will do."""

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
-from labkit.rank.dealing import Dealer
-from labkit.rank.dealing import Share
-from labkit.rank.dealing import deal_out
-from labkit.rank.loader import RankLoader
-from labkit.rank.orders import Peers
+from labkit.rank.data.dealing import Dealer
+from labkit.rank.data.dealing import Share
+from labkit.rank.data.dealing import deal_out
+from labkit.rank.data.loader import RankLoader
+from labkit.rank.data.orders import Peers
 
 LossFunction = Callable[..., torch.Tensor]
 """`f(output, y)`, or `f(output)`: a batch's mean."""

@@ -25,13 +25,13 @@ from torch.utils.data import default_collate
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
 from labkit.checks import shown
-from labkit.rank.orders import DrawnOrder
-from labkit.rank.orders import Order
-from labkit.rank.orders import Peers
-from labkit.rank.orders import PlainOrder
-from labkit.rank.orders import RandomNumbers
-from labkit.rank.orders import as_bytes
-from labkit.rank.orders import fingerprint_of
+from labkit.rank.data.orders import DrawnOrder
+from labkit.rank.data.orders import Order
+from labkit.rank.data.orders import Peers
+from labkit.rank.data.orders import PlainOrder
+from labkit.rank.data.orders import RandomNumbers
+from labkit.rank.data.orders import as_bytes
+from labkit.rank.data.orders import fingerprint_of
 
 KEPT_OPTIONS = (
     "collate_fn",
@@ -65,7 +65,7 @@ class Share:
     """What this rank's loss counts for in the mean over the ranks; None where that is
     the number of its samples."""
     fingerprint: int = 0
-    """Of the pass up to this global batch: see `labkit.rank.orders.Order`."""
+    """Of the pass up to this global batch: see `labkit.rank.data.orders.Order`."""
 
 
 def part_of(length: int, part: int, num_parts: int, least: int = 1) -> slice:

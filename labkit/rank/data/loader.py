@@ -16,11 +16,11 @@ from torch.utils.data import Dataset
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import shown
-from labkit.rank.dealing import GlobalBatches
-from labkit.rank.dealing import Share
-from labkit.rank.dealing import Stream
-from labkit.rank.devices import to_device
-from labkit.rank.sharing import ShareLoader
+from labkit.rank.data.dealing import GlobalBatches
+from labkit.rank.data.dealing import Share
+from labkit.rank.data.dealing import Stream
+from labkit.rank.data.devices import to_device
+from labkit.rank.data.sharing import ShareLoader
 
 Weigh = Callable[[Any], float | torch.Tensor]
 
@@ -42,7 +42,7 @@ class Position:
     batch: int = 0
     """Global batches of that pass that it has had."""
     fingerprint: int = 0
-    """Of the samples in these: see `labkit.rank.orders.Order`."""
+    """Of the samples in these: see `labkit.rank.data.orders.Order`."""
 
 
 class RankLoader:

@@ -10,13 +10,13 @@ from torch.utils.data import Sampler
 from torch.utils.data import SequentialSampler
 
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.dealing import KEPT_OPTIONS
-from labkit.rank.dealing import check_batch_size
-from labkit.rank.dealing import check_dataset
-from labkit.rank.dealing import check_loader
-from labkit.rank.dealing import part_of
-from labkit.rank.devices import to_device
-from labkit.rank.orders import Peers
+from labkit.rank.data.dealing import KEPT_OPTIONS
+from labkit.rank.data.dealing import check_batch_size
+from labkit.rank.data.dealing import check_dataset
+from labkit.rank.data.dealing import check_loader
+from labkit.rank.data.dealing import part_of
+from labkit.rank.data.devices import to_device
+from labkit.rank.data.orders import Peers
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -42,7 +42,7 @@ class OwnBatches(Sampler[list[int]]):
 
 class ShareLoader:
     """Yields this rank's share of a dataset, on its device: see
-    `labkit.rank.loader.RankLoader.share`."""
+    `labkit.rank.data.loader.RankLoader.share`."""
 
     def __init__(
         self,
