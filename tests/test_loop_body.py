@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.rank.loop_body import extra_work
+from labkit.rank.loop.loop_body import extra_work
 
 PREPARE = "model, optimizer, loader = prepare(model, optimizer, data)\n"
 STEP = """

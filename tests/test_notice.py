@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from labkit.rank.notice import Loss
-from labkit.rank.notice import Noticer
-from labkit.rank.notice import snapshot
+from labkit.rank.loop.loss_hooks import Loss
+from labkit.rank.loop.loss_hooks import Noticer
+from labkit.rank.loop.loss_hooks import snapshot
 from labkit.strategies import backward
 
 

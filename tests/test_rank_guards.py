@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.rank.rank_guards import lonely_use
+from labkit.rank.loop.rank_guards import lonely_use
 
 PREPARE = "net, optimizer, loader = prepare(net, optimizer, data)\n"
 

@@ -1,0 +1,1 @@
+"""What a user's loop does: its losses, and what only its code shows."""
