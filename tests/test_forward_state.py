@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.forward_state import digest
-from labkit.rank.stepping import PreparedOptimizer
+from labkit.rank.training.forward_state import digest
+from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.records import TrainOptions
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.spectral import in_one_precision

@@ -232,6 +232,6 @@ def test_ranks_and_strategies_import_where_no_notebook_is_installed(
 ) -> None:
     parts = {"rank", "strategies", "estimate", "checkpoint"}
     names = [name for name in MODULES if part(name) in parts]
-    assert {"labkit.rank.session", "labkit.strategies.ddp"} <= set(names)
+    assert {"labkit.rank.training.session", "labkit.strategies.ddp"} <= set(names)
     code = BLOCKED.format(blocked=sorted(FRONT_END), names=names)
     assert run_python(code, tmp_path) == "imported\n"

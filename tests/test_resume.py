@@ -18,8 +18,8 @@ from labkit import RankError
 from labkit import Run
 from labkit.notebook.cluster.engines import watchdog
 from labkit.notebook.execution.options import plan_checkpoints
-from labkit.rank.resume import random_state
-from labkit.rank.resume import set_random_state
+from labkit.rank.training.resume import random_state
+from labkit.rank.training.resume import set_random_state
 from labkit.step_folders import all_in
 from labkit.step_folders import step_folder
 from labkit.strategies import find_strategy

@@ -21,16 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.rank.boundary import Boundary
-from labkit.rank.boundary import Stopped
-from labkit.rank.checkpoints import Checkpoints
-from labkit.rank.compiling import announce
 from labkit.rank.console import Console
 from labkit.rank.group.process_group import Membership
 from labkit.rank.hints import add_hint
 from labkit.rank.hints import notes_of
 from labkit.rank.launchers import Launchers
-from labkit.rank.session import Session
 from labkit.rank.spawned import send_definitions
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import ToldError
@@ -48,6 +43,11 @@ from labkit.rank.telemetry.oom_report import memory_held
 from labkit.rank.telemetry.oom_report import what_would_fit
 from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
+from labkit.rank.training.cell_checkpoints import Checkpoints
+from labkit.rank.training.compiling import announce
+from labkit.rank.training.session import Session
+from labkit.rank.training.stop_point import Boundary
+from labkit.rank.training.stop_point import Stopped
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import CellSpec

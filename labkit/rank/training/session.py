@@ -24,7 +24,6 @@ from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
 from labkit.checks import shown
-from labkit.rank.boundary import StoppedAtStep
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
@@ -44,10 +43,6 @@ from labkit.rank.loop.loss_hooks import snapshot
 from labkit.rank.loop.loss_kind import LossWatch
 from labkit.rank.loop.loss_kind import is_looked_at
 from labkit.rank.loop.rank_guards import lonely_use
-from labkit.rank.resume import Keeper
-from labkit.rank.resume import seed_everything
-from labkit.rank.stepping import PreparedOptimizer
-from labkit.rank.stepping import watching_zero_grad
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.oom_report import Forecastable
@@ -56,6 +51,11 @@ from labkit.rank.telemetry.oom_report import plain_copy
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.rank.telemetry.step_profiler import is_profiled
+from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.rank.training.optimizer import watching_zero_grad
+from labkit.rank.training.resume import Keeper
+from labkit.rank.training.resume import seed_everything
+from labkit.rank.training.stop_point import StoppedAtStep
 from labkit.records import CHECKPOINT
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTES

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
-from labkit.rank.stepping import PreparedOptimizer
+from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies import states
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero

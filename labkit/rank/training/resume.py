@@ -20,12 +20,12 @@ from labkit.checkpoint import SaveError
 from labkit.checkpoint import Section
 from labkit.checkpoint import begin_save
 from labkit.checkpoint import prune
-from labkit.rank.checkpoints import Checkpoints
-from labkit.rank.checkpoints import prefix
 from labkit.rank.data.loader import Position
 from labkit.rank.data.loader import RankLoader
-from labkit.rank.stepping import PreparedOptimizer
-from labkit.rank.stepping import watching_schedulers
+from labkit.rank.training.cell_checkpoints import Checkpoints
+from labkit.rank.training.cell_checkpoints import prefix
+from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.rank.training.optimizer import watching_schedulers
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_folder

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.forward_state import ForwardState
-from labkit.rank.forward_state import differing
-from labkit.rank.forward_state import digest
+from labkit.rank.training.forward_state import ForwardState
+from labkit.rank.training.forward_state import differing
+from labkit.rank.training.forward_state import digest
 from labkit.strategies.backward import is_followed
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
