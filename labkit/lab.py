@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from labkit.notebook.plots.run_plot import RunFigure
     from labkit.notebook.runs.run import Run
 
-_TRANSFER = "labkit.rank.transfer"
+_TRANSFER = "labkit.rank.engine.transfer"
 
 PART_BYTES = 2**26
 """What is larger is pushed in parts of this size."""

@@ -23,7 +23,7 @@ for step in range(3):
     m(torch.ones(1, 1)).sum().backward()
     o.step()
 """
-RUNNER = "from labkit.rank.calls import runner\n"
+RUNNER = "from labkit.rank.engine.rpc import runner\n"
 
 
 def assert_group_works(lab: Lab) -> None:

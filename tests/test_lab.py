@@ -222,7 +222,7 @@ def test_after_a_gathering_that_failed_the_group_is_formed_anew(lab: Lab) -> Non
         parts = {"sharded": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
         if rank == 1:
             parts["lock"] = threading.Lock()  # cannot be pickled
-        from labkit.rank.calls import runner
+        from labkit.rank.engine.rpc import runner
         formed = runner().membership.formed_at_ns
         """,
     )

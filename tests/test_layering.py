@@ -45,7 +45,7 @@ class Import:
     """One import statement of a module of labkit."""
 
     importer: str
-    """As "labkit.rank.cell"."""
+    """As "labkit.rank.engine.cell_runner"."""
     target: str
     """What is imported, as "labkit.records" or "torch.utils.data"."""
     in_function: bool
@@ -99,7 +99,7 @@ def shown(imports: list[Import]) -> list[str]:
 
 
 def test_the_walk_sees_imports() -> None:
-    assert Import("labkit.rank.calls", "labkit.serialization", False) in IMPORTS
+    assert Import("labkit.rank.engine.rpc", "labkit.serialization", False) in IMPORTS
     assert Import("labkit", "labkit.magics", True) in IMPORTS
     assert {"notebook", "rank", "strategies"} <= {part(name) for name in MODULES}
 
@@ -153,7 +153,7 @@ def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
         for each in IMPORTS
         if part(each.importer) in {"rank", "strategies", "estimate", "checkpoint"}
         and each.target.split(".")[0] in FRONT_END
-        and not (each.importer == "labkit.rank.calls" and each.in_function)
+        and not (each.importer == "labkit.rank.engine.rpc" and each.in_function)
     ]
     assert shown(wrong) == []
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from labkit import RankError
-from labkit.rank.hints import HINTS
+from labkit.rank.engine.hints import HINTS
 
 WITHIN = {"fp32": 1e-3, "bf16": 0.1}
 """How far a result may be from the reference's, which is in fp32, as a part of how far

@@ -37,7 +37,7 @@ _CONTROLLER_ARGS = [
     "--IPController.use_threads=True",
     "--log-level=ERROR",  # it warns at every message that publish_data sends
 ]
-_LOAD = "labkit.rank.calls:load"
+_LOAD = "labkit.rank.engine.rpc:load"
 _TAKEN = "Address already in use"
 _START_TRIES = 3
 _START_TIMEOUT_S = 120
@@ -385,7 +385,7 @@ class Cluster:
     def ask(self, rank: int, request: str, **arguments: Any) -> "Future[Any]":
         """Send a request that the rank answers also while it runs a cell.
 
-        It is one of those that `labkit.rank.cell.CellRunner` answers. The future's
+        It is one of those that `labkit.rank.engine.cell_runner.CellRunner` answers. The future's
         result is the answer, or a CallError; it is cancelled where the rank is dead.
         """
         answer: Future[Any] = Future()

@@ -23,7 +23,7 @@ RELEASE_S = 0.5
 NUM_RELEASES = 30
 ANSWER_S = 5.0
 
-_CALLS = "labkit.rank.calls"
+_CALLS = "labkit.rank.engine.rpc"
 
 DEAF = (
     "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "

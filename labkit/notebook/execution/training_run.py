@@ -30,7 +30,7 @@ from labkit.records import CheckpointPlan
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 
-_CALLS = "labkit.rank.calls"
+_CALLS = "labkit.rank.engine.rpc"
 
 
 @dataclass(frozen=True)

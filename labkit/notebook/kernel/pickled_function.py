@@ -13,7 +13,7 @@ Packed = tuple[bytes, bool, dict[str, tuple[Any, list[str]]]]
 
 
 def pack_function(function: Callable[..., Any]) -> Packed:
-    """What `labkit.rank.calls.receive_function` takes.
+    """What `labkit.rank.engine.rpc.receive_function` takes.
 
     The pickled function, with all of the notebook that it refers to; whether it is
     called with (rank, world_size); and the notebook's cells, for tracebacks.

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from labkit import serialization
-from labkit.rank.cell import CellRunner
+from labkit.rank.engine.cell_runner import CellRunner
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.records import Placement

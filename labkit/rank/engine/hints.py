@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from labkit.rank.console import NO_KEYBOARD
+from labkit.rank.engine.console import NO_KEYBOARD
 from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.exceptions import told
 

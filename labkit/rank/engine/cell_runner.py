@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.rank.console import Console
+from labkit.rank.engine.console import Console
+from labkit.rank.engine.hints import add_hint
+from labkit.rank.engine.hints import notes_of
+from labkit.rank.engine.launchers import Launchers
+from labkit.rank.engine.spawned import send_definitions
 from labkit.rank.group.process_group import Membership
-from labkit.rank.hints import add_hint
-from labkit.rank.hints import notes_of
-from labkit.rank.launchers import Launchers
-from labkit.rank.spawned import send_definitions
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import ToldError
 from labkit.rank.telemetry.exceptions import forget_half_imported

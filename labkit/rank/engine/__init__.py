@@ -1,0 +1,1 @@
+"""What makes an engine a rank: runs its cells, answers the notebook."""
