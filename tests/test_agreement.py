@@ -12,12 +12,12 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.strategies.agreement import InOrder
-from labkit.strategies.agreement import Route
-from labkit.strategies.agreement import Settings
-from labkit.strategies.backward import follow
-from labkit.strategies.backward import living
-from labkit.strategies.backward import unfollow
+from labkit.strategies.autograd.agreement import InOrder
+from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.agreement import Settings
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import living
+from labkit.strategies.autograd.backward import unfollow
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.strategies.forward import Forward
-from labkit.strategies.forward import wrap_forward
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 from labkit.rank.loop.loss_hooks import Loss
 from labkit.rank.loop.loss_hooks import Noticer
 from labkit.rank.loop.loss_hooks import snapshot
-from labkit.strategies import backward
+from labkit.strategies.autograd import backward
 
 
 class Notes:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checks import UnsupportedLoopError
-from labkit.strategies.backward import Roots
-from labkit.strategies.backward import follow
-from labkit.strategies.backward import unfollow
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
-from labkit.strategies.agreement import Route
-from labkit.strategies.backward import Roots
-from labkit.strategies.backward import follow
-from labkit.strategies.backward import unfollow
+from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.materialize import move
 from labkit.strategies.materialize import parts
 from labkit.strategies.materialize import release

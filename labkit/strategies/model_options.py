@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.checks import UnsupportedLoopError
-from labkit.strategies.forward import Forward
-from labkit.strategies.forward import wrap_forward
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.prepared import blocks
 
 Undo = Callable[[], None]

@@ -19,18 +19,18 @@ from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 from labkit.strategies import states
-from labkit.strategies.agreement import OTHER_LAYERS
-from labkit.strategies.agreement import OTHER_SETTINGS
-from labkit.strategies.agreement import SKIPPED
-from labkit.strategies.agreement import STEP_SKIPPED
-from labkit.strategies.agreement import Route
-from labkit.strategies.agreement import Settings
-from labkit.strategies.agreement import agree
-from labkit.strategies.backward import Roots
-from labkit.strategies.backward import follow
-from labkit.strategies.backward import unfollow
-from labkit.strategies.forward import Forward
-from labkit.strategies.forward import wrap_forward
+from labkit.strategies.autograd.agreement import OTHER_LAYERS
+from labkit.strategies.autograd.agreement import OTHER_SETTINGS
+from labkit.strategies.autograd.agreement import SKIPPED
+from labkit.strategies.autograd.agreement import STEP_SKIPPED
+from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.agreement import Settings
+from labkit.strategies.autograd.agreement import agree
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.materialize import give_values
 from labkit.strategies.states import Named
 from labkit.strategies.states import Restore
@@ -126,7 +126,7 @@ class Prepared:
         """The next backward passes are, or are not, of their step's last microbatch."""
         self.is_last = is_last
 
-    # ---- what `labkit.strategies.backward` tells a strategy that follows it ----
+    # ---- what `labkit.strategies.autograd.backward` tells a strategy that follows it ----
 
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         """The parameters that may be given gradients, each with the node of autograd

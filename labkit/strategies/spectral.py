@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from labkit.strategies.forward import Forward
-from labkit.strategies.forward import wrap_forward
-from labkit.strategies.gradients import gather
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.autograd.gradients import gather
 
 _Hook: Any = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm
 """A function hides the module of that name."""

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.strategies.agreement import InOrder
-from labkit.strategies.agreement import Route
-from labkit.strategies.backward import Roots
-from labkit.strategies.backward import follow
-from labkit.strategies.backward import unfollow
-from labkit.strategies.gradients import CellGradients
-from labkit.strategies.gradients import is_absent
-from labkit.strategies.gradients import is_empty
+from labkit.strategies.autograd.agreement import InOrder
+from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.autograd.gradients import CellGradients
+from labkit.strategies.autograd.gradients import is_absent
+from labkit.strategies.autograd.gradients import is_empty
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors

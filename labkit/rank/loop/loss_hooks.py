@@ -13,9 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from labkit.strategies import backward
-from labkit.strategies.backward import Roots
-from labkit.strategies.backward import Seeds
+from labkit.strategies.autograd import backward
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import Seeds
 
 Loss = float | torch.Tensor
 Result = TypeVar("Result")
@@ -143,7 +143,7 @@ class Noticer:
                 handle.remove()
             torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
-    # ---- what `labkit.strategies.backward` tells ----
+    # ---- what `labkit.strategies.autograd.backward` tells ----
 
     def begin(
         self, roots: Roots, seeds: Seeds, create_graph: bool, inputs: Roots

@@ -11,7 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 from labkit.rank.telemetry.replica_fingerprints import fingerprints
 from labkit.rank.telemetry.step_profiler import parts
 from labkit.records import BUFFER
-from labkit.strategies.agreement import agree
+from labkit.strategies.autograd.agreement import agree
 from labkit.strategies.prepared import Prepared
 
 NUM_STEPS = 3

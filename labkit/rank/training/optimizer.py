@@ -14,7 +14,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.rank.training.forward_state import ForwardState
 from labkit.rank.training.forward_state import differing
 from labkit.rank.training.forward_state import digest
-from labkit.strategies.backward import is_followed
+from labkit.strategies.autograd.backward import is_followed
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 

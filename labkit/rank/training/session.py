@@ -66,8 +66,8 @@ from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.records import TrainOptions
 from labkit.strategies import Strategy
-from labkit.strategies.backward import Roots
-from labkit.strategies.backward import release_former
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import release_former
 from labkit.strategies.materialize import FROM_META
 from labkit.strategies.materialize import check_values
 from labkit.strategies.materialize import is_from_meta
