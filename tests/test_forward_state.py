@@ -10,8 +10,8 @@ from labkit.checks import UnsupportedLoopError
 from labkit.rank.training.forward_state import digest
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.records import TrainOptions
+from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.prepared import Prepared
-from labkit.strategies.spectral import in_one_precision
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from labkit.estimate import estimate
 from labkit.estimate import forecast
 from labkit.models import GPT
 from labkit.notebook.plots.estimate_plot import Forecast
-from labkit.strategies.materialize import parts
+from labkit.strategies.model.materialize import parts
 from labkit.strategies.prepared import units
 
 STRATEGIES = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]

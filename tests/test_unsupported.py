@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.strategies.materialize import move
-from labkit.strategies.unsupported import check_supported
+from labkit.strategies.model.materialize import move
+from labkit.strategies.model.unsupported import check_supported
 
 
 class Complex(nn.Module):

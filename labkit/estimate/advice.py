@@ -10,7 +10,7 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.estimate.plans import STRATEGIES
 from labkit.records import format_bytes
-from labkit.strategies.unsupported import check_supported
+from labkit.strategies.model.unsupported import check_supported
 
 if TYPE_CHECKING:
     import pandas as pd

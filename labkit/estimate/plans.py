@@ -105,7 +105,7 @@ class Plan:
         """Bytes at the peak of `prepare`, in which the model comes a part at a time
         and whole, and is sharded then.
 
-        Source: `labkit.strategies.materialize`, `labkit.strategies.zero_setup`.
+        Source: `labkit.strategies.model.materialize`, `labkit.strategies.zero_setup`.
         """
         if strategy in ("single", "ddp"):
             buckets = 4.0 * sum(self.trainable) * (strategy == "ddp")

@@ -28,9 +28,10 @@ from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.materialize import move
-from labkit.strategies.materialize import parts
-from labkit.strategies.materialize import release
+from labkit.strategies.model.materialize import move
+from labkit.strategies.model.materialize import parts
+from labkit.strategies.model.materialize import release
+from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
@@ -38,7 +39,6 @@ from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.prepared import units
-from labkit.strategies.spectral import in_one_precision
 
 
 class FSDP(Prepared):

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
 from labkit.records import TrainOptions
-from labkit.strategies import states
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
 from labkit.strategies.autograd.agreement import OTHER_SETTINGS
 from labkit.strategies.autograd.agreement import SKIPPED
@@ -31,10 +30,11 @@ from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
-from labkit.strategies.materialize import give_values
-from labkit.strategies.states import Named
-from labkit.strategies.states import Restore
-from labkit.strategies.states import Source
+from labkit.strategies.model import states
+from labkit.strategies.model.materialize import give_values
+from labkit.strategies.model.states import Named
+from labkit.strategies.model.states import Restore
+from labkit.strategies.model.states import Source
 
 Closure = Callable[[], Any]
 Tensors = Iterable[torch.Tensor | int | None]
@@ -300,7 +300,7 @@ class Prepared:
     def checkpoint(
         self, *, with_optimizer: bool = True
     ) -> tuple[Named, dict[str, Any]]:
-        """This rank's part of the states, as `labkit.strategies.states` names them, and
+        """This rank's part of the states, as `labkit.strategies.model.states` names them, and
         what else there is to them. May be collective."""
         tensors = states.model_states(self.module)
         if not with_optimizer:

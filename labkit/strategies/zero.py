@@ -27,6 +27,13 @@ from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.autograd.gradients import CellGradients
 from labkit.strategies.autograd.gradients import is_absent
 from labkit.strategies.autograd.gradients import is_empty
+from labkit.strategies.model.spectral import in_one_precision
+from labkit.strategies.model.states import Named
+from labkit.strategies.model.states import Restore
+from labkit.strategies.model.states import Source
+from labkit.strategies.model.states import check_hyperparameters
+from labkit.strategies.model.states import plain_shape
+from labkit.strategies.model.states import set_hyperparameters
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
@@ -34,13 +41,6 @@ from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
-from labkit.strategies.spectral import in_one_precision
-from labkit.strategies.states import Named
-from labkit.strategies.states import Restore
-from labkit.strategies.states import Source
-from labkit.strategies.states import check_hyperparameters
-from labkit.strategies.states import plain_shape
-from labkit.strategies.states import set_hyperparameters
 from labkit.strategies.zero_setup import build_partitioner
 from labkit.strategies.zero_setup import place
 from labkit.strategies.zero_setup import restore_digits

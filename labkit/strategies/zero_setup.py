@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.strategies.materialize import move
-from labkit.strategies.materialize import parts
+from labkit.strategies.model.materialize import move
+from labkit.strategies.model.materialize import parts
 from labkit.strategies.prepared import units
 from labkit.strategies.zero_states import own_part
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.strategies import states
-from labkit.strategies.states import Named
-from labkit.strategies.states import Source
-from labkit.strategies.states import plain_shape
+from labkit.strategies.model import states
+from labkit.strategies.model.states import Named
+from labkit.strategies.model.states import Source
+from labkit.strategies.model.states import plain_shape
 
 Partitions = list[tuple[torch.Tensor, list[nn.Parameter]]]
 """This rank's flat partition of a group of parameters, and those parameters."""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
 from labkit.rank.training.optimizer import PreparedOptimizer
-from labkit.strategies import states
+from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero import is_zero
 

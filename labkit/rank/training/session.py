@@ -68,19 +68,19 @@ from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import release_former
-from labkit.strategies.materialize import FROM_META
-from labkit.strategies.materialize import check_values
-from labkit.strategies.materialize import is_from_meta
-from labkit.strategies.materialize import until_set
-from labkit.strategies.model_options import BatchNorm
-from labkit.strategies.model_options import checkpoint_activations
-from labkit.strategies.model_options import compile_blocks
-from labkit.strategies.model_options import has_own_statistics
-from labkit.strategies.model_options import keep_stand_ins_out
-from labkit.strategies.model_options import replace_batchnorm
+from labkit.strategies.model.materialize import FROM_META
+from labkit.strategies.model.materialize import check_values
+from labkit.strategies.model.materialize import is_from_meta
+from labkit.strategies.model.materialize import until_set
+from labkit.strategies.model.options import BatchNorm
+from labkit.strategies.model.options import checkpoint_activations
+from labkit.strategies.model.options import compile_blocks
+from labkit.strategies.model.options import has_own_statistics
+from labkit.strategies.model.options import keep_stand_ins_out
+from labkit.strategies.model.options import replace_batchnorm
+from labkit.strategies.model.unsupported import check_supported
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
-from labkit.strategies.unsupported import check_supported
 from labkit.strategies.zero import is_zero
 
 RESERVED = frozenset(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from labkit.strategies.states import plain_shape
+from labkit.strategies.model.states import plain_shape
 
 _grad: Any = torch.Tensor.grad
 

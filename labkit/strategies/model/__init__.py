@@ -1,0 +1,3 @@
+"""What every strategy does with a model before it is sharded, and the names of its
+states.
+"""
