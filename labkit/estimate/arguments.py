@@ -19,7 +19,7 @@ from labkit.checks import is_number
 from labkit.checks import shown
 from labkit.estimate.trace import Inputs
 from labkit.records import PRECISIONS
-from labkit.strategies.zero import is_zero
+from labkit.strategies.zero.zero import is_zero
 
 
 def check(

@@ -21,7 +21,7 @@ from labkit.strategies.fsdp import replicas_and_shards
 from labkit.strategies.prepared import DTYPES
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import units
-from labkit.strategies.zero import bucket_elements
+from labkit.strategies.zero.zero import bucket_elements
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
@@ -105,7 +105,7 @@ class Plan:
         """Bytes at the peak of `prepare`, in which the model comes a part at a time
         and whole, and is sharded then.
 
-        Source: `labkit.strategies.model.materialize`, `labkit.strategies.zero_setup`.
+        Source: `labkit.strategies.model.materialize`, `labkit.strategies.zero.setup`.
         """
         if strategy in ("single", "ddp"):
             buckets = 4.0 * sum(self.trainable) * (strategy == "ddp")

@@ -81,7 +81,7 @@ from labkit.strategies.model.options import replace_batchnorm
 from labkit.strategies.model.unsupported import check_supported
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
-from labkit.strategies.zero import is_zero
+from labkit.strategies.zero.zero import is_zero
 
 RESERVED = frozenset(
     {

@@ -14,7 +14,7 @@ from torch import nn
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.prepared import units
-from labkit.strategies.zero_states import own_part
+from labkit.strategies.zero.states import own_part
 
 Digits = dict[torch.Tensor, torch.Tensor]
 """The fp32 values, on the CPU, of trained parameters that were rounded: whole, or of

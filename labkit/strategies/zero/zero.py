@@ -41,12 +41,12 @@ from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
-from labkit.strategies.zero_setup import build_partitioner
-from labkit.strategies.zero_setup import place
-from labkit.strategies.zero_setup import restore_digits
-from labkit.strategies.zero_states import Partitions
-from labkit.strategies.zero_states import ZeROStates
-from labkit.strategies.zero_states import own_part
+from labkit.strategies.zero.setup import build_partitioner
+from labkit.strategies.zero.setup import place
+from labkit.strategies.zero.setup import restore_digits
+from labkit.strategies.zero.states import Partitions
+from labkit.strategies.zero.states import ZeROStates
+from labkit.strategies.zero.states import own_part
 
 BUCKET_ELEMENTS = 2_000_000
 """DeepSpeed's own 5e8 would take 2 GB for a bucket of fp32."""
