@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from labkit import Lab
 from labkit import RankError
 from labkit import checkpoint
-from labkit.checkpoint.folders import Aside
-from labkit.checkpoint.folders import remove_leftovers
+from labkit.checkpoint.atomic_folder import Aside
+from labkit.checkpoint.atomic_folder import remove_leftovers
 from labkit.notebook.runs.run import Run
 
 pytestmark = pytest.mark.timeout(90)
@@ -505,7 +505,7 @@ def test_damaged_and_hostile_files_are_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_process_that_is_alive_keeps_what_it_has_begun(tmp_path: Path) -> None:
     """Two that save in one directory do not remove each other's folders."""
-    from labkit.checkpoint.folders import Aside
+    from labkit.checkpoint.atomic_folder import Aside
 
     mine = Aside(tmp_path / "a")
     other = Aside(tmp_path / "b")

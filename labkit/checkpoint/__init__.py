@@ -6,7 +6,7 @@ in it is ever unpickled. What to write where, and what to read from where, are t
 of `torch.distributed.checkpoint`.
 """
 
-from labkit.checkpoint.folders import prune
+from labkit.checkpoint.atomic_folder import prune
 from labkit.checkpoint.loading import Checkpoint
 from labkit.checkpoint.loading import Section
 from labkit.checkpoint.loading import load

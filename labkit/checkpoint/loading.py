@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors import safe_open
 
+from labkit.checkpoint.json_values import decode
 from labkit.checkpoint.manifest import DTYPES
 from labkit.checkpoint.manifest import Entry
 from labkit.checkpoint.manifest import read_manifest
-from labkit.checkpoint.values import decode
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

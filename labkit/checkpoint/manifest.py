@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from labkit.checkpoint.folders import FILE_OF_RANK
+from labkit.checkpoint.atomic_folder import FILE_OF_RANK
 from labkit.step_folders import MANIFEST
 
 FORMAT = "labkit checkpoint"

@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
-from labkit.checkpoint.folders import Aside
+from labkit.checkpoint.atomic_folder import Aside
+from labkit.checkpoint.json_values import encode
 from labkit.checkpoint.manifest import DTYPES
 from labkit.checkpoint.manifest import Entry
 from labkit.checkpoint.manifest import Part
 from labkit.checkpoint.manifest import file_of_rank
 from labkit.checkpoint.manifest import write_manifest
-from labkit.checkpoint.values import encode
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
