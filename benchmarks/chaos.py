@@ -34,7 +34,7 @@ from _measure import spread
 from torch.utils.data import TensorDataset
 
 from labkit.models import mlp
-from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster import watchdog
 from labkit.strategies import STRATEGIES
 
 WAIT_S = 120.0

@@ -233,9 +233,9 @@ class Lab:
 
         With a folder in `checkpoint` the run's state is saved there `every` 100 steps
         and at its end; the newest 3 (`keep`) are kept. With `resume` it goes on from
-        the last one; see `labkit.rank.training.resume` for how. With `elastic`, when a rank
-        dies, it is started again and the cell goes on from the last one; the cell then
-        has to make or import all that it uses.
+        the last one; see `labkit.rank.training.resume` for how. With `elastic`, when a
+        rank dies, it is started again and the cell goes on from the last one; the cell
+        then has to make or import all that it uses.
 
         Raises as `run` does; the run is in `runs` all the same.
         """

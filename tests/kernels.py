@@ -14,7 +14,7 @@ import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster import watchdog
 
 
 @dataclass

@@ -12,7 +12,7 @@ from labkit import RankError
 from labkit import load_run
 from labkit.notebook.execution.errors import Interrupted
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.runs.run import persistence
+from labkit.notebook.runs import persistence
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,7 +20,7 @@ from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.execution import elastic
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.live.widget_frames import FrameEncoder
-from labkit.notebook.runs.run import run_files
+from labkit.notebook.runs import run_files
 from labkit.rank.telemetry.journal import Journal
 from labkit.records import CHECKPOINT
 from labkit.step_folders import all_in

@@ -13,7 +13,7 @@ from kernels import Kernel
 from kernels import running_kernel
 from kernels import wait_until
 
-from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster import watchdog
 
 pytestmark = pytest.mark.timeout(120)
 

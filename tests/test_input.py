@@ -38,7 +38,7 @@ from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.live.widget_view import find_view
-from labkit.notebook.runs.run import persistence
+from labkit.notebook.runs import persistence
 from labkit.rank_spec import parse_ranks
 from labkit.records import TrainOptions
 from labkit.strategies import find_strategy

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.runs.run import run_files
+from labkit.notebook.runs import run_files
 from labkit.rank.telemetry import journal as journal_module
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.journal import CHUNK_RECORDS

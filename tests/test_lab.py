@@ -13,8 +13,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.cluster.engines import engines
-from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster import engines
+from labkit.notebook.cluster import watchdog
 from labkit.rank_spec import parse_ranks
 
 Captured = pytest.CaptureFixture[str]

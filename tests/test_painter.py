@@ -22,7 +22,10 @@ for step in range(300):
     if step == 100 and rank == 0:
         {at_step_100}
 """
-PID = "from labkit.notebook.live.render_process import painter; print(painter()._process.pid)"
+PID = (
+    "from labkit.notebook.live.render_process import painter; "
+    "print(painter()._process.pid)"
+)
 
 
 @pytest.fixture(scope="module")

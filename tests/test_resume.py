@@ -16,7 +16,7 @@ from kernels import wait_until
 from labkit import Lab
 from labkit import RankError
 from labkit import Run
-from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster import watchdog
 from labkit.notebook.execution.options import plan_checkpoints
 from labkit.rank.training.resume import random_state
 from labkit.rank.training.resume import set_random_state

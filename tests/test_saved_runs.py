@@ -21,8 +21,8 @@ from labkit import Run
 from labkit.notebook.execution.errors import RankError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
-from labkit.notebook.runs.run import persistence
-from labkit.notebook.runs.run import run_files
+from labkit.notebook.runs import persistence
+from labkit.notebook.runs import run_files
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch

@@ -1,0 +1,1 @@
+"""The wing in each engine: its process group, its cells, its telemetry."""

@@ -126,7 +126,7 @@ class Prepared:
         """The next backward passes are, or are not, of their step's last microbatch."""
         self.is_last = is_last
 
-    # ---- what `labkit.strategies.autograd.backward` tells a strategy that follows it ----
+    # ---- what `strategies.autograd.backward` tells a strategy that follows it ----
 
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         """The parameters that may be given gradients, each with the node of autograd
@@ -300,7 +300,7 @@ class Prepared:
     def checkpoint(
         self, *, with_optimizer: bool = True
     ) -> tuple[Named, dict[str, Any]]:
-        """This rank's part of the states, as `labkit.strategies.model.states` names them, and
+        """This rank's part of the states, as `strategies.model.states` names them, and
         what else there is to them. May be collective."""
         tensors = states.model_states(self.module)
         if not with_optimizer:

@@ -1,1 +1,1 @@
-"""Engines of ipyparallel: placed, started, watched, ended, and how each of them died."""
+"""Engines of ipyparallel: placed, started, watched, ended, and how each one died."""

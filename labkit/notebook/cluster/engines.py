@@ -21,7 +21,7 @@ from typing import Any
 import ipyparallel
 import psutil
 
-from labkit.notebook.cluster.engines import watchdog
+from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import Watched
 from labkit.notebook.kernel import interrupts
@@ -385,8 +385,9 @@ class Cluster:
     def ask(self, rank: int, request: str, **arguments: Any) -> "Future[Any]":
         """Send a request that the rank answers also while it runs a cell.
 
-        It is one of those that `labkit.rank.engine.cell_runner.CellRunner` answers. The future's
-        result is the answer, or a CallError; it is cancelled where the rank is dead.
+        It is one of those that `labkit.rank.engine.cell_runner.CellRunner` answers. The
+        future's result is the answer, or a CallError; it is cancelled where the rank is
+        dead.
         """
         answer: Future[Any] = Future()
         try:

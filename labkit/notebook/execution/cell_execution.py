@@ -202,7 +202,8 @@ class Dispatch:
     def stop_at_a_step(self) -> None:
         """Stop every rank after the same optimizer step; from any thread.
 
-        See `labkit.rank.training.stop_point`. RuntimeError where a rank does not answer.
+        See `labkit.rank.training.stop_point`. RuntimeError where a rank does not
+        answer.
         """
         self.is_stopping = True
         ranks = list(self._pending)

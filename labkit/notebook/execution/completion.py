@@ -10,8 +10,8 @@ from labkit.notebook.execution.errors import Interrupted
 from labkit.notebook.execution.errors import RankError
 from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.kernel.output import say
+from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
-from labkit.notebook.runs.run import persistence
 from labkit.rank_spec import format_ranks
 from labkit.records import Outcome
 

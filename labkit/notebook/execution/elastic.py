@@ -10,9 +10,9 @@ from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.execution.cell_execution import Dispatch
 from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.kernel.output import say
+from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Restart
 from labkit.notebook.runs.run import Run
-from labkit.notebook.runs.run import persistence
 from labkit.rank_spec import format_ranks
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan

@@ -22,8 +22,8 @@ from labkit.notebook.kernel.pickled_function import Packed
 from labkit.notebook.kernel.pickled_function import pack_function
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.live.live_view import LiveView
+from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
-from labkit.notebook.runs.run import persistence
 from labkit.records import FUNCTION_NAME
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan

@@ -1,1 +1,1 @@
-"""What runs beside cells in the notebook's kernel: output, interrupts, background jobs."""
+"""In the notebook's kernel, beside its cells: output, interrupts, background jobs."""

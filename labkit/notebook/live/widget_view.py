@@ -160,5 +160,5 @@ def widget_class() -> Any:
 
 def read_static(*names: str) -> str:
     """Files of the front end, one after the other."""
-    folder = resources.files("labkit.notebook") / "static"
+    folder = resources.files("labkit.notebook.live") / "static"
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)

@@ -15,7 +15,7 @@ from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_run_name
 from labkit.checks import shown
-from labkit.notebook.runs.run import run_files
+from labkit.notebook.runs import run_files
 from labkit.notebook.runs.run import STATES
 from labkit.notebook.runs.run import Run
 from labkit.notebook.runs.persistence import open_run

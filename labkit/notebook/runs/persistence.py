@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from labkit.notebook.runs.run import run_files
+from labkit.notebook.runs import run_files
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs.run import Restart
