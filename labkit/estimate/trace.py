@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only
 
 from labkit.records import shorten
-from labkit.strategies.model.options import checkpoint_activations
+from labkit.strategies.options import checkpoint_activations
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import optimizer_tensors

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
-from labkit.strategies.autograd.gradients import gather
+from labkit.strategies.model.gradients import gather
 
 _Hook: Any = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm
 """A function hides the module of that name."""

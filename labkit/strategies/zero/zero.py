@@ -24,9 +24,9 @@ from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.autograd.gradients import CellGradients
-from labkit.strategies.autograd.gradients import is_absent
-from labkit.strategies.autograd.gradients import is_empty
+from labkit.strategies.model.gradients import CellGradients
+from labkit.strategies.model.gradients import is_absent
+from labkit.strategies.model.gradients import is_empty
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
