@@ -482,7 +482,10 @@ class Lab:
         """
         from labkit.notebook.diagnostics.status import status_table
 
-        return status_table(self._running(), self.runs[-1] if self.runs else None)
+        group = self._running()
+        if not self.runs:
+            return status_table(group, None, {})
+        return status_table(group, self.runs[-1].name, self.runs[-1].collector.steps)
 
     def stack(self, *, full: bool = False) -> "Stacks":
         """Where every rank is now, also while a cell runs: its Python stack, and the

@@ -338,3 +338,12 @@ def test_a_port_that_another_process_takes_does_not_fail_the_start(
     with Lab(num_ranks=1) as lab:
         lab.run("x = 1")
         assert lab.pull("x") == 1
+
+
+def test_nothing_of_the_notebooks_wing_is_on_a_rank(lab: Lab) -> None:
+    lab.train("ddp", "log(loss=1.0)", live=False)
+    lab.push(value=1)
+    lab.run("import sys; loaded = [*sys.modules]")
+    for loaded in lab.pull("loaded", None):
+        assert "labkit.rank.engine.rpc" in loaded
+        assert [name for name in loaded if name.startswith("labkit.notebook")] == []

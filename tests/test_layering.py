@@ -16,12 +16,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
 GROUND_FLOOR = {
-    *("checks", "records", "portable", "data", "models", "step_folders", "theory")
+    *("call_by_name", "checks", "data", "models", "rank_spec", "records"),
+    *("serialization", "step_folders", "theory"),
 }
 # What each part may import of labkit, besides itself. A part that is not named here
 # belongs to the ground floor: it may import nothing but that.
 MAY_IMPORT = {
-    "": {"magics"},
+    "": {"lab", "magics", "notebook"},
     "magics": {"lab", "notebook", "strategies", *GROUND_FLOOR},
     "lab": {"notebook", "estimate", "strategies", *GROUND_FLOOR},
     "notebook": {"strategies", *GROUND_FLOOR},
@@ -29,6 +30,19 @@ MAY_IMPORT = {
     "estimate": {"strategies", *GROUND_FLOOR},
     "strategies": GROUND_FLOOR,
 }
+# A room may import those before it in its line.
+ROOMS = [
+    [
+        *("notebook", "notebook.kernel", "notebook.cluster", "notebook.diagnostics"),
+        *("notebook.history", "notebook.plots", "notebook.runs", "notebook.live"),
+        "notebook.execution",
+    ],
+    [
+        *("rank", "rank.telemetry", "rank.group", "rank.data", "rank.loop"),
+        *("rank.training", "rank.engine"),
+    ],
+    ["strategies.autograd", "strategies.model", "strategies", "strategies.zero"],
+]
 FRONT_END = {
     "IPython",
     "anywidget",
@@ -49,6 +63,8 @@ class Import:
     target: str
     """What is imported, as "labkit.records" or "torch.utils.data"."""
     in_function: bool
+    is_for_types: bool = False
+    """Under `if TYPE_CHECKING`: never at run time."""
 
 
 def modules() -> dict[str, Path]:
@@ -60,38 +76,54 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(importer: str, path: Path) -> Iterator[Import]:
-    """Every import that can happen when the module runs."""
+    """Every import statement of a module."""
 
-    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 for alias in child.names:
-                    yield Import(importer, alias.name, in_function)
+                    yield Import(importer, alias.name, in_function, for_types)
             elif isinstance(child, ast.ImportFrom):
                 assert not child.level, f"{importer} has a relative import"
                 for alias in child.names:
-                    # `from labkit import portable` imports the module of that name.
+                    # `from labkit import theory` imports the module of that name.
                     whole = f"{child.module}.{alias.name}"
                     target = whole if whole in MODULES else str(child.module)
-                    yield Import(importer, target, in_function)
-            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
+                    yield Import(importer, target, in_function, for_types)
             else:
                 is_function = isinstance(
                     child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
                 )
-                yield from visit(child, in_function or is_function)
+                is_guard = isinstance(child, ast.If) and (
+                    "TYPE_CHECKING" in ast.dump(child.test)
+                )
+                yield from visit(
+                    child, in_function or is_function, for_types or is_guard
+                )
 
-    yield from visit(ast.parse(path.read_text()), False)
+    yield from visit(ast.parse(path.read_text()), False, False)
 
 
 MODULES = modules()
-IMPORTS = [each for name, path in MODULES.items() for each in imports_of(name, path)]
+ALL_IMPORTS = [
+    each for name, path in MODULES.items() for each in imports_of(name, path)
+]
+IMPORTS = [each for each in ALL_IMPORTS if not each.is_for_types]
+"""Those that can happen when the module runs."""
 
 
 def part(module: str) -> str:
     """The part of the house that a module of labkit belongs to; "" is its door."""
     return module.removeprefix("labkit").removeprefix(".").split(".")[0]
+
+
+def room(module: str) -> str:
+    """The folder that a module of labkit is in, as "notebook.runs"; "" at the top."""
+    return ".".join(MODULES[module].relative_to(PACKAGE).parts[:-1])
+
+
+def is_package(module: str) -> bool:
+    return MODULES[module].name == "__init__.py"
 
 
 def shown(imports: list[Import]) -> list[str]:
@@ -107,7 +139,7 @@ def test_the_walk_sees_imports() -> None:
 def test_arrows_point_down() -> None:
     wrong = [
         each
-        for each in IMPORTS
+        for each in ALL_IMPORTS
         if each.target.split(".")[0] == "labkit"
         and part(each.target) != part(each.importer)
         and part(each.target) not in MAY_IMPORT.get(part(each.importer), GROUND_FLOOR)
@@ -115,11 +147,32 @@ def test_arrows_point_down() -> None:
     assert shown(wrong) == []
 
 
+def test_rooms_are_in_one_line() -> None:
+    listed = [name for line in ROOMS for name in line]
+    wings = {part(name) for name in listed}
+    assert set(listed) == {room(name) for name in MODULES if part(name) in wings}
+    wrong = [
+        each
+        for each in ALL_IMPORTS
+        for line in ROOMS
+        if each.target in MODULES
+        and room(each.importer) in line
+        and room(each.target) in line[line.index(room(each.importer)) + 1 :]
+    ]
+    assert shown(wrong) == []
+
+
+def test_a_room_has_few_files() -> None:
+    names = [room(name) for name in MODULES if not is_package(name)]
+    sizes = {name: names.count(name) for name in names if name}
+    assert {name: size for name, size in sizes.items() if size > 8} == {}
+
+
 def test_the_two_wings_do_not_know_each_other() -> None:
     wings = {"notebook", "rank"}
     wrong = [
         each
-        for each in IMPORTS
+        for each in ALL_IMPORTS
         if {part(each.importer), part(each.target)} == wings
         and each.target.startswith("labkit.")
     ]

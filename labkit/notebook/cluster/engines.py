@@ -1,7 +1,6 @@
 """The engines of a lab: start them, reach them by rank, end them."""
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 import ipyparallel
 import psutil
 
+from labkit.call_by_name import call_by_name
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import Watched
@@ -511,9 +511,3 @@ def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:
         if process.info["ppid"] in pids
         and "ipyparallel.engine.nanny" in (process.info["cmdline"] or [])
     }
-
-
-def call_by_name(function: str, args: tuple[Any, ...]) -> Any:
-    """On an engine: call the function at "module:name"."""
-    module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)(*args)

@@ -2,20 +2,23 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import wait
 
 import pandas as pd
 
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.runs.run import Run
 
 ANSWER_S = 5.0
 LOOK_S = 0.1
 
 
-def status_table(group: RankGroup, run: Run | None) -> pd.DataFrame:
-    """One row a rank, as `Lab.status` says; `run` is the last one."""
+def status_table(
+    group: RankGroup, run: str | None, steps: Mapping[int, int]
+) -> pd.DataFrame:
+    """One row a rank, as `Lab.status` says; `run` is the last one's name, `steps` what
+    its ranks have taken."""
     cluster = group.cluster
     answers = [cluster.ask(rank, "describe") for rank in group.everyone]
     facts = {}
@@ -41,7 +44,7 @@ def status_table(group: RankGroup, run: Run | None) -> pd.DataFrame:
             "cause": cause,
         }
         if run is not None:
-            row.update(run=run.name, step=run.collector.steps.get(rank))
+            row.update(run=run, step=steps.get(rank))
         rows.append(row)
     columns = ["host", "pid", "device", "state", "memory_used", "memory_total"]
     columns += ["run", "step"] if run is not None else []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import Protocol
 
 import pandas as pd
 
@@ -27,7 +28,6 @@ from labkit.records import ModelFacts
 from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
-    from labkit.notebook.execution.cell_execution import Dispatch
     from labkit.notebook.kernel.background import Job
     from labkit.notebook.plots.run_plot import RunFigure
 
@@ -54,6 +54,16 @@ class Restart:
 
     def __str__(self) -> str:
         return f"{format_ranks(self.ranks)} died; resumed from step {self.step}"
+
+
+class Execution(Protocol):
+    """What runs a run: `labkit.notebook.execution.cell_execution.Dispatch`."""
+
+    def stop_at_a_step(self) -> None:
+        """Stop every rank after the same optimizer step."""
+
+    def interrupt(self) -> None:
+        """Stop every rank; the second time end those that do not."""
 
 
 class Run:
@@ -86,7 +96,7 @@ class Run:
         self.info: dict[str, Any] = {}
         """What was run, besides the code: seed, config, devices, backend, versions;
         when and where; and, once it has ended, its outcome by rank."""
-        self.dispatch: Dispatch | None = None
+        self.dispatch: Execution | None = None
         """What runs it, where it is of this lab."""
         self.has_ended = threading.Event()
         self.job: Job | None = None
