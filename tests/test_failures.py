@@ -428,7 +428,7 @@ def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
 ) -> None:
     pid = lab.status()["pid"][rank]
     code = (
-        "import os, signal\nfrom labkit.rank import process_group\n"
+        "import os, signal\nfrom labkit.rank.group import process_group\n"
         f"if rank == {rank}:\n"
         "    process_group._torch_init_process_group = "
         "lambda *args, **more: os.kill(os.getpid(), signal.SIGKILL)\n"
