@@ -491,10 +491,10 @@ class Lab:
         """Where every rank is now, also while a cell runs: its Python stack, and the
         collective that it sits in; with `full` also the libraries' frames.
         """
-        from labkit.notebook.diagnostics.stacks import Survey
+        from labkit.notebook.diagnostics.stacks import StackRequest
 
         cluster = self._running().cluster
-        return Survey(cluster, range(self.world_size), is_full=full).wait()
+        return StackRequest(cluster, range(self.world_size), is_full=full).wait()
 
     def restart(self, *, everyone: bool = False) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started.

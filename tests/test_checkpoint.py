@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from labkit import Lab
 from labkit import RankError
 from labkit import checkpoint
-from labkit.checkpoint.atomic_folder import Aside
+from labkit.checkpoint.atomic_folder import StagingFolder
 from labkit.checkpoint.atomic_folder import remove_leftovers
 from labkit.notebook.runs.run import Run
 
@@ -505,14 +505,14 @@ def test_damaged_and_hostile_files_are_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_process_that_is_alive_keeps_what_it_has_begun(tmp_path: Path) -> None:
     """Two that save in one directory do not remove each other's folders."""
-    from labkit.checkpoint.atomic_folder import Aside
+    from labkit.checkpoint.atomic_folder import StagingFolder
 
-    mine = Aside(tmp_path / "a")
-    other = Aside(tmp_path / "b")
+    mine = StagingFolder(tmp_path / "a")
+    other = StagingFolder(tmp_path / "b")
     assert mine.path.is_dir()
     os.close(mine._lock)  # as at its process's end
     other.discard()
-    Aside(tmp_path / "c").discard()
+    StagingFolder(tmp_path / "c").discard()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -542,8 +542,8 @@ def test_a_folder_in_the_making_is_not_taken_for_a_leftover(tmp_path: Path) -> N
     cleaner.start()
     try:
         for number in range(500):
-            with Aside(tmp_path / f"step-{number}") as aside:
-                (aside.path / "file").touch()
+            with StagingFolder(tmp_path / f"step-{number}") as staging:
+                (staging.path / "file").touch()
     finally:
         has_ended.set()
         cleaner.join()

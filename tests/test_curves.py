@@ -112,13 +112,13 @@ def test_nan_hides_no_other_value_and_a_stretch_of_it_is_a_gap() -> None:
 def test_where_trouble_began_does_not_depend_on_batches(
     values: list[float], step: int, word: str, lasts: bool, batch: int
 ) -> None:
-    trouble = grown(np.array(values), batch).trouble
+    trouble = grown(np.array(values), batch).non_finite
     assert trouble is not None
     assert (trouble.step, trouble.word, trouble.lasts) == (step, word, lasts)
 
 
 def test_a_curve_without_trouble_says_so() -> None:
-    assert grown(np.ones(10), 3).trouble is None
+    assert grown(np.ones(10), 3).non_finite is None
 
 
 # ---- over the ranks ----

@@ -223,12 +223,12 @@ def test_after_a_gathering_that_failed_the_group_is_formed_anew(lab: Lab) -> Non
         if rank == 1:
             parts["lock"] = threading.Lock()  # cannot be pickled
         from labkit.rank.engine.rpc import runner
-        formed = runner().membership.formed_at_ns
+        formed = runner().group.formed_at_ns
         """,
     )
     with pytest.raises(ValueError, match=r"cannot pickle '_thread.lock'"):
         lab.pull("parts", full=True)
-    run(lab, "is_another = runner().membership.formed_at_ns > formed")
+    run(lab, "is_another = runner().group.formed_at_ns > formed")
     assert lab.pull("is_another", "all") == [True, True]
 
 

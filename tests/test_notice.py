@@ -9,23 +9,23 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from labkit.rank.loop.loss_hooks import Loss
-from labkit.rank.loop.loss_hooks import Noticer
+from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.loss_hooks import snapshot
 from labkit.strategies.autograd import backward
 
 
 class Notes:
-    """A noticer and what it noticed: the losses before each optimizer step."""
+    """A hooks and what it noticed: the losses before each optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[Loss | None] = []
-        self.noticer = Noticer(lambda loss, number: self.steps.append(loss))
+        self.hooks = LossHooks(lambda loss, number: self.steps.append(loss))
 
 
 @pytest.fixture
 def notes() -> Iterator[Notes]:
     notes = Notes()
-    with notes.noticer.watching():
+    with notes.hooks.watching():
         yield notes
 
 
@@ -82,7 +82,7 @@ def test_every_optimizer_is_watched(make: Any, notes: Notes, x: nn.Parameter) ->
 def test_an_optimizer_from_before_the_cell_is_watched(x: nn.Parameter) -> None:
     optimizer = sgd(x)
     notes = Notes()
-    with notes.noticer.watching():
+    with notes.hooks.watching():
         x.sum().backward()
         optimizer.step()
     assert notes.steps == [7.0]
@@ -191,7 +191,7 @@ def test_arguments_of_backward_are_passed_on(notes: Notes, x: nn.Parameter) -> N
 def test_the_weight_scales_the_gradient_exactly(
     weight: float, notes: Notes, x: nn.Parameter
 ) -> None:
-    notes.noticer.weight = weight
+    notes.hooks.weight = weight
     (x**2).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [weight * 6.0, weight * 8.0]
@@ -201,7 +201,7 @@ def test_the_weight_scales_the_gradient_exactly(
 def test_the_weight_works_for_every_shape_of_a_scalar(
     shape: tuple[int, ...], notes: Notes, x: nn.Parameter
 ) -> None:
-    notes.noticer.weight = 0.5
+    notes.hooks.weight = 0.5
     x.sum().reshape(shape).backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0.5, 0.5]
@@ -210,14 +210,14 @@ def test_the_weight_works_for_every_shape_of_a_scalar(
 def test_the_weight_scales_a_gradient_that_the_loop_gives(
     notes: Notes, x: nn.Parameter
 ) -> None:
-    notes.noticer.weight = 0.5
+    notes.hooks.weight = 0.5
     x.sum().backward(torch.tensor(8.0))
     assert x.grad is not None
     assert x.grad.tolist() == [4.0, 4.0]
 
 
 def test_the_weight_is_not_in_the_noticed_loss(notes: Notes, x: nn.Parameter) -> None:
-    notes.noticer.weight = 0.5
+    notes.hooks.weight = 0.5
     x.sum().backward()
     sgd(x).step()
     assert notes.steps == [7.0]
@@ -237,7 +237,7 @@ def test_a_scaled_loss_is_noticed_unscaled(notes: Notes, x: nn.Parameter) -> Non
 
 
 def test_the_weight_works_with_a_scaled_loss(notes: Notes, x: nn.Parameter) -> None:
-    notes.noticer.weight = 0.5
+    notes.hooks.weight = 0.5
     scaler = torch.amp.GradScaler(device="cpu", init_scale=1024.0)
     optimizer = sgd(x)
     scaler.scale(x.sum()).backward()
@@ -267,7 +267,7 @@ def patched_places() -> list[Any]:
 
 def test_everything_is_restored_afterwards() -> None:
     before = patched_places()
-    with Notes().noticer.watching():
+    with Notes().hooks.watching():
         assert patched_places() != before
     assert patched_places() == before
 
@@ -277,7 +277,7 @@ def test_everything_is_restored_after_an_exception(x: nn.Parameter) -> None:
     notes = Notes()
 
     def fail_after_backward() -> None:
-        with notes.noticer.watching():
+        with notes.hooks.watching():
             x.sum().backward()
             raise RuntimeError("in the loop")
 

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: made aside, and then there at once."""
+"""Checkpoint folders: written in a staging folder, then published by one rename."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from labkit.step_folders import MANIFEST
 from labkit.step_folders import all_in
 
 FILE_OF_RANK = re.compile(r"rank-\d{5}\.safetensors")
-_ASIDE = re.compile(r"\..+\.labkit-[0-9a-f]{32}")
+_STAGING = re.compile(r"\..+\.labkit-[0-9a-f]{32}")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -23,9 +23,9 @@ def prune(directory: Path, keep: int) -> None:
     """Remove all checkpoints of steps in `directory` but the newest `keep`."""
     for folder in all_in(directory)[: -keep or None]:
         if not others_in(folder):
-            with Aside(folder) as aside:
+            with StagingFolder(folder) as staging:
                 # Out of sight at once: a half of it is no checkpoint.
-                folder.rename(aside.path / folder.name)
+                folder.rename(staging.path / folder.name)
 
 
 def others_in(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def others_in(folder: Path) -> list[str]:
     )
 
 
-class Aside:
+class StagingFolder:
     """A hidden folder beside `folder`, in which its next contents are made.
 
     Who makes one holds a lock on it, so that another process can tell what was left
@@ -73,7 +73,7 @@ class Aside:
                     return lock
                 os.close(lock)
 
-    def __enter__(self) -> "Aside":
+    def __enter__(self) -> "StagingFolder":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -92,7 +92,7 @@ class Aside:
         self.discard()  # what was there before
 
     def discard(self) -> None:
-        """Remove what is still aside."""
+        """Remove what was not published."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -113,8 +113,8 @@ def exchange(new: Path, old: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the folders aside whose makers are gone."""
-    for path in _asides(directory):
+    """Remove staging folders whose processes are gone."""
+    for path in _staging_folders(directory):
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -124,7 +124,7 @@ def remove_leftovers(directory: Path) -> None:
                 os.close(lock)
 
 
-def _asides(directory: Path) -> Iterator[Path]:
+def _staging_folders(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
-        if _ASIDE.fullmatch(path.name):
+        if _STAGING.fullmatch(path.name):
             yield path

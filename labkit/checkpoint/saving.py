@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
-from labkit.checkpoint.atomic_folder import Aside
+from labkit.checkpoint.atomic_folder import StagingFolder
 from labkit.checkpoint.json_values import encode
 from labkit.checkpoint.manifest import DTYPES
 from labkit.checkpoint.manifest import Entry
@@ -115,7 +115,7 @@ class _Save:
         if self._rank < 0:
             raise ValueError("this rank is not in the group that saves")
         self._store: dist.Store | None = None
-        self._aside: Aside | None = None
+        self._staging: StagingFolder | None = None
         try:
             self._plan(dict(tensors), values, group)
             if self._world_size > 1:
@@ -124,8 +124,8 @@ class _Save:
                 store: Any = c10d._get_process_group_store(pg)
                 self._store = store.clone()
         except BaseException:
-            if self._aside:
-                self._aside.discard()
+            if self._staging:
+                self._staging.discard()
             raise
         _in_flight.add(self)
         threading.Thread(target=self._run, name="labkit-save", daemon=True).start()
@@ -161,8 +161,8 @@ class _Save:
             planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
             plan = planner.create_local_plan()
             if self._rank == 0:
-                self._aside = Aside(self._folder)
-                path = str(self._aside.path)
+                self._staging = StagingFolder(self._folder)
+                path = str(self._staging.path)
         except (ValueError, OSError, RecursionError) as problem:
             error = problem
         offers: list[Any] = [(plan, path, str(error or ""))] * self._world_size
@@ -200,8 +200,8 @@ class _Save:
             problem = self._conclude(problem)
         except Exception:  # this save was abandoned, or the store is gone
             problem = _ABANDONED
-        if self._aside:
-            self._aside.discard()
+        if self._staging:
+            self._staging.discard()
         _in_flight.discard(self)
         if problem:
             text = f"{self._folder} was not saved: {problem}"
@@ -239,11 +239,11 @@ class _Save:
         return problem
 
     def _publish(self) -> None:
-        assert self._aside is not None
+        assert self._staging is not None
         write_manifest(self._path, self._entries, self._values)
         if self._abandoned.is_set():
             raise RuntimeError(_ABANDONED)
-        self._aside.publish()
+        self._staging.publish()
 
     def _post(self, key: str, text: str) -> None:
         if self._store is not None:

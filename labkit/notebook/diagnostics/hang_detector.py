@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
-from labkit.notebook.diagnostics.stacks import Survey
 from labkit.notebook.kernel.output import is_notebook
 
 _MAX_INTERVAL_S = 5.0
@@ -44,7 +44,7 @@ class HangWatch:
         self._next_question = self._last_sign + self._interval_s
         self._answers: dict[int, Future[Any]] = {}
         self._progress: dict[int, Any] = {}
-        self._survey: Survey | None = None
+        self._request: StackRequest | None = None
         self._is_noted = False
         self._handle: Any = None
 
@@ -59,10 +59,10 @@ class HangWatch:
             return
         now = time.monotonic()
         self._take_progress(now)
-        if self._survey is not None:
-            if self._survey.is_complete():
-                survey, self._survey = self._survey, None
-                self._note(survey.result(), now - self._last_sign)
+        if self._request is not None:
+            if self._request.is_complete():
+                request, self._request = self._request, None
+                self._note(request.result(), now - self._last_sign)
         elif now >= max(self._next_question, self._last_sign + self._interval_s):
             self._next_question = now + self._interval_s
             for rank in running:
@@ -70,7 +70,7 @@ class HangWatch:
                     self._answers[rank] = self._cluster.ask(rank, "progress")
             if now - self._last_sign >= self._after_s:
                 # Also those at the end: it tells what the others wait for.
-                self._survey = Survey(self._cluster, self._cluster.pids)
+                self._request = StackRequest(self._cluster, self._cluster.pids)
 
     def _take_progress(self, now: float) -> None:
         for rank, answer in list(self._answers.items()):
@@ -90,7 +90,7 @@ class HangWatch:
             quiet_s = now - self._last_sign
             self._show(f"The ranks went on, after {quiet_s:.0f} s.")
         self._last_sign = now
-        self._survey = None
+        self._request = None
 
     def _note(self, stacks: Stacks, quiet_s: float) -> None:
         lines = stacks.lines(self._in_cell)

@@ -101,7 +101,7 @@ class Stacks:
         return f"<table>{rows}</table>{rest}"
 
 
-class Survey:
+class StackRequest:
     """The question to ranks where they are, under way."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Survey:
         found = self.result()
         if found.mismatches and not self._is_second:
             # Ranks are not asked at the same instant: what is so still is so.
-            again = Survey(
+            again = StackRequest(
                 self._cluster, self._answers, is_full=self._is_full, is_second=True
             ).wait()
             again.mismatches = [

@@ -31,7 +31,7 @@ Points = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Trouble:
+class NonFinite:
     """Where a curve was NaN or infinite."""
 
     step: int
@@ -54,8 +54,8 @@ class Curve:
         self.num_values = 0
         self.total = 0.0
         """The sum of all finite values."""
-        self._first_trouble: Trouble | None = None
-        self._lasting_trouble: Trouble | None = None
+        self._first_non_finite: NonFinite | None = None
+        self._lasting_non_finite: NonFinite | None = None
         self._stretch = 2
         self._x = np.empty(0)
         self._y = np.empty(0)
@@ -68,7 +68,7 @@ class Curve:
         if not len(values):
             return
         is_finite = are_finite(values)
-        self._note_trouble(steps, values, is_finite)
+        self._note_non_finite(steps, values, is_finite)
         self.num_values += len(values)
         self.total += float(values[is_finite].sum())
         x = np.concatenate([self._rest_x, steps])
@@ -90,23 +90,23 @@ class Curve:
         self._rest_y = np.concatenate([self._y[whole:], self._rest_y])
         self._x, self._y = extremes(self._x[:whole], self._y[:whole], 4)
 
-    def _note_trouble(
+    def _note_non_finite(
         self, steps: np.ndarray, values: np.ndarray, is_finite: np.ndarray
     ) -> None:
         good, bad = np.flatnonzero(is_finite), np.flatnonzero(~is_finite)
-        if len(bad) and self._first_trouble is None:
-            self._first_trouble = trouble_at(steps[bad[0]], values[bad[0]])
+        if len(bad) and self._first_non_finite is None:
+            self._first_non_finite = non_finite_at(steps[bad[0]], values[bad[0]])
         if is_finite[-1]:
-            self._lasting_trouble = None
-        elif len(good) or self._lasting_trouble is None:
+            self._lasting_non_finite = None
+        elif len(good) or self._lasting_non_finite is None:
             begin = good[-1] + 1 if len(good) else 0
-            trouble = trouble_at(steps[begin], values[begin], lasts=True)
-            self._lasting_trouble = trouble
+            non_finite = non_finite_at(steps[begin], values[begin], lasts=True)
+            self._lasting_non_finite = non_finite
 
     @property
-    def trouble(self) -> Trouble | None:
+    def non_finite(self) -> NonFinite | None:
         """What lasts; or else the first that there was; or None."""
-        return self._lasting_trouble or self._first_trouble
+        return self._lasting_non_finite or self._first_non_finite
 
     def points(self) -> Points:
         """What to draw: steps and values, (n,) each, the newest value last."""
@@ -290,10 +290,12 @@ class Curves:
             return None
         return sum(curve.total / curve.num_values for curve in found)
 
-    def troubles(self) -> dict[tuple[int, str], Trouble]:
+    def non_finites(self) -> dict[tuple[int, str], NonFinite]:
         """Where a rank's metric was NaN or infinite, by rank and metric."""
         return {
-            key: curve.trouble for key, curve in self._curves.items() if curve.trouble
+            key: curve.non_finite
+            for key, curve in self._curves.items()
+            if curve.non_finite
         }
 
 
@@ -302,9 +304,9 @@ def are_finite(values: np.ndarray) -> np.ndarray:
     return np.abs(values) < 1e150
 
 
-def trouble_at(step: int, value: float, *, lasts: bool = False) -> Trouble:
+def non_finite_at(step: int, value: float, *, lasts: bool = False) -> NonFinite:
     """What begins with a value that is not finite."""
-    return Trouble(int(step), "NaN" if np.isnan(value) else "infinite", lasts)
+    return NonFinite(int(step), "NaN" if np.isnan(value) else "infinite", lasts)
 
 
 def extremes(x: np.ndarray, y: np.ndarray, stretch: int) -> Points:

@@ -200,7 +200,9 @@ class Panel:
 
     def _mark_trouble(self, curves: Curves) -> None:
         """A cross with a dotted line where the metric was NaN or infinite first."""
-        found = {rank: curves.curve(rank, self.metric).trouble for rank in self._styles}
+        found = {
+            rank: curves.curve(rank, self.metric).non_finite for rank in self._styles
+        }
         steps = {rank: trouble.step for rank, trouble in found.items() if trouble}
         if not steps:
             return

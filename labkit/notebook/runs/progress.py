@@ -136,7 +136,7 @@ def troubles(collector: Collector) -> list[str]:
     curves = collector.curves
     with curves.lock:
         curves.update()
-        all_troubles = curves.troubles()
+        all_troubles = curves.non_finites()
     by_metric: dict[str, dict[int, tuple[int, str, bool]]] = {}
     for (rank, metric), trouble in all_troubles.items():
         if metric != MEMORY:

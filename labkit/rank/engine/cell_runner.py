@@ -26,15 +26,15 @@ from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
 from labkit.rank.engine.launchers import Launchers
 from labkit.rank.engine.spawned import send_definitions
-from labkit.rank.group.process_group import Membership
+from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.telemetry.emitter import Emitter
-from labkit.rank.telemetry.exceptions import ToldError
-from labkit.rank.telemetry.exceptions import forget_half_imported
+from labkit.rank.telemetry.exceptions import TextOnlyError
+from labkit.rank.telemetry.exceptions import clear_frames
+from labkit.rank.telemetry.exceptions import drop_partial_imports
 from labkit.rank.telemetry.exceptions import freed_by
-from labkit.rank.telemetry.exceptions import let_go
 from labkit.rank.telemetry.exceptions import raise_from_scripts
+from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
-from labkit.rank.telemetry.exceptions import told
 from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
 from labkit.rank.telemetry.memory import memory_reader
@@ -46,8 +46,8 @@ from labkit.rank.telemetry.stack_trace import position
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
-from labkit.rank.training.stop_point import Boundary
 from labkit.rank.training.stop_point import Stopped
+from labkit.rank.training.stop_point import StopPoint
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import CellSpec
@@ -79,7 +79,7 @@ class CellRunner:
     def __init__(self, shell: Any, placement: Placement) -> None:
         self.shell = shell
         self.placement = placement
-        self.membership = Membership(placement, shell.user_ns)
+        self.group = RankProcessGroup(placement, shell.user_ns)
         self.function: Any = None
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class CellRunner:
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
         self._session: Session | None = None
-        self._boundary = Boundary()
+        self._stop_point = StopPoint()
         self._depth = 0
         # Guards `_is_running`: an interrupt is only ever raised inside a cell.
         self._lock = threading.Lock()
@@ -105,12 +105,12 @@ class CellRunner:
         self._stopping_since = 0.0
         self._requests: dict[str, Callable[..., Any]] = {
             "interrupt": self.request_interrupt,
-            "hold": lambda: self._boundary.hold(),
-            "stop_after": lambda num_steps: self._boundary.stop_after(num_steps),
+            "hold": lambda: self._stop_point.hold(),
+            "stop_after": lambda num_steps: self._stop_point.stop_after(num_steps),
             "describe": self.describe,
-            "progress": lambda: [self._boundary.num_steps, finished_collectives()],
+            "progress": lambda: [self._stop_point.num_steps, finished_collectives()],
             "stack": self.stack,
-            "release": self.membership.release,
+            "release": self.group.release,
         }
         """What the notebook can ask of this rank also while it runs a cell."""
         self._loop = asyncio.new_event_loop()
@@ -125,7 +125,7 @@ class CellRunner:
         show_in_short(shell, self._note_shown)
         self._console = Console(shell)
         announce()
-        launchers = Launchers(self.membership, self._note)
+        launchers = Launchers(self.group, self._note)
         shell.system = launchers.noting_commands(shell.system)
         send_definitions()
         shell.events.register("pre_run_cell", self._before_cell)
@@ -156,7 +156,7 @@ class CellRunner:
             rank=self.placement.rank,
             local_rank=self.placement.local_rank,
             world_size=self.placement.world_size,
-            device=self.membership.device,
+            device=self.group.device,
             torch=torch,
             dist=dist,
         )
@@ -201,7 +201,7 @@ class CellRunner:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop_when_idle)
         emitter, self._emitter = self._emitter, None
-        device = self.membership.device
+        device = self.group.device
         memory = ""
         if error is not None:
             # Here, for the others need not wait until all that follows is done.
@@ -216,8 +216,8 @@ class CellRunner:
         if error is not None:
             self._begin_error = error = None
             with contextlib.suppress(Exception):
-                forget_half_imported()
-                freed = freed_by(lambda: self._let_go(result), device)
+                drop_partial_imports()
+                freed = freed_by(lambda: self._free_frames(result), device)
                 outcome = replace(outcome, freed_bytes=freed)
         if memory and session is not None and session.forecastable is not None:
             num_ranks = self.placement.world_size
@@ -236,9 +236,9 @@ class CellRunner:
         notebook waits for the outcome. The first error there was."""
         steps: list[Callable[[], Any]] = [
             lambda: self.shell.user_ns.pop(FUNCTION_NAME, None),
-            self.membership.restore_environment,
+            self.group.restore_environment,
             self._console.restore,
-            *([self.membership.end_rpc] if error is not None else []),
+            *([self.group.end_rpc] if error is not None else []),
             self._contexts.close,
             *([emitter.close] if emitter is not None else []),
             self._console.end_cell,
@@ -260,7 +260,7 @@ class CellRunner:
             ended = {
                 "status": self._status(error),
                 "ename": type(error).__name__,
-                "evalue": "\n".join([told(error), *notes_of(error)]),
+                "evalue": "\n".join([safe_str(error), *notes_of(error)]),
                 "where": where_in_cell(error, self.shell.compile._filename_map),
             }
         if emitter is not None:
@@ -271,7 +271,7 @@ class CellRunner:
                 ended["disk_error"] = journal.error
         return Outcome(
             rank=self.placement.rank,
-            group_in_place=self.membership.in_place,
+            group_in_place=self.group.in_place,
             **ended,
         )
 
@@ -279,17 +279,17 @@ class CellRunner:
         """A traceback that IPython shows is a failure, also where the cell goes on."""
         if self._is_running:
             self._shown_error = error
-            add_hint(error, self.membership.device)
+            add_hint(error, self.group.device)
 
-    def _let_go(self, result: Any) -> None:
+    def _free_frames(self, result: Any) -> None:
         """Of what a failed cell's exception holds; the reply has its words alone."""
         if self._shown_error is not None:
-            let_go(self._shown_error, self.shell)
+            clear_frames(self._shown_error, self.shell)
             self._shown_error = None
         for name in ("error_before_exec", "error_in_exec"):
             if (error := getattr(result, name)) is not None:
-                let_go(error, self.shell)
-                setattr(result, name, ToldError(told(error)))
+                clear_frames(error, self.shell)
+                setattr(result, name, TextOnlyError(safe_str(error)))
 
     def _start_session(self, spec: CellSpec) -> dict[str, Any]:
         """Names for a training cell; in a plain one they say where they belong."""
@@ -301,26 +301,26 @@ class CellRunner:
         strategy = find_strategy(spec.strategy)
         rank, world_size = self.placement.rank, self.placement.world_size
         if strategy.is_single:
-            self._contexts.enter_context(self.membership.alone())
+            self._contexts.enter_context(self.group.alone())
             world_size = 1
             self.shell.user_ns["world_size"] = world_size
         self._emitter = Emitter(
             lambda batch: self._publish("batch", batch),
             journal=Journal(spec.folder, rank),
         )
-        self._boundary = Boundary()
+        self._stop_point = StopPoint()
         plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
         session = Session(
             strategy,
             self._emitter,
             rank=rank,
             world_size=world_size,
-            device=self.membership.device,
+            device=self.group.device,
             seed=spec.seed,
             options=TrainOptions(**spec.options, config=self.config),
             checkpoints=plan,
             report=lambda report: self._publish("report", report),
-            after_step=self._boundary.passed,
+            after_step=self._stop_point.passed,
         )
         self._session = session
         self._contexts.enter_context(session.running())
@@ -332,7 +332,7 @@ class CellRunner:
 
     def _note(self, text: str) -> None:
         """Say a sentence to the user, once: under the run, where there is one."""
-        (self._session.note if self._session else self.membership.note_once)(text)
+        (self._session.note if self._session else self.group.note_once)(text)
 
     def _inject(self, names: dict[str, Any]) -> None:
         """Put labkit's functions into the namespace, but never over a user's own."""
@@ -397,7 +397,7 @@ class CellRunner:
 
     def describe(self) -> dict[str, Any]:
         """Host, process, device and memory of this rank, for `%dist_status`."""
-        device = self.membership.device
+        device = self.group.device
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -413,7 +413,7 @@ class CellRunner:
             self.placement.rank,
             self.shell.compile._filename_map,
             is_running=self._is_running,
-            since_ns=self.membership.formed_at_ns,
+            since_ns=self.group.formed_at_ns,
             waits_on_device=self.placement.backend == "nccl",
         )
         return dataclasses.asdict(found)
@@ -459,7 +459,7 @@ class CellRunner:
         with self._lock:
             if self._is_closing and self.placement.backend == "nccl":
                 # The code has ended; what it left on the GPU may wait for other ranks.
-                self.membership.release()
+                self.group.release()
                 return
             now = time.monotonic()
             waits_s = now - self._signalled_at
@@ -475,7 +475,7 @@ class CellRunner:
             assert main_thread is not None
             signal.pthread_kill(main_thread, signal.SIGINT)
         if not self._signal_handled.wait(release_after_s) and self._is_running:
-            self.membership.release()
+            self.group.release()
 
 
 def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:

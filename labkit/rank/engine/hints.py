@@ -6,7 +6,7 @@ import torch
 
 from labkit.rank.engine.console import NO_KEYBOARD
 from labkit.rank.telemetry.exceptions import chain
-from labkit.rank.telemetry.exceptions import told
+from labkit.rank.telemetry.exceptions import safe_str
 
 OTHER_DEVICE = (
     "this rank's device is {device}; write `device`, which every cell has, in place of "
@@ -99,7 +99,7 @@ HINTS = {
 
 def add_hint(error: BaseException, device: torch.device) -> None:
     """Note under `error`, once, what its message does not say."""
-    words = " ".join(told(each) for each in chain(error))
+    words = " ".join(safe_str(each) for each in chain(error))
     for found, hint in HINTS.items():
         note = hint.format(device=device)
         if re.search(found, words) and note not in notes_of(error):

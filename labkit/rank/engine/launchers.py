@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessContext
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import is_whole
-from labkit.rank.group.process_group import Membership
+from labkit.rank.group.process_group import RankProcessGroup
 
 _NUMBER_OF_RANKS = re.compile(
     r"world_?size|size|n|(n|num)_?(procs?|processes|ranks|gpus?|devices)(_per_node)?"
@@ -37,9 +37,9 @@ class Launchers:
     """Has `torch.multiprocessing.spawn`, and what torchrun and Accelerate's
     `notebook_launcher` are made of, call their function on this rank, once."""
 
-    def __init__(self, membership: Membership, note: Callable[[str], None]) -> None:
+    def __init__(self, group: RankProcessGroup, note: Callable[[str], None]) -> None:
         """`note` tells the user one sentence."""
-        self._membership = membership
+        self._group = group
         self._note = note
         # `spawn` looks it up in its module, which goes by the same name.
         for module in (torch.multiprocessing, sys.modules[ProcessContext.__module__]):
@@ -71,14 +71,14 @@ class Launchers:
                 "follows; leave join out. A library has to use the ranks that exist: "
                 'Lightning by Trainer(strategy="ddp", devices=world_size)'
             )
-        world_size = self._membership.world_size
+        world_size = self._group.world_size
         args, changed = with_world_size(fn, args, nprocs, world_size, call)
         said = "".join(f", {each}={world_size}" for each in changed)
         self._note(
             f"{call}: the processes are this lab's {self._ranks()}; each calls "
             f"{name}(rank{said}, ...), once"
         )
-        fn(self._membership.placement.rank, *args)
+        fn(self._group.placement.rank, *args)
         return None
 
     def _launch_agent(
@@ -101,9 +101,9 @@ class Launchers:
             f"{self._ranks()}, and each calls it, once"
         )
         # The launcher may have set another number.
-        os.environ["WORLD_SIZE"] = str(self._membership.world_size)
+        os.environ["WORLD_SIZE"] = str(self._group.world_size)
         try:
-            return {self._membership.placement.rank: entrypoint(*args)}
+            return {self._group.placement.rank: entrypoint(*args)}
         finally:
             end_accelerate()
 
@@ -128,7 +128,7 @@ class Launchers:
         return checked
 
     def _ranks(self) -> str:
-        world_size = self._membership.world_size
+        world_size = self._group.world_size
         return f"{world_size} ranks" if world_size > 1 else "one rank"
 
     def noting_commands(self, system: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -65,20 +65,20 @@ def runner() -> CellRunner:
 
 def host_group() -> int:
     """On rank 0: open the store of the next group; its port."""
-    runner().membership.leave()
-    return runner().membership.host()
+    runner().group.leave()
+    return runner().group.host()
 
 
 def join_group(port: int, peers: list[int]) -> float:
     """Enter the next group; the sum of all ranks, all-reduced over it."""
     if runner().placement.rank != 0:
-        runner().membership.leave()
-    return runner().membership.join(port, peers)
+        runner().group.leave()
+    return runner().group.join(port, peers)
 
 
 def group_sequence() -> int:
     """How many collectives this rank has started in the group."""
-    return runner().membership.sequence
+    return runner().group.sequence
 
 
 def prove_group(timeout_s: float, after_failure: bool) -> float | None:
@@ -87,7 +87,7 @@ def prove_group(timeout_s: float, after_failure: bool) -> float | None:
     Models are made fit for a next step where the last one may have failed half-way.
     """
     try:
-        found = runner().membership.prove(timeout_s)
+        found = runner().group.prove(timeout_s)
     except RuntimeError:
         return None
     if after_failure:

@@ -64,7 +64,7 @@ def host_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-class Membership:
+class RankProcessGroup:
     """This process's place in the lab's process group.
 
     Every store of a group is fresh: nothing that an earlier group left in one can

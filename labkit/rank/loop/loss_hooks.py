@@ -24,7 +24,7 @@ _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """What torch wraps the `step` of every optimizer in."""
 
 
-class Noticer:
+class LossHooks:
     """Watches one run: `on_step(loss, number)` is called after every optimizer step,
     with the number of the optimizer, counted from 0 as they come.
 

@@ -1,4 +1,4 @@
-"""An exception that ended a cell: told, shown in short, and what it leaves, undone."""
+"""Formats the exception that ended a cell, and frees what its traceback holds."""
 
 import contextlib
 import gc
@@ -24,11 +24,11 @@ SHOWN_FRAMES = 15
 more for one of the notebook."""
 
 
-class ToldError(Exception):
-    """Stands for an exception that is not to be held, or not to be asked: its words."""
+class TextOnlyError(Exception):
+    """Stands in for an exception that cannot be shown or kept: only its text."""
 
 
-def told(error: BaseException) -> str:
+def safe_str(error: BaseException) -> str:
     """`str(error)`, also of an exception whose `__str__` raises."""
     try:
         return str(error)
@@ -115,8 +115,8 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
         for each in chain(error):
             each.__traceback__ = shortened(each.__traceback__)
         frames = shortened(frames)
-        if error is not None and not can_be_told(error):
-            error = ToldError(told(error))
+        if error is not None and not has_str(error):
+            error = TextOnlyError(safe_str(error))
         lines: list[str] = render(kind, error, frames, *args, **more)
         num_shown = len(list(traceback.walk_tb(frames)))
         if num_shown < num_frames:
@@ -124,7 +124,7 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
         return lines
 
     def send_told(kind: Any, error: Any, lines: list[str]) -> None:
-        send(kind, ToldError(told(error)), lines)
+        send(kind, TextOnlyError(safe_str(error)), lines)
 
     shell.showtraceback = showtraceback
     shell._showtraceback = send_told
@@ -135,7 +135,7 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
     warnings.filterwarnings("ignore", "To exit: use")
 
 
-def can_be_told(error: BaseException) -> bool:
+def has_str(error: BaseException) -> bool:
     try:
         str(error)
     except BaseException:
@@ -180,7 +180,7 @@ def is_machinery(frame: TracebackType) -> bool:
     return module.startswith("IPython.") or module == __name__
 
 
-def let_go(error: BaseException, shell: Any) -> None:
+def clear_frames(error: BaseException, shell: Any) -> None:
     """Clear the frames that `error` went through, and IPython's references to it.
 
     A traceback holds all local variables of what failed: gigabytes of activations, as
@@ -194,7 +194,7 @@ def let_go(error: BaseException, shell: Any) -> None:
     shell.InteractiveTB.tb = None
 
 
-def forget_half_imported() -> None:
+def drop_partial_imports() -> None:
     """Forget the modules of packages that an exception kept from being imported.
 
     Python forgets the package itself, which would be imported anew, without them.

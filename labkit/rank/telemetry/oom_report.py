@@ -20,7 +20,7 @@ from labkit.estimate import forecast
 from labkit.estimate.trace import fake_copy
 from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.exceptions import live_storages
-from labkit.rank.telemetry.exceptions import told
+from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.memory import memory_total
 from labkit.rank.telemetry.step_profiler import StepProbe
@@ -42,7 +42,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator gave up, on the device or on the host."""
     return any(
         isinstance(each, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(each, RuntimeError) and "can't allocate memory" in told(each))
+        or (
+            isinstance(each, RuntimeError) and "can't allocate memory" in safe_str(each)
+        )
         for each in chain(error)
     )
 

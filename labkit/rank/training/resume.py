@@ -38,7 +38,7 @@ _GAUSS = struct.Struct("<?d")
 """The normal number that a generator has in hand: whether it has one, and which."""
 
 
-class Keeper:
+class RunCheckpointer:
     """One rank's side of the checkpoints of one run.
 
     A run that goes on from a checkpoint runs its cell from the first line. Model and

@@ -38,7 +38,7 @@ from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.data.orders import Peers
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loss_hooks import Loss
-from labkit.rank.loop.loss_hooks import Noticer
+from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.loss_hooks import snapshot
 from labkit.rank.loop.loss_kind import LossWatch
 from labkit.rank.loop.loss_kind import is_looked_at
@@ -53,7 +53,7 @@ from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.rank.telemetry.step_profiler import is_profiled
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.rank.training.optimizer import watching_zero_grad
-from labkit.rank.training.resume import Keeper
+from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.stop_point import StoppedAtStep
 from labkit.records import CHECKPOINT
@@ -133,7 +133,7 @@ class Session:
         self.options = options
         self._emitter = emitter
         self._read_memory = memory_reader(device)
-        self._noticer = Noticer(self._after_optimizer_step)
+        self._noticer = LossHooks(self._after_optimizer_step)
         self._noticer.on_backward = self._on_backward
         self._noticer.check_loss = self._check_loss
         is_plain = strategy.is_single and options.accumulate == 1
@@ -148,7 +148,7 @@ class Session:
         self._probe: StepProbe | None = None
         self._is_probe_due = False
         self._watch = ReplicaWatch()
-        self._keeper = Keeper(
+        self._keeper = RunCheckpointer(
             checkpoints,
             rank=rank,
             device=device,

@@ -18,7 +18,7 @@ class StoppedAtStep(Stopped):
     """Raised between the same two optimizer steps on every rank."""
 
 
-class Boundary:
+class StopPoint:
     """Stops a run after the same step on every rank, wherever each is when it is asked.
 
     First all ranks are asked to `hold`: each says how many steps it has taken, and
