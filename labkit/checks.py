@@ -1,4 +1,4 @@
-"""Checks what a user gave: what is wrong is a ValueError in one line."""
+"""Checks what a user gave: what is wrong is an error in one line."""
 
 import keyword
 import operator
@@ -11,11 +11,29 @@ from typing import Any
 from labkit.records import RANK_NAMES
 
 
+class UserError(RuntimeError):
+    """A state that the user can change, or what happened to ranks.
+
+    Its message says all that there is to know: magics show it in one line. Any other
+    RuntimeError is a fault of labkit's or of a library, and keeps its traceback.
+    """
+
+
 class UnsupportedLoopError(ValueError):
     """A loop whose result would not be that of one process on the same batches.
 
     Its message says what was found, and what to write instead.
     """
+
+
+def is_raised_by_labkit(error: BaseException) -> bool:
+    """Whether labkit itself raised it, and no library that labkit called."""
+    frames = error.__traceback__
+    assert frames is not None
+    while frames.tb_next is not None:
+        frames = frames.tb_next
+    package = str(frames.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    return package == "labkit"
 
 
 _repr = reprlib.Repr()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import serialization
+from labkit.checks import UserError
 from labkit.checks import check_code
 from labkit.checks import check_flag
 from labkit.checks import check_hang_after
@@ -369,7 +370,7 @@ class Lab:
                 if set(parts) & set(targets):
                     # To gather is collective: it takes the parts of every rank.
                     if others := set(everyone) - set(parts):
-                        raise RuntimeError(
+                        raise UserError(
                             f"{name!r} is sharded on {format_ranks(parts)} and not on "
                             f"{format_ranks(others)}, so it cannot be gathered; it is "
                             "of an earlier run, and replaced there since. Make it "
@@ -469,7 +470,7 @@ class Lab:
             answer = group.cluster.ask(rank, "describe")
             with contextlib.suppress(CancelledError, TimeoutError):
                 return float(answer.result(ANSWER_S)["memory_total"]) / shares
-        raise RuntimeError(
+        raise UserError(
             f"no rank answers (rank 0: {' '.join(group.state(0))}) to say how much "
             "memory its device has; give device_bytes (%dist_estimate --memory GIB), "
             "or bring the ranks back with %dist_restart"
@@ -530,9 +531,7 @@ class Lab:
 
     def _running(self) -> "RankGroup":
         if self._ranks is None:
-            raise RuntimeError(
-                "the lab is stopped; %dist_start, or Lab(), starts another"
-            )
+            raise UserError("the lab is stopped; %dist_start, or Lab(), starts another")
         return self._ranks
 
     @contextlib.contextmanager
@@ -595,7 +594,7 @@ def push_in_parts(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> N
 def current_lab() -> Lab:
     """The Lab that the magics use; RuntimeError where none is running."""
     if _current is None or not _current.is_running:
-        raise RuntimeError("no lab is running; %dist_start starts one")
+        raise UserError("no lab is running; %dist_start starts one")
     return _current
 
 

@@ -19,6 +19,8 @@ from IPython.core.magic_arguments import parse_argstring
 from IPython.display import display
 from IPython.utils.process import arg_split
 
+from labkit.checks import UserError
+from labkit.checks import is_raised_by_labkit
 from labkit.checks import shown
 from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
@@ -77,14 +79,12 @@ checkpointing_option = argument(
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """What a user wrote wrong is one line, without a traceback through labkit."""
-    from labkit.notebook.execution.errors import RankError
-
+    """What a user can mend is one line, without a traceback through labkit."""
     try:
         yield
-    except RankError:
-        raise
-    except (ValueError, NameError, RuntimeError) as error:
+    except (ValueError, NameError, UserError) as error:
+        if not (isinstance(error, UserError) or is_raised_by_labkit(error)):
+            raise
         raise UsageError(str(error)) from None
 
 

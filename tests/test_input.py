@@ -34,6 +34,7 @@ from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.magics import LabMagics
+from labkit.magics import usage_errors
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import check_options
@@ -242,6 +243,41 @@ def test_what_contradicts_itself_or_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         shell.run_line_magic(*line.split(" ", 1))
+
+
+def state_of_a_lab() -> None:
+    labkit.current_lab()
+
+
+def wrong_value() -> None:
+    parse_ranks("7", 2)
+
+
+@pytest.mark.parametrize("mistake", [state_of_a_lab, wrong_value])
+def test_what_a_user_can_mend_is_one_line(mistake: Callable[[], None]) -> None:
+    with pytest.raises(UsageError), usage_errors():
+        mistake()
+
+
+def fault_of_a_library() -> None:
+    pd.concat([])
+
+
+def fault_at_run_time() -> None:
+    raise RuntimeError("dictionary changed size during iteration")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(fault_of_a_library, ValueError), (fault_at_run_time, RuntimeError)],
+)
+def test_a_fault_keeps_its_traceback(
+    fault: Callable[[], None], error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught, usage_errors():
+        fault()
+    assert type(caught.value) is error  # UsageError is none of these
+    assert fault.__name__ in [frame.name for frame in caught.traceback]
 
 
 # ---- files ----

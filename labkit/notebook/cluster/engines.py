@@ -21,6 +21,7 @@ import ipyparallel
 import psutil
 
 from labkit.call_by_name import call_by_name
+from labkit.checks import UserError
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import Watched
@@ -49,7 +50,7 @@ OnMessage = Callable[[str, dict[str, Any]], None]
 OnLateOutput = Callable[[int, str, dict[str, Any]], None]
 
 
-class CallError(RuntimeError):
+class CallError(UserError):
     """A call of labkit's own failed on a rank."""
 
 
@@ -57,7 +58,7 @@ class RankDiedError(CallError):
     """A rank's process has ended, or none of them can be reached."""
 
 
-class PortTakenError(RuntimeError):
+class PortTakenError(UserError):
     """Another process took a port that the controller was to listen on."""
 
     def __init__(self) -> None:
@@ -200,16 +201,16 @@ class Cluster:
         def new() -> list[int]:
             return sorted(set(self._client.ids) - known)
 
-        def failed(what: str) -> RuntimeError:
+        def failed(what: str) -> UserError:
             dead_first = sorted(started, key=lambda each: each.is_alive)
             said = [each.log().strip() for each in dead_first]
             words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
-            return RuntimeError(f"{what}; one that did not printed:\n{words}")
+            return UserError(f"{what}; one that did not printed:\n{words}")
 
         while len(engines := new()) < len(started):
             interrupts.check()
             if reason := self.lost():
-                raise RuntimeError(reason)
+                raise UserError(reason)
             if self._is_port_taken():
                 raise PortTakenError
             if time.monotonic() > deadline or not all(e.is_alive for e in started):
@@ -461,7 +462,7 @@ class Cluster:
         for rank in ranks:
             self._engines[rank].launcher._wait_thread.join(_END_S)
             if self._engines[rank].is_alive:
-                raise RuntimeError(f"rank {rank} does not end; use %dist_stop")
+                raise UserError(f"rank {rank} does not end; use %dist_stop")
         # Each engine leads a session, which its DataLoader's workers belong to.
         sessions = {self._engines[rank].pid for rank in ranks}
         for process in watchdog.find_processes(self._token):

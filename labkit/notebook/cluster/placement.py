@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from labkit.checks import UserError
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_number
@@ -37,7 +38,7 @@ def count_gpus() -> int:
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:]
-        raise RuntimeError(
+        raise UserError(
             f"torch cannot count the GPUs: {''.join(reason)}; fix that, or leave the "
             "GPUs unused with --device cpu"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
+from labkit.checks import UserError
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
@@ -72,7 +73,7 @@ class RankGroup:
             self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
         except CallError as error:
             self.cluster.stop()
-            raise RuntimeError(f"the lab did not start: {error}") from error
+            raise UserError(f"the lab did not start: {error}") from error
         except BaseException:
             self.cluster.stop()
             raise
@@ -105,9 +106,9 @@ class RankGroup:
         """
         with self._alone():
             if reason := self.cluster.lost():
-                raise RuntimeError(reason)
+                raise UserError(reason)
             if dead := self.dead():
-                raise RuntimeError(
+                raise UserError(
                     "; ".join(f"rank {rank}: {self.state(rank)[1]}" for rank in dead)
                     + "; %dist_restart (lab.restart()) brings back what is dead, "
                     "%dist_restart --all every rank"
@@ -136,7 +137,7 @@ class RankGroup:
                 self._begin(lambda text: None)
                 return list(self.everyone)
             if reason := self.cluster.lost():
-                raise RuntimeError(reason)
+                raise UserError(reason)
             return self.bring_back(
                 [
                     rank
@@ -196,17 +197,17 @@ class RankGroup:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError(self._what_is_running())
+            raise UserError(self._what_is_running())
         try:
             yield
         except RankDiedError as error:
             if reason := self.cluster.lost():
-                raise RuntimeError(reason) from error
-            raise RuntimeError(
+                raise UserError(reason) from error
+            raise UserError(
                 f"{error}; %dist_restart (lab.restart()) brings it back"
             ) from error
         except CallError as error:
-            raise RuntimeError(
+            raise UserError(
                 f"{error}; %dist_restart --all (lab.restart(everyone=True)) restarts "
                 "every rank"
             ) from error
@@ -235,7 +236,7 @@ class RankGroup:
             f"{_CALLS}:join_group", port, pids, ranks=self.everyone
         )
         if not self._are_right(sums):
-            raise RuntimeError(
+            raise UserError(
                 f"the process group does not work: an all-reduce of the ranks' numbers "
                 f"gave {sums}; %dist_restart --all restarts every rank"
             )

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from typing import Any
 
+from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
 from labkit.notebook.diagnostics.hang_detector import HangWatch
@@ -213,7 +214,7 @@ class Dispatch:
         try:
             steps = [reply.result(timeout=ANSWER_S) for reply in replies]
         except (TimeoutError, CancelledError) as error:
-            raise RuntimeError("a rank does not say at which step it is") from error
+            raise UserError("a rank does not say at which step it is") from error
         for rank in ranks:
             self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 

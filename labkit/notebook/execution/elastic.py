@@ -6,6 +6,7 @@ from dataclasses import asdict
 from dataclasses import replace
 from pathlib import Path
 
+from labkit.checks import UserError
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.execution.cell_execution import Dispatch
 from labkit.notebook.execution.errors import first_failure
@@ -94,7 +95,7 @@ class Elastic:
             else:
                 break
         else:
-            raise RuntimeError(f"{format_ranks(dead)} died again while it started")
+            raise UserError(f"{format_ranks(dead)} died again while it started")
         self._restarted |= brought
         return sorted(brought)
 

@@ -6,6 +6,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 from typing import Any
 
+from labkit.checks import UserError
 from labkit.checks import shown
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs.progress import planned_steps
@@ -131,7 +132,7 @@ def find_view(live: bool | str) -> type[LiveView] | None:
     try:
         import anywidget  # noqa: F401
     except ImportError:
-        raise RuntimeError(
+        raise UserError(
             "the widget needs anywidget, which is not installed; install it with "
             'pip install "labkit[widget]" and restart the kernel and JupyterLab, or '
             "leave out --live widget"

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from labkit.checks import UserError
 from labkit.notebook.history.collector import Collector
 
 
@@ -19,7 +20,7 @@ def write_events(collector: Collector, folder: Path, *, began: float) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
-        raise RuntimeError(
+        raise UserError(
             "event files are written by TensorBoard, which is not installed here: "
             'pip install "labkit[tensorboard]"'
         ) from error
