@@ -22,6 +22,7 @@ from IPython.utils.process import arg_split
 from labkit.checks import UserError
 from labkit.checks import is_raised_by_labkit
 from labkit.checks import shown
+from labkit.compat.ipython import options_of
 from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
 from labkit.lab import current_lab
@@ -93,11 +94,13 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
     parser = magic.parser
     parser.allow_abbrev = False  # the next option would give --s another meaning
     try:
-        given = [
-            parser._option_string_actions[word].option_strings[-1]
-            for word in (each.split("=")[0] for each in arg_split(line))
-            if word in parser._option_string_actions
-        ]
+        names = {
+            word: action.option_strings[-1]
+            for action in options_of(parser)
+            for word in action.option_strings
+        }
+        typed = [each.split("=")[0] for each in arg_split(line)]
+        given = [names[word] for word in typed if word in names]
         if twice := [option for option in given if given.count(option) > 1]:
             raise ValueError(f"{twice[0]} is given twice")
         return parse_argstring(magic, line)
@@ -106,7 +109,7 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
         if found.startswith("unrecognized"):
             takes = [
                 [*action.option_strings, action.metavar or action.dest.upper()]
-                for action in parser._actions
+                for action in options_of(parser)
             ]
             words = ", ".join(words[0] for words in takes) or "no arguments"
             found += f"; {magic.__name__} takes {words}"

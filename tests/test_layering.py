@@ -23,12 +23,20 @@ GROUND_FLOOR = {
 # belongs to the ground floor: it may import nothing but that.
 MAY_IMPORT = {
     "": {"lab", "magics", "notebook"},
-    "magics": {"lab", "notebook", "strategies", *GROUND_FLOOR},
+    "magics": {"compat", "lab", "notebook", "strategies", *GROUND_FLOOR},
     "lab": {"notebook", "estimate", "strategies", *GROUND_FLOOR},
-    "notebook": {"strategies", *GROUND_FLOOR},
-    "rank": {"checkpoint", "estimate", "strategies", *GROUND_FLOOR},
-    "estimate": {"strategies", *GROUND_FLOOR},
-    "strategies": GROUND_FLOOR,
+    "notebook": {"compat", "strategies", *GROUND_FLOOR},
+    "rank": {"checkpoint", "compat", "estimate", "strategies", *GROUND_FLOOR},
+    "estimate": {"compat", "strategies", *GROUND_FLOOR},
+    "checkpoint": {"compat", *GROUND_FLOOR},
+    "strategies": {"compat", *GROUND_FLOOR},
+    "compat": {"checks"},
+}
+# What each wing may import of `compat`, one module of which is one library's.
+OF_NOTEBOOKS = {"labkit.compat.ipyparallel", "labkit.compat.ipython"}
+OF_RANKS = {
+    f"labkit.compat.{name}"
+    for name in ("accelerate", "c10d", "deepspeed", "fsdp", "ipython", "torch")
 }
 # A room may import those before it in its line.
 ROOMS = [
@@ -143,6 +151,17 @@ def test_arrows_point_down() -> None:
         if each.target.split(".")[0] == "labkit"
         and part(each.target) != part(each.importer)
         and part(each.target) not in MAY_IMPORT.get(part(each.importer), GROUND_FLOOR)
+    ]
+    assert shown(wrong) == []
+
+
+def test_a_wing_takes_of_a_library_what_is_its_own() -> None:
+    allowed = {"notebook": OF_NOTEBOOKS, "magics": OF_NOTEBOOKS}
+    wrong = [
+        each
+        for each in ALL_IMPORTS
+        if part(each.target) == "compat" != part(each.importer)
+        and each.target not in allowed.get(part(each.importer), OF_RANKS)
     ]
     assert shown(wrong) == []
 

@@ -22,6 +22,7 @@ import psutil
 
 from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
+from labkit.compat import ipyparallel as compat
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import Watched
@@ -90,6 +91,7 @@ class Cluster:
         environment: dict[str, str],
         on_progress: Callable[[str], None],
     ) -> None:
+        compat.GATE.check()
         self._folder = tempfile.mkdtemp(prefix="labkit-")
         self._token = uuid.uuid4().hex
         self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
@@ -141,7 +143,7 @@ class Cluster:
         try:
             said = Path(launcher.output_file).read_text(errors="replace")
         except OSError:  # it has ended, and ipyparallel has taken what it printed
-            said = launcher._output or ""
+            said = launcher.get_output()
         return _TAKEN in said
 
     def _start_watchdog(self) -> "subprocess.Popen[bytes]":
@@ -307,13 +309,8 @@ class Cluster:
             kept["outputs"].clear()
             on_message(kind, msg["content"])
 
-        return client.send_execute_request(
-            client._mux_stream,
-            code,
-            silent=False,
-            ident=self._ident(rank),
-            metadata={KEY: metadata},
-            message_future_hook=lambda future: future.iopub_callbacks.append(receive),
+        return compat.send_cell(
+            client, self._ident(rank), code, {KEY: metadata}, receive
         )
 
     def listen(self, rank: int) -> None:
@@ -322,12 +319,9 @@ class Cluster:
         def receive(msg: dict[str, Any]) -> None:
             self.on_late_output(rank, msg["header"]["msg_type"], msg["content"])
 
-        self._client._send(
-            self._client._control_stream,
-            f"{KEY}_request",
-            content={"request": "listen", "arguments": {}},
-            ident=self._ident(rank),
-            message_future_hook=lambda future: future.iopub_callbacks.append(receive),
+        content = {"request": "listen", "arguments": {}}
+        compat.send_request(
+            self._client, self._ident(rank), f"{KEY}_request", content, receive
         )
 
     def call(
@@ -407,11 +401,9 @@ class Cluster:
                 why = f"rank {rank} cannot answer {request!r}: {reply['why']}"
                 answer.set_exception(CallError(why))
 
-        self._client._send(
-            self._client._control_stream,
-            f"{KEY}_request",
-            content={"request": request, "arguments": arguments},
-            ident=ident,
+        content = {"request": request, "arguments": arguments}
+        compat.send_request(
+            self._client, ident, f"{KEY}_request", content
         ).add_done_callback(take)
         return answer
 
@@ -460,7 +452,7 @@ class Cluster:
         for rank in ranks:
             self.kill(rank)
         for rank in ranks:
-            self._engines[rank].launcher._wait_thread.join(_END_S)
+            compat.waiter_of(self._engines[rank].launcher).join(_END_S)
             if self._engines[rank].is_alive:
                 raise UserError(f"rank {rank} does not end; use %dist_stop")
         # Each engine leads a session, which its DataLoader's workers belong to.
@@ -477,7 +469,7 @@ class Cluster:
 
     def _ident(self, rank: int) -> bytes:
         try:
-            return self._client._build_targets(self._engine_ids[rank])[0][0]
+            return compat.ident_of(self._client, self._engine_ids[rank])
         except (IndexError, ipyparallel.error.NoEnginesRegistered):
             raise RankDiedError(f"rank {rank} died a moment ago") from None
 

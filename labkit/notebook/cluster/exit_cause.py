@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from labkit.compat.ipyparallel import waiter_of
 from labkit.records import format_bytes
 
 _STOPPED = "received signal 15, stopping"
@@ -78,7 +79,7 @@ class Watched:
 
     @property
     def is_alive(self) -> bool:
-        return self._death is None and self.launcher._wait_thread.is_alive()
+        return self._death is None and waiter_of(self.launcher).is_alive()
 
     def send(self, signum: int) -> None:
         """Send it a signal, if it is there still: psutil compares creation times."""
@@ -100,7 +101,7 @@ class Watched:
     def death(self) -> Death:
         """How it ended. Waits 2 s at most for the system to say so."""
         # The code is told once: ipyparallel's thread takes it, and keeps it there.
-        self.launcher._wait_thread.join(2)
+        waiter_of(self.launcher).join(2)
         if self.is_alive:
             return Death(self.pid, "out of the controller's sight", time.time(), None)
         with self._lock:

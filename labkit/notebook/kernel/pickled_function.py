@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labkit import serialization
+from labkit.compat.ipython import cell_numbers
 
 Packed = tuple[bytes, bool, dict[str, tuple[Any, list[str]]]]
 
@@ -64,5 +65,5 @@ def _cell_sources() -> dict[str, tuple[Any, list[str]]]:
     shell = get_ipython()
     if shell is None:
         return {}
-    numbers = shell.compile._filename_map
+    numbers = cell_numbers(shell)
     return {name: (numbers[name], linecache.getlines(name)) for name in numbers}

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.compat.ipython import cell_numbers
+from labkit.compat.ipython import no_running_loop
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
@@ -261,7 +263,7 @@ class CellRunner:
                 "status": self._status(error),
                 "ename": type(error).__name__,
                 "evalue": "\n".join([safe_str(error), *notes_of(error)]),
-                "where": where_in_cell(error, self.shell.compile._filename_map),
+                "where": where_in_cell(error, cell_numbers(self.shell)),
             }
         if emitter is not None:
             journal = emitter.journal
@@ -360,21 +362,15 @@ class CellRunner:
     def _run_coroutine(self, coroutine: Any) -> Any:
         """Run a cell that awaits to its end, as if it were plain code.
 
-        The kernel would run it on its own event loop, which ipyparallel 9.2 with
-        ipykernel 7.4 cannot: the reply never comes. A loop of our own it is then,
-        and an interrupt reaches a cell that awaits like any other.
+        On a loop of our own: an interrupt reaches a cell that awaits like any other.
         """
-        kernel_loop = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
         task = self._loop.create_task(coroutine)
-        try:
+        with no_running_loop():
             while True:
                 try:
                     return self._loop.run_until_complete(task)
                 except KeyboardInterrupt:
                     task.cancel()
-        finally:
-            asyncio._set_running_loop(kernel_loop)
 
     def _publish(self, name: str, value: Any) -> None:
         self.shell.data_pub.publish_data(message(name, value))
@@ -411,7 +407,7 @@ class CellRunner:
         """Where the main thread is: a `records.Position`, as a dict."""
         found = position(
             self.placement.rank,
-            self.shell.compile._filename_map,
+            cell_numbers(self.shell),
             is_running=self._is_running,
             since_ns=self.group.formed_at_ns,
             waits_on_device=self.placement.backend == "nccl",

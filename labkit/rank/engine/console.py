@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from labkit.compat.ipython import leave_to_threads
 from labkit.records import KEY
 
 NO_KEYBOARD = (
@@ -50,8 +51,8 @@ class Console:
 
     def _leave_to_threads(self) -> None:
         """What is printed but by the main thread belongs to the listener."""
-        for each in (*self._streams.values(), self._shell.display_pub):
-            each._parent_header_global = self._listener
+        outputs = (*self._streams.values(), self._shell.display_pub)
+        leave_to_threads(outputs, self._listener)
 
     def move_to(self, directory: str | None) -> None:
         """Go where the notebook is, if it has moved; ranks may go elsewhere since."""

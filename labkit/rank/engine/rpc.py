@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from labkit import serialization
+from labkit.compat import ipython
 from labkit.rank.engine.cell_runner import CellRunner
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
@@ -50,11 +51,13 @@ def install(placement: Placement, stack_file: str) -> None:
     global _runner
     from IPython import get_ipython
 
+    ipython.GATE.check()
+    ipython.KERNEL_GATE.check()
+
     _runner = CellRunner(get_ipython(), placement)
     dump_on_signal(stack_file)
     # A crash in native code tells where, in the engine's log.
-    log = getattr(sys.stderr, "_original_stdstream_copy", None)
-    faulthandler.enable(2 if log is None else log)
+    faulthandler.enable(ipython.stderr_fd())
 
 
 def runner() -> CellRunner:
@@ -102,7 +105,7 @@ def receive_function(
     runner().function = (serialization.loads(payload), with_rank)
     for name, (number, lines) in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        runner().shell.compile._filename_map[name] = number
+        ipython.cell_numbers(runner().shell)[name] = number
 
 
 def receive_config(payload: bytes) -> None:

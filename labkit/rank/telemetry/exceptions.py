@@ -19,6 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from labkit.compat.ipython import keep_no_errors
+from labkit.compat.ipython import wrap_send_error
+
 SHOWN_FRAMES = 15
 """Of each end of a traceback: IPython takes a millisecond for a frame of a library, and
 more for one of the notebook."""
@@ -97,7 +100,7 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
     One may raise when it is told, or come with a thousand frames (RecursionError), for
     which IPython would take half a minute. SystemExit is shown like any other.
     """
-    show, send = shell.showtraceback, shell._showtraceback
+    show = shell.showtraceback
     render = shell.InteractiveTB.structured_traceback
 
     def showtraceback(
@@ -123,14 +126,16 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
             lines.append(f"({num_shown} of {num_frames} frames)")
         return lines
 
-    def send_told(kind: Any, error: Any, lines: list[str]) -> None:
-        send(kind, TextOnlyError(safe_str(error)), lines)
+    def telling(send: Callable[..., None]) -> Callable[..., None]:
+        def send_told(kind: Any, error: Any, lines: list[str]) -> None:
+            send(kind, TextOnlyError(safe_str(error)), lines)
+
+        return send_told
 
     shell.showtraceback = showtraceback
-    shell._showtraceback = send_told
+    wrap_send_error(shell, telling)
     shell.InteractiveTB.structured_traceback = structured_traceback
-    # IPython would render each traceback a second time, to keep it.
-    shell._format_exception_for_storage = lambda *args, **more: {}
+    keep_no_errors(shell)
     # Said after a SystemExit, which has ended no more than the cell.
     warnings.filterwarnings("ignore", "To exit: use")
 

@@ -1,0 +1,81 @@
+"""What labkit takes of ipyparallel that is private: messages to one engine, launchers.
+
+Its public views run functions; labkit sends a cell with metadata, listens to one
+request's output, and asks an engine over the control channel while it runs a cell.
+"""
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+from labkit.compat.gate import Gate
+
+GATE = Gate("ipyparallel")
+_CLIENT = "ipyparallel.client.client:Client"
+_LAUNCHER = "ipyparallel.cluster.launcher:LocalProcessLauncher"
+
+OnOutput = Callable[[dict[str, Any]], None]
+"""Takes each message that a request leads to on the iopub channel."""
+
+
+@GATE.needs(f"{_CLIENT}._mux_stream")
+def send_cell(
+    client: Any, ident: bytes, code: str, metadata: dict[str, Any], on_output: OnOutput
+) -> Any:
+    """Execute code on one engine, with metadata of our own; the future of its reply.
+
+    `DirectView.execute` takes no metadata, and shows output by itself.
+    """
+    return client.send_execute_request(
+        client._mux_stream,
+        code,
+        silent=False,
+        ident=ident,
+        metadata=metadata,
+        message_future_hook=lambda future: future.iopub_callbacks.append(on_output),
+    )
+
+
+@GATE.needs(f"{_CLIENT}._send", f"{_CLIENT}._control_stream")
+def send_request(
+    client: Any,
+    ident: bytes,
+    kind: str,
+    content: dict[str, Any],
+    on_output: OnOutput | None = None,
+) -> Any:
+    """Send a control message, which an engine answers while it runs a cell; the future
+    of its reply.
+
+    Of control messages the client has public methods for `abort` and `shutdown` alone.
+    """
+
+    def listen(future: Any) -> None:
+        if on_output is not None:
+            future.iopub_callbacks.append(on_output)
+
+    return client._send(
+        client._control_stream,
+        kind,
+        content=content,
+        ident=ident,
+        message_future_hook=listen,
+    )
+
+
+@GATE.needs(f"{_CLIENT}._build_targets")
+def ident_of(client: Any, engine_id: int) -> bytes:
+    """By what messages are sent to an engine; IndexError or NoEnginesRegistered where
+    the controller does not know it any more."""
+    ident: bytes = client._build_targets(engine_id)[0][0]
+    return ident
+
+
+@GATE.needs(f"{_LAUNCHER}._wait_thread")
+def waiter_of(launcher: Any) -> Thread:
+    """The thread that waits for a launcher's process, and then has its exit code.
+
+    `launcher.state` is changed by a callback in the event loop, which may be busy.
+    """
+    thread: Thread = launcher._wait_thread
+    return thread

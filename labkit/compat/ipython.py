@@ -1,0 +1,85 @@
+"""What labkit takes of IPython and ipykernel that is private."""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+
+from labkit.compat.gate import Gate
+
+GATE = Gate("ipython")
+KERNEL_GATE = Gate("ipykernel")
+_SHELL = "IPython.core.interactiveshell:InteractiveShell"
+
+
+@GATE.needs("IPython.core.compilerop:CachingCompiler._filename_map")
+def cell_numbers(shell: Any) -> dict[str, int]:
+    """The number of each cell by the file name of its code, as tracebacks have it.
+
+    It can be added to: a cell of the notebook keeps its number on a rank.
+    """
+    numbers: dict[str, int] = shell.compile._filename_map
+    return numbers
+
+
+@GATE.needs(f"{_SHELL}._showtraceback")
+def wrap_send_error(
+    shell: Any, wrap: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    """Replace what sends a rendered traceback, (type, error, lines), by `wrap` of it.
+
+    IPython says that subclasses may override it; labkit did not make the shell.
+    """
+    shell._showtraceback = wrap(shell._showtraceback)
+
+
+def keep_no_errors(shell: Any) -> None:
+    """Have no traceback kept in the history, for which IPython renders it again.
+
+    It does so since 9.1; before, nobody calls this.
+    """
+    shell._format_exception_for_storage = lambda *args, **more: {}
+
+
+@KERNEL_GATE.needs(
+    "ipykernel.iostream:OutStream._parent_header_global",
+    "ipykernel.zmqshell:ZMQDisplayPublisher._parent_header_global",
+)
+def leave_to_threads(outputs: Iterable[Any], header: dict[str, Any]) -> None:
+    """Make output of other threads than the main one a part of the request `header`.
+
+    `set_parent` would do so for the main thread too.
+    """
+    for each in outputs:
+        each._parent_header_global = header
+
+
+@KERNEL_GATE.needs("ipykernel.iostream:OutStream._original_stdstream_copy")
+def stderr_fd() -> int:
+    """Where the process's own stderr goes, which ipykernel captures: the log."""
+    found = getattr(sys.stderr, "_original_stdstream_copy", None)
+    return 2 if found is None else found
+
+
+@contextlib.contextmanager
+def no_running_loop() -> Iterator[None]:
+    """In this block asyncio lets another loop run within the kernel's.
+
+    The kernel runs a cell that awaits on its own loop, which ipyparallel 9.2 with
+    ipykernel 7.4 cannot: the reply never comes.
+    """
+    kernel_loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(kernel_loop)
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[Any]:
+    """The arguments that a magic takes, which argparse lists in its help alone."""
+    return parser._actions

@@ -1,0 +1,80 @@
+"""The gate: labkit/compat has every private name of a library, and they are there."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from labkit.checks import UserError
+from labkit.compat.gate import Gate
+
+COMPAT = Path(__file__).parents[1] / "labkit" / "compat"
+MODULES = sorted(
+    path.stem for path in COMPAT.glob("*.py") if path.stem not in ("__init__", "gate")
+)
+
+
+def gates() -> list[Gate]:
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(f"labkit.compat.{name}")
+        found += [each for each in vars(module).values() if isinstance(each, Gate)]
+    return list({id(gate): gate for gate in found}.values())
+
+
+@pytest.mark.parametrize("gate", gates(), ids=lambda gate: gate.library)
+def test_the_installed_versions_lack_nothing(gate: Gate) -> None:
+    assert gate.names
+    assert gate.missing(load=True) == []
+    gate.check()
+
+
+def test_every_need_has_its_purpose() -> None:
+    assert [n for gate in gates() for n, why in gate.names.items() if not why] == []
+
+
+def test_what_a_version_lacks_is_said_in_one_line() -> None:
+    gate = Gate("numpy")
+
+    @gate.needs("numpy:ndarray._strides_of_old", "numpy:ndarray.shape")
+    def strides() -> None:
+        """Know how far apart elements are.
+
+        There is no public way.
+        """
+
+    with pytest.raises(UserError) as caught:
+        gate.check()
+    assert str(caught.value).startswith("numpy 2.")
+    assert "\n" not in str(caught.value)
+    assert (
+        " lacks numpy.ndarray._strides_of_old (Know how far apart elements are); "
+        'labkit works with: pip install "numpy>=2"' in str(caught.value)
+    )
+
+
+def test_a_module_that_is_not_loaded_is_not_looked_at() -> None:
+    gate = Gate("labkit")
+    gate.needs("labkit.no_such_module:name")(print)
+    gate.check()
+    assert len(gate.missing(load=True)) == 1
+
+
+def test_an_attribute_of_instances_is_found_in_the_methods_of_their_class() -> None:
+    gate = Gate("labkit")
+
+    @gate.needs(f"{Gate.__module__}:Gate.names", f"{Gate.__module__}:Gate.no_names")
+    def read() -> None:
+        """Read."""
+
+    assert gate.missing() == ["labkit.compat.gate.Gate.no_names (Read)"]
+
+
+def test_a_name_that_cannot_be_imported_is_said_in_the_same_line() -> None:
+    with (
+        pytest.raises(UserError, match=r"^numpy 2\S+ lacks cannot import name"),
+        Gate("numpy").imports(),
+    ):
+        from numpy.linalg import _no_such_name  # noqa: F401
+    with pytest.raises(ImportError), Gate("numpy").imports():
+        importlib.import_module("json.no_such_module")
