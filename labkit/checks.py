@@ -2,10 +2,12 @@
 
 import keyword
 import operator
+import os
 import re
 import reprlib
 import sys
 from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from labkit.records import RANK_NAMES
@@ -122,11 +124,43 @@ def check_step(step: Any) -> int:
     return number
 
 
-def check_seed(seed: Any) -> None:
-    """ValueError unless `seed` can seed torch's generators."""
-    if not (is_whole(seed) and 0 <= seed < 2**63):
+def check_seed(what: str, value: Any) -> None:
+    """ValueError unless `value` can seed torch's generators."""
+    if not (is_whole(value) and 0 <= value < 2**63):
         raise ValueError(
-            f"seed is {shown(seed)}; it must be a whole number from 0 to 2**63 - 1"
+            f"{what} is {shown(value)}; it must be a whole number from 0 to 2**63 - 1"
+        )
+
+
+def check_positive(what: str, value: Any, meaning: str) -> None:
+    """ValueError unless `value` is a finite number above 0."""
+    if not (is_number(value) and value > 0):
+        raise ValueError(
+            f"{what} is {shown(value)}; it must be a positive number: {meaning}"
+        )
+
+
+def check_config(what: str, value: Any) -> None:
+    """ValueError unless `value` is a dict that a strategy can read."""
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        raise ValueError(
+            f"{what} is a {type(value).__name__}; give a dict with names for keys, in "
+            "the words of the strategy's own library"
+        )
+
+
+def check_folder(what: str, value: Any) -> None:
+    """ValueError unless `value` can name a folder."""
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError(f"{what} is {shown(value)}; it must name a folder")
+
+
+def check_run_name(what: str, value: Any) -> None:
+    """ValueError unless a run can be called `value`."""
+    if not is_run_name(value):
+        raise ValueError(
+            f"run {what} {shown(value)}; use letters, digits, '.', '-' and '_' only, "
+            "the first a letter, a digit or '_', and at most 200 bytes"
         )
 
 
@@ -144,21 +178,19 @@ def check_pushed_name(name: str) -> None:
         )
 
 
-def check_timeout(timeout: float | None) -> None:
-    """ValueError unless `timeout` is None or a number of seconds."""
-    if timeout is None:
-        return
-    if not (is_number(timeout) and timeout > 0):
+def check_timeout(what: str, value: Any) -> None:
+    """ValueError unless `value` is None or a number of seconds."""
+    if value is not None and not (is_number(value) and value > 0):
         raise ValueError(
-            f"timeout is {shown(timeout)}; it must be a number of seconds > 0, or None "
+            f"{what} is {shown(value)}; it must be a number of seconds > 0, or None "
             "for no limit"
         )
 
 
-def check_hang_after(hang_after: float) -> None:
-    """ValueError unless `hang_after` is a number of seconds, or 0."""
-    if not (is_number(hang_after) and hang_after >= 0):
+def check_hang_after(what: str, value: Any) -> None:
+    """ValueError unless `value` is a number of seconds, or 0."""
+    if not (is_number(value) and value >= 0):
         raise ValueError(
-            f"hang_after is {shown(hang_after)}; it must be a number of seconds, or "
-            "0 for no note about ranks that hang"
+            f"{what} is {shown(value)}; it must be a number of seconds, or 0 for no "
+            "note about ranks that hang"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from dataclasses import fields
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -17,12 +18,13 @@ from labkit.checks import check_code
 from labkit.checks import check_flag
 from labkit.checks import check_hang_after
 from labkit.checks import check_pushed_name
-from labkit.checks import check_seed
 from labkit.checks import check_timeout
-from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.execution.options import HANG_AFTER_S
+from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
+from labkit.notebook.execution.options import documented
 from labkit.notebook.execution.options import plan_checkpoints
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
@@ -33,7 +35,6 @@ from labkit.rank_spec import Ranks
 from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
-from labkit.records import TrainOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,8 +52,6 @@ PART_BYTES = 2**26
 """What is larger is pushed in parts of this size."""
 ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
-HANG_AFTER_S = 30.0
-"""How long nothing may happen in a cell before a note says where its ranks stand."""
 STOP_S = 4.0
 """How long `Lab.stop` waits for a run in the background to end well."""
 
@@ -171,8 +170,8 @@ class Lab:
         stands; 0 for no note.
         """
         check_code(code)
-        check_timeout(timeout)
-        check_hang_after(hang_after)
+        check_timeout("timeout", timeout)
+        check_hang_after("hang_after", hang_after)
         targets = parse_ranks(ranks, self.world_size)
         with self._working() as cluster:
             from labkit.notebook.execution.cell_execution import Dispatch
@@ -187,6 +186,7 @@ class Lab:
             )
             see_to_its_end(dispatch, self._running(), timeout)
 
+    @documented
     def train(
         self,
         strategy: str,
@@ -212,34 +212,33 @@ class Lab:
         log_scale: bool = False,
         background: bool = False,
     ) -> "Run":
-        """Run a training cell, or function, under `strategy` on every rank.
+        """Run a training cell, or function, under a strategy on every rank.
 
-        A function is called as `f()` or `f(rank, world_size)`, as its signature says.
-        `name` is the run's ("run-1", "run-2", ... by default; one that is taken gets a
-        number), `seed` what every rank is seeded with, `timeout` a limit in seconds,
-        `hang_after` as for `run`;
-        `live` shows loss and memory while it runs: as a picture (True or "image"), as a
-        widget to zoom in ("widget"), or not at all (False); the picture has the loss on
-        a log scale with `log_scale`. With `background` it returns at once: see
-        `Run.wait` and `Run.stop`.
+        With `live=False` nothing is plotted; with `background` the run that is
+        returned has only begun: see `Run.wait` and `Run.stop`.
 
-        Of the training step in `prepare` and `fit`: each global batch is computed in
-        `accumulate` microbatches, with communication after the last; the gradient's
-        norm is clipped to `clip`; the model computes in `precision` ("fp32", "bf16" or
-        "fp16"); with `activation_checkpointing` only the inputs of its blocks are kept
-        for the backward pass; `sync_batchnorm` takes BatchNorm's statistics over all
-        ranks; `compile` compiles its blocks. `config` goes to the strategy in its own
-        words: DeepSpeed's configuration, the arguments of `fully_shard` or of
-        DistributedDataParallel.
+        Parameters
+        ----------
+        strategy : str
+            As "ddp" or "fsdp"; a wrong word gets the list of those that exist.
+        code_or_function : str or callable
+            A cell's code, or a function, which is called as `f()` or
+            `f(rank, world_size)`, as its signature says.
+        {options}
 
-        With a folder in `checkpoint` the run's state is saved there `every` 100 steps
-        and at its end; the newest 3 (`keep`) are kept. With `resume` it goes on from
-        the last one; see `labkit.rank.training.resume` for how. With `elastic`, when a
-        rank dies, it is started again and the cell goes on from the last one; the cell
-        then has to make or import all that it uses.
+        Returns
+        -------
+        Run
+            Also the last of `runs`, where it is as well after an error.
 
-        Raises as `run` does; the run is in `runs` all the same.
+        Raises
+        ------
+        ValueError
+            For arguments that cannot be, before anything has changed.
+        RankError, Interrupted, CellTimeoutError
+            As `run` does.
         """
+        given = locals()  # a keyword for each field of RunOptions, which a test sees to
         from labkit.notebook.execution.training_run import Request
         from labkit.notebook.execution.training_run import Training
         from labkit.notebook.kernel.background import Job
@@ -247,47 +246,18 @@ class Lab:
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
-        options = TrainOptions(
-            accumulate=accumulate,
-            clip=clip,
-            precision=precision,
-            activation_checkpointing=activation_checkpointing,
-            sync_batchnorm=sync_batchnorm,
-            compile=compile,
+        given["config"] = {} if config is None else config
+        options = RunOptions(
+            **{each.name: given[each.name] for each in fields(RunOptions)}
         )
-        check_options(technique, options, device=self.device, config=config)
-        plan = plan_checkpoints(
-            technique,
-            checkpoint,
-            every=every,
-            keep=keep,
-            resume=resume,
-            elastic=elastic,
-        )
-        check_timeout(timeout)
-        check_hang_after(hang_after)
-        view = find_view(live)
-        check_flag("log_scale", log_scale)
-        check_flag("background", background)
-        check_seed(seed)
+        check_options(technique, options, device=self.device)
+        plan = plan_checkpoints(options)
         if not callable(code_or_function):
             check_code(code_or_function)
-        if background and not is_notebook():
-            view = None  # a terminal's line is the next prompt's
-        request = Request(
-            technique,
-            code_or_function,
-            options,
-            config,
-            plan,
-            is_resuming=resume,
-            is_elastic=elastic,
-            seed=seed,
-            timeout_s=timeout,
-            hang_after_s=hang_after,
-            view=view,
-            log_scale=log_scale,
-        )
+        # In a terminal a line that is rewritten would fight with the next prompt.
+        is_shown = is_notebook() or not background
+        view = find_view(live) if is_shown else None
+        request = Request(technique, code_or_function, options, plan, view)
         training = Training(request, self._run_name(name), self._running())
         with contextlib.ExitStack() as work:
             work.enter_context(self._working())
@@ -563,11 +533,6 @@ class Lab:
             while f"run-{number}" in taken:
                 number += 1
             return f"run-{number}"
-        if not is_run_name(name):
-            raise ValueError(
-                f"run name {shown(name)}; use letters, digits, '.', '-' and '_' only, "
-                "the first a letter, a digit or '_', and at most 200 bytes"
-            )
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
 

@@ -3,8 +3,13 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import MISSING
+from dataclasses import Field
+from dataclasses import fields
 from typing import Any
+from typing import get_args
 
 import pandas as pd
 from IPython.core.error import UsageError
@@ -23,59 +28,58 @@ from labkit.checks import UserError
 from labkit.checks import is_raised_by_labkit
 from labkit.checks import shown
 from labkit.compat.ipython import options_of
-from labkit.lab import HANG_AFTER_S
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
 from labkit.notebook.cluster.placement import BACKENDS
 from labkit.notebook.cluster.placement import DEVICES
+from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.live.live_view import show
-from labkit.notebook.live.widget_view import VIEWS
 from labkit.notebook.runs.catalog import delete_runs
 from labkit.notebook.runs.catalog import find_runs
 from labkit.notebook.runs.catalog import list_runs
 from labkit.notebook.runs.run import Run
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
-from labkit.records import PRECISIONS
 from labkit.records import format_bytes
 from labkit.records import shorten
 from labkit.strategies import STRATEGIES
+from labkit.train_options import TrainOptions
+from labkit.train_options import flag_of
+from labkit.train_options import option_of
 
-# Options that several magics have.
-timeout_option = argument(
-    "--timeout",
-    type=float,
-    metavar="SECONDS",
-    help="stop the cell after this many seconds; no limit by default",
-)
-hang_option = argument(
-    "--hang-after",
-    type=float,
-    default=HANG_AFTER_S,
-    metavar="SECONDS",
-    help="say where every rank stands when nothing has happened for this long "
-    f"(default: {HANG_AFTER_S:g}); 0 for never",
-)
-precision_option = argument(
-    "--precision",
-    default="fp32",
-    choices=PRECISIONS,
-    help="the dtype that the model computes in (default: fp32); fp16 needs a GPU",
-)
-accumulate_option = argument(
-    "--accumulate",
-    type=int,
-    default=1,
-    metavar="K",
-    help="compute each batch in K microbatches, communicate after the last",
-)
-checkpointing_option = argument(
-    "--activation-checkpointing",
-    action="store_true",
-    help="keep only the inputs of the model's blocks; compute the rest again in the "
-    "backward pass",
-)
+
+def options(cls: type[TrainOptions], *names: str) -> Callable[[Any], Any]:
+    """Arguments of a magic from an options class: those of these names, or all."""
+
+    def add(magic: Any) -> Any:
+        # The first decorator that is applied gives the last argument.
+        for each in reversed(fields(cls)):
+            if not names or each.name in names:
+                magic = argument_of(each)(magic)
+        return magic
+
+    return add
+
+
+def argument_of(each: "Field[Any]") -> Any:
+    """The argument of a magic for the field of an options class."""
+    found = option_of(each)
+    help = found.help.replace("%", "%%")
+    default = None if each.default is MISSING else each.default
+    if default is False:
+        return argument(flag_of(each.name), action="store_true", help=help)
+    if text := found.default_text or (default is not None and f"{default}"):
+        help += f" (default: {text})"
+    kinds = {each.type, *get_args(each.type)}
+    return argument(
+        flag_of(each.name),
+        type=next((kind for kind in (int, float) if kind in kinds), str),
+        default=default,
+        choices=found.choices,
+        metavar=found.metavar,
+        help=help,
+    )
 
 
 @contextlib.contextmanager
@@ -206,8 +210,7 @@ class LabMagics(Magics):
         default="all",
         help="0, or 0,2, or 1-3; all ranks by default",
     )
-    @timeout_option
-    @hang_option
+    @options(RunOptions, "timeout", "hang_after")
     @cell_magic
     def dist(self, line: str, cell: str) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
@@ -227,110 +230,21 @@ class LabMagics(Magics):
         help="with %%dist_train: a function of the notebook, called as f() or "
         "f(rank, world_size)",
     )
-    @argument("--name", help="what to call the run (default: run-1, run-2, ...)")
-    @argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="every rank begins with this seed (default: 0)",
-    )
-    @precision_option
-    @accumulate_option
-    @argument(
-        "--clip",
-        type=float,
-        metavar="NORM",
-        help="clip the norm of the whole gradient to this",
-    )
-    @checkpointing_option
-    @argument(
-        "--sync-batchnorm",
-        action="store_true",
-        help="take BatchNorm's statistics over the samples of all ranks",
-    )
-    @argument("--compile", action="store_true", help="torch.compile the model's blocks")
-    @argument(
-        "--config",
-        metavar="NAME",
-        help="a dict of the notebook, for the strategy in its own words: DeepSpeed's "
-        "configuration, arguments of fully_shard or of DistributedDataParallel",
-    )
-    @argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="keep the run's state in this folder, to resume from",
-    )
-    @argument(
-        "--every",
-        type=int,
-        metavar="N",
-        help="optimizer steps from one checkpoint to the next (default: 100)",
-    )
-    @argument(
-        "--keep",
-        type=int,
-        metavar="K",
-        help="how many checkpoints are kept, the newest (default: 3)",
-    )
-    @argument(
-        "--resume",
-        action="store_true",
-        help="go on from the last checkpoint in DIR; from step 0 where there is none",
-    )
-    @argument(
-        "--elastic",
-        action="store_true",
-        help="when a rank dies, start it again and go on from the last checkpoint; "
-        "goes with --checkpoint",
-    )
-    @timeout_option
-    @hang_option
-    @argument(
-        "--live",
-        choices=VIEWS,
-        help="plot it as a picture (default), or as a widget: values under the mouse, "
-        "zoom, ranks on and off; the picture takes its place at the end",
-    )
+    @options(RunOptions)
     @argument("--no-live", action="store_true", help="do not plot while it runs")
-    @argument("--log-scale", action="store_true", help="plot the loss on a log scale")
-    @argument(
-        "--background",
-        action="store_true",
-        help="return at once; see the Run's wait() and stop(), and %%dist_show",
-    )
     @line_cell_magic
     def dist_train(self, line: str, cell: str | None = None) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
         args = parse(self.dist_train, line)
         with usage_errors():
-            if args.no_live and args.live is not None:
+            if args.no_live and args.live is not True:
                 raise ValueError("--live and --no-live: choose one of them")
+            given = {each.name: getattr(args, each.name) for each in fields(RunOptions)}
+            given["live"] = not args.no_live and args.live
+            if args.config is not None:
+                given["config"] = self._variable(args.config)
             work = self._work_of(args, line, cell)
-            config = None if args.config is None else self._variable(args.config)
-            return current_lab().train(
-                args.strategy,
-                work,
-                name=args.name,
-                seed=args.seed,
-                accumulate=args.accumulate,
-                clip=args.clip,
-                precision=args.precision,
-                activation_checkpointing=args.activation_checkpointing,
-                sync_batchnorm=args.sync_batchnorm,
-                compile=args.compile,
-                config=config,
-                checkpoint=args.checkpoint,
-                every=args.every,
-                keep=args.keep,
-                resume=args.resume,
-                elastic=args.elastic,
-                timeout=args.timeout,
-                hang_after=args.hang_after,
-                live=not args.no_live and (args.live or True),
-                log_scale=args.log_scale,
-                background=args.background,
-            )
+            return current_lab().train(args.strategy, work, **given)
 
     def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:
         """The cell to run, or the notebook's function."""
@@ -411,9 +325,7 @@ class LabMagics(Magics):
         metavar="N,N",
         help="world sizes to predict, as 8,64,512 (default: this lab's)",
     )
-    @precision_option
-    @accumulate_option
-    @checkpointing_option
+    @options(TrainOptions, "precision", "accumulate", "activation_checkpointing")
     @argument(
         "--memory",
         type=float,

@@ -1,7 +1,6 @@
 """What crosses from rank to notebook: the one shared vocabulary."""
 
 import struct
-from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
@@ -81,30 +80,6 @@ class Placement:
     num_threads: int | None = 1
     """torch's intra-op threads on this rank; None leaves torch's own choice."""
     group_timeout_s: float = 1800.0
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """What the magic line says about the training step."""
-
-    accumulate: int = 1
-    """Microbatches of one optimizer step."""
-    clip: float | None = None
-    """The norm that all gradients together are clipped to."""
-    precision: str = "fp32"
-    """One of `PRECISIONS`."""
-    activation_checkpointing: bool = False
-    sync_batchnorm: bool = False
-    compile: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """What `--config` hands to the strategy, in its own words."""
-
-    def for_message(self) -> dict[str, Any]:
-        """All but the config, which JSON could not hold."""
-        return {k: v for k, v in vars(self).items() if k != "config"}
-
-
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 
 from labkit.records import ModelFacts
-from labkit.records import TrainOptions
+from labkit.train_options import TrainOptions
 
 STATES = ("parameters", "gradients", "optimizer_state", "master_parameters")
 

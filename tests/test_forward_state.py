@@ -9,9 +9,9 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.training.forward_state import digest
 from labkit.rank.training.optimizer import PreparedOptimizer
-from labkit.records import TrainOptions
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.prepared import Prepared
+from labkit.train_options import TrainOptions
 
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 has changed."""
 
 import contextlib
+import inspect
 import io
 import json
 import math
@@ -9,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import MISSING
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,11 @@ from labkit.magics import LabMagics
 from labkit.magics import usage_errors
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.live.widget_view import find_view
 from labkit.notebook.runs import persistence
 from labkit.rank_spec import parse_ranks
-from labkit.records import TrainOptions
 from labkit.strategies import find_strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -116,7 +119,7 @@ def test_very_many_ranks_cost_nothing(ranks: Any) -> None:
 @fuzzed
 @given(anything)
 def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> None:
-    if not complaint(lambda: check_timeout(value)):
+    if not complaint(lambda: check_timeout("timeout", value)):
         assert value is None or 0 < value < math.inf
     assert complaint(lambda: find_strategy(value))
     if not complaint(lambda: find_view(value)):
@@ -131,11 +134,9 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
             assert value is None or 0 < value <= 1e7
 
     def check(name: str) -> str:
-        options = TrainOptions(**{name: value})
+        options = RunOptions(**{name: value})
         return complaint(
-            lambda: check_options(
-                find_strategy("ddp"), options, device="cpu", config={}
-            )
+            lambda: check_options(find_strategy("ddp"), options, device="cpu")
         )
 
     assert check("precision")
@@ -143,8 +144,26 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
         assert value in range(1, 2**31 + 1)
     if not check("clip"):
         assert value is None or 0 < value < math.inf
-    for name in ("activation_checkpointing", "sync_batchnorm", "compile"):
-        assert bool(check(name)) is not isinstance(value, bool)
+    for each in fields(RunOptions):
+        found = check(each.name)
+        if isinstance(each.default, bool) and each.name not in ("resume", "elastic"):
+            assert bool(found) is not isinstance(value, bool)
+
+
+def test_train_takes_every_option_by_its_name() -> None:
+    """The keywords are written out, for help and completion; here they are held to
+    the dataclass that all else is made from."""
+    options = {
+        each.name: None if each.default is MISSING else each.default
+        for each in fields(RunOptions)
+    }
+    parameters = list(inspect.signature(Lab.train).parameters.values())[3:]
+    assert {each.name: each.default for each in parameters} == options
+    actions = {action.dest: action for action in LabMagics.dist_train.parser._actions}
+    assert set(actions) == {"strategy", "function", "no_live", *options}
+    for name, default in options.items():
+        assert f"\n{name} : " in str(inspect.getdoc(Lab.train))
+        assert actions[name].default == default
 
 
 @fuzzed

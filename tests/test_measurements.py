@@ -8,9 +8,9 @@ from labkit import theory
 from labkit.notebook.runs.run import Run
 from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.records import ModelFacts
-from labkit.records import TrainOptions
 from labkit.strategies import STRATEGIES
 from labkit.strategies.prepared import Prepared
+from labkit.train_options import TrainOptions
 
 MIB = 2**20
 

@@ -17,6 +17,8 @@ from labkit import Lab
 from labkit import RankError
 from labkit import Run
 from labkit.notebook.cluster import watchdog
+from labkit.notebook.execution.options import RunOptions
+from labkit.notebook.execution.options import check_options
 from labkit.notebook.execution.options import plan_checkpoints
 from labkit.rank.training.resume import random_state
 from labkit.rank.training.resume import set_random_state
@@ -374,32 +376,30 @@ def test_what_does_not_fit_is_refused_before_the_loop(
 
 
 def refused(tmp_path: Path, **options: Any) -> str:
-    asked: dict[str, Any] = {
-        "directory": tmp_path / "kept",
-        "every": None,
-        "keep": None,
-        "resume": False,
-        "elastic": False,
-        **options,
-    }
-    strategy = find_strategy(asked.pop("strategy", "ddp"))
+    strategy = find_strategy(options.pop("strategy", "ddp"))
+    asked = RunOptions(**{"checkpoint": tmp_path / "kept", **options})
+
+    def plan() -> None:
+        check_options(strategy, asked, device="cpu")
+        plan_checkpoints(asked)
+
     with pytest.raises(ValueError, match=r"\S") as raised:
-        plan_checkpoints(strategy, asked.pop("directory"), **asked)
+        plan()
     assert not (tmp_path / "kept").exists()
     return str(raised.value)
 
 
 def test_wrong_options_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
-    for name in ("every", "keep", "resume", "elastic"):
-        said = refused(tmp_path, directory=None, **{name: 2})
+    for name, given in {"every": 2, "keep": 2, "resume": True, "elastic": True}.items():
+        said = refused(tmp_path, checkpoint=None, **{name: given})
         assert said.startswith(f"--{name} goes with --checkpoint DIR")
     assert "save_checkpoint" in refused(tmp_path, strategy="raw")
     for name, value in itertools.product(("every", "keep"), (0, -1, 1.5, True, "2")):
         assert refused(tmp_path, **{name: value}).startswith(f"{name} is {value!r}; ")
-    assert "must name a folder" in refused(tmp_path, directory=3)
+    assert "must name a folder" in refused(tmp_path, checkpoint=3)
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "under"):
-        assert "is not a folder" in refused(tmp_path, directory=path)
+        assert "is not a folder" in refused(tmp_path, checkpoint=path)
 
 
 def test_checkpoints_that_are_there_are_not_trained_over(

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
-from labkit.records import TrainOptions
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
 from labkit.strategies.autograd.agreement import OTHER_SETTINGS
 from labkit.strategies.autograd.agreement import SKIPPED
@@ -35,6 +34,7 @@ from labkit.strategies.model.materialize import give_values
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
+from labkit.train_options import TrainOptions
 
 Closure = Callable[[], Any]
 Tensors = Iterable[torch.Tensor | int | None]

@@ -1,115 +1,170 @@
-"""Checks what a magic line says about the training step, before anything runs."""
+"""The options of a training run, and whether a run can have them all together."""
 
+import inspect
 import os
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING
+from dataclasses import Field
+from dataclasses import dataclass
+from dataclasses import fields
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from typing import TypeVar
 
-from labkit.checks import check_choice
 from labkit.checks import check_count
-from labkit.checks import check_flag
-from labkit.checks import is_number
-from labkit.checks import shown
-from labkit.records import PRECISIONS
+from labkit.checks import check_folder
+from labkit.checks import check_hang_after
+from labkit.checks import check_run_name
+from labkit.checks import check_seed
+from labkit.checks import check_timeout
+from labkit.notebook.live import VIEWS
 from labkit.records import CheckpointPlan
-from labkit.records import TrainOptions
 from labkit.step_folders import last_in
 from labkit.step_folders import step_of
 from labkit.strategies import Strategy
+from labkit.train_options import TrainOptions
+from labkit.train_options import check_values
+from labkit.train_options import flag_of
+from labkit.train_options import option
+from labkit.train_options import option_of
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+HANG_AFTER_S = 30.0
+"""How long nothing may happen in a cell before a note says where its ranks stand."""
 
 
-def check_options(
-    strategy: Strategy,
-    options: TrainOptions,
-    *,
-    device: str,
-    config: Mapping[str, Any] | None,
-) -> None:
-    """ValueError unless `options` and `config` can be with this strategy and device.
+def check_view(what: str, value: Any) -> None:
+    """ValueError unless `value` is a way to plot a run while it runs."""
+    from labkit.notebook.live.widget_view import find_view
+
+    find_view(value)
+
+
+@dataclass(frozen=True)
+class RunOptions(TrainOptions):
+    """What the magic line says about a training run: all that `Lab.train` takes."""
+
+    name: str | None = option(
+        None,
+        "what to call the run; one that is taken gets a number",
+        check_run_name,
+        metavar="NAME",
+        default_text="run-1, run-2, ...",
+    )
+    seed: int = option(0, "every rank begins with this seed", check_seed, metavar="S")
+    checkpoint: str | os.PathLike[str] | None = option(  # noqa: RUF009
+        None,
+        "keep the run's state in this folder, to resume from",
+        check_folder,
+        metavar="DIR",
+    )
+    every: int | None = option(
+        None,
+        "optimizer steps from one checkpoint to the next",
+        check_count,
+        metavar="N",
+        default_text=f"{CheckpointPlan.every}",
+    )
+    keep: int | None = option(
+        None,
+        "how many checkpoints are kept, the newest",
+        check_count,
+        metavar="K",
+        default_text=f"{CheckpointPlan.keep}",
+    )
+    resume: bool = option(
+        False,
+        "resume from the last checkpoint in that folder; from step 0 where there is "
+        "none",
+    )
+    elastic: bool = option(
+        False,
+        "when a rank dies, restart it and continue from the last checkpoint; goes with "
+        "a checkpoint folder, and the cell has to make or import all that it uses",
+    )
+    timeout: float | None = option(
+        None, "stop the cell after this many seconds", check_timeout, metavar="SECONDS"
+    )
+    hang_after: float = option(
+        HANG_AFTER_S,
+        "say where every rank stands when nothing has happened for this many seconds; "
+        "0 for never",
+        check_hang_after,
+        metavar="SECONDS",
+        default_text=f"{HANG_AFTER_S:g}",
+    )
+    live: bool | str = option(
+        True,
+        "plot it while it runs: as a picture, or as a widget with values under the "
+        "mouse, zoom, ranks on and off, in whose place the picture is at the end",
+        check_view,
+        choices=VIEWS,
+        default_text="image",
+    )
+    log_scale: bool = option(False, "plot the loss on a log scale")
+    background: bool = option(
+        False, "return at once; see the Run's wait() and stop(), and %dist_show"
+    )
+
+    @property
+    def of_the_step(self) -> TrainOptions:
+        """What is kept with the run: without the config, which may hold anything."""
+        return TrainOptions(**self.for_message())
+
+
+def check_options(strategy: Strategy, options: RunOptions, *, device: str) -> None:
+    """ValueError unless `options` can be with this strategy and device.
 
     `device` is "cpu" or "cuda".
     """
-    check_count(
-        "accumulate", options.accumulate, "the microbatches of one optimizer step"
-    )
-    clip = options.clip
-    if clip is not None and not (is_number(clip) and clip > 0):
-        raise ValueError(
-            f"clip is {shown(clip)}; it must be a positive number: the norm that the "
-            "gradients are clipped to"
-        )
-    check_choice("precision", options.precision, PRECISIONS)
-    for flag in ("activation_checkpointing", "sync_batchnorm", "compile"):
-        check_flag(flag, getattr(options, flag))
+    check_values(options)
     if options.precision == "fp16" and device == "cpu":
         raise ValueError(
             "fp16 needs a GPU: CPUs have no fast arithmetic in it; choose bf16, which "
             "has fp32's range and needs no loss scaling"
         )
-    if config is not None and (
-        not isinstance(config, Mapping) or not all(isinstance(k, str) for k in config)
-    ):
-        raise ValueError(
-            f"config is a {type(config).__name__}; give a dict with names for keys, "
-            "in the words of the strategy's own library"
-        )
-    if strategy.technique is None:
-        plain = TrainOptions()
-        for name in (
-            "accumulate",
-            "clip",
-            "precision",
-            "activation_checkpointing",
-            "sync_batchnorm",
-            "compile",
-        ):
-            if getattr(options, name) != getattr(plain, name):
+    if options.checkpoint is None:
+        for name in ("every", "keep", "resume", "elastic"):
+            if getattr(options, name):
                 raise ValueError(
-                    f"{strategy.name} leaves everything to the cell, so "
-                    f"--{name.replace('_', '-')} is for the cell to do"
+                    f"{flag_of(name)} goes with --checkpoint DIR, the folder in which "
+                    "the run's state is kept"
                 )
-        if config:
+    if strategy.technique is None:
+        check_plain(strategy.name, options)
+
+
+def check_plain(strategy: str, options: RunOptions) -> None:
+    """ValueError for an option of the step, which a cell under `raw` does itself."""
+    if options.config:
+        raise ValueError(
+            f"{strategy} has nothing that --config could set; leave it out"
+        )
+    if options.checkpoint is not None:
+        raise ValueError(
+            f"{strategy} leaves everything to the cell, so --checkpoint is for "
+            "the cell to do: call save_checkpoint and load_checkpoint in it"
+        )
+    plain = TrainOptions().for_message()
+    for name, value in options.for_message().items():
+        if value != plain[name]:
             raise ValueError(
-                f"{strategy.name} has nothing that --config could set; leave it out"
+                f"{strategy} leaves everything to the cell, so {flag_of(name)} is for "
+                "the cell to do"
             )
 
 
-def plan_checkpoints(
-    strategy: Strategy,
-    directory: str | os.PathLike[str] | None,
-    *,
-    every: int | None,
-    keep: int | None,
-    resume: bool,
-    elastic: bool,
-) -> CheckpointPlan | None:
-    """What is asked for about checkpoints, but for the one to resume from.
+def plan_checkpoints(options: RunOptions) -> CheckpointPlan | None:
+    """Where a run that may have `options` keeps its state, and resumes from.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for a folder that cannot be used.
     """
-    if directory is None:
-        given = {"every": every, "keep": keep, "resume": resume, "elastic": elastic}
-        for name, value in given.items():
-            if value:
-                raise ValueError(
-                    f"--{name} goes with --checkpoint DIR, the folder in which the "
-                    "run's state is kept"
-                )
+    if options.checkpoint is None:
         return None
-    if not isinstance(directory, str | os.PathLike) or not str(directory):
-        raise ValueError(f"checkpoint is {shown(directory)}; it must name a folder")
-    if strategy.technique is None:
-        raise ValueError(
-            f"{strategy.name} leaves everything to the cell, so --checkpoint is for "
-            "the cell to do: call save_checkpoint and load_checkpoint in it"
-        )
-    for name, value in (("every", every), ("keep", keep)):
-        if value is not None:
-            check_count(name, value)
-    check_flag("resume", resume)
-    check_flag("elastic", elastic)
-    path = Path(directory).expanduser().absolute()
+    path = Path(options.checkpoint).expanduser().absolute()
     plan = CheckpointPlan(str(path))
     there = next(each for each in (path, *path.parents) if each.exists())
     if not there.is_dir():
@@ -117,21 +172,43 @@ def plan_checkpoints(
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"--checkpoint {path}: {there} cannot be written to")
     last = last_in(path)
-    if last is not None and not resume:
+    if last is not None and not options.resume:
         raise ValueError(
             f"{path} holds checkpoints, the last of step {step_of(last)}; add --resume "
-            "to go on from there, or name another folder"
+            "to resume from there, or name another folder"
         )
     return replace(
         plan,
-        every=every or plan.every,
-        keep=keep or plan.keep,
+        every=options.every or plan.every,
+        keep=options.keep or plan.keep,
         resume_from=None if last is None else str(last),
     )
 
 
 def first_step_of(plan: CheckpointPlan | None) -> int | None:
-    """The step of the checkpoint that a run is to go on from, if it is."""
+    """The step of the checkpoint that a run resumes from, if it does."""
     if plan is None or plan.resume_from is None:
         return None
     return step_of(Path(plan.resume_from))
+
+
+def documented(function: _F) -> _F:
+    """Write every option's help in place of "{options}" in the docstring."""
+    if function.__doc__:  # which is not there under -OO
+        text = "\n".join(map(_documentation, fields(RunOptions)))
+        doc = inspect.cleandoc(function.__doc__)
+        function.__doc__ = doc.replace("{options}", text)
+    return function
+
+
+def _documentation(each: "Field[Any]") -> str:
+    """An option as a numpy-style parameter."""
+    found = option_of(each)
+    kind = inspect.formatannotation(each.type)
+    default = found.default_text or (None if each.default is MISSING else each.default)
+    said = found.help[0].upper() + found.help[1:] + "."
+    if found.choices:
+        said += f" One of: {', '.join(found.choices)}."
+    indent = " " * 4
+    text = textwrap.fill(said, 80, initial_indent=indent, subsequent_indent=indent)
+    return f"{each.name} : {kind}, default {default}\n{text}"

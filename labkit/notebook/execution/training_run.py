@@ -1,7 +1,6 @@
 """One training run on a lab's ranks: sent, shown, and seen to its end."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from labkit.notebook.execution.cell_execution import Dispatch
 from labkit.notebook.execution.completion import Wait
 from labkit.notebook.execution.completion import see_to_its_end
 from labkit.notebook.execution.elastic import Elastic
+from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import first_step_of
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import execution_count
@@ -27,7 +27,6 @@ from labkit.notebook.runs.run import Run
 from labkit.records import FUNCTION_NAME
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
-from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 
 _CALLS = "labkit.rank.engine.rpc"
@@ -40,16 +39,9 @@ class Request:
     strategy: Strategy
     work: str | Callable[..., Any]
     """A cell's code, or a function."""
-    options: TrainOptions
-    config: Mapping[str, Any] | None
+    options: RunOptions
     checkpoints: CheckpointPlan | None
-    is_resuming: bool
-    is_elastic: bool
-    seed: int
-    timeout_s: float | None
-    hang_after_s: float
     view: type[LiveView] | None
-    log_scale: bool
 
 
 class Training:
@@ -62,7 +54,7 @@ class Training:
         self._group = group
         everyone = list(group.everyone)
         self._targets = [0] if request.strategy.is_single else everyone
-        self._config = serialization.dumps(dict(request.config or {}))
+        self._config = serialization.dumps(dict(request.options.config))
         self._function: Packed | None = None
         if callable(request.work):
             self._function = pack_function(request.work)
@@ -80,15 +72,18 @@ class Training:
         self._send_work()
         collector = Collector(self._targets, self._first_step or 0)
         strategy = request.strategy.name
-        self.run = Run(self._name, strategy, self._source, collector, request.options)
-        self.run.log_scale = request.log_scale
+        options = request.options
+        self.run = Run(
+            self._name, strategy, self._source, collector, options.of_the_step
+        )
+        self.run.log_scale = options.log_scale
         placements = self._group.placements
         persistence.begin(
             self.run,
-            seed=request.seed,
+            seed=options.seed,
             devices=[placements[rank].device for rank in self._targets],
             backend=placements[0].backend,
-            config=request.config,
+            config=options.config,
             checkpoints=request.checkpoints,
             resumed_from=self._first_step,
         )
@@ -105,7 +100,7 @@ class Training:
             see_to_its_end(
                 self._dispatch,
                 self._group,
-                self._request.timeout_s,
+                self._request.options.timeout,
                 run=self.run,
                 wait=self._wait(),
             )
@@ -127,7 +122,7 @@ class Training:
         return CellSpec(
             execution_count(),
             strategy=request.strategy.name,
-            seed=request.seed,
+            seed=request.options.seed,
             options=request.options.for_message(),
             folder=None if folder is None else str(folder),
             checkpoints=asdict(plan) if plan else None,
@@ -151,12 +146,12 @@ class Training:
             on_tick=view.tick if view else lambda: None,
             before_output=view.make_way if view else lambda: None,
             may_clear=view is None,
-            hang_after_s=self._request.hang_after_s,
+            hang_after_s=self._request.options.hang_after,
         )
 
     def _wait(self) -> Wait:
         plan = self._request.checkpoints
-        if not self._request.is_elastic:
+        if not self._request.options.elastic:
             return self._dispatch.wait
         assert plan is not None
         again = Elastic(self.run, self._group, self._spec, plan, self._send_work)
@@ -164,7 +159,7 @@ class Training:
 
     def _say_where_it_begins(self) -> None:
         plan = self._request.checkpoints
-        if plan is None or not self._request.is_resuming:
+        if plan is None or not self._request.options.resume:
             return
         if self._first_step is None:
             where = f"no checkpoint in {plan.directory} yet, so it begins at step 0"

@@ -8,6 +8,7 @@ from typing import Any
 
 from labkit.checks import UserError
 from labkit.checks import shown
+from labkit.notebook.live import VIEWS
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line
@@ -17,7 +18,6 @@ from labkit.notebook.runs.run import Run
 if TYPE_CHECKING:
     from labkit.notebook.live.widget_frames import FrameEncoder
 
-VIEWS = ("image", "widget")
 EAGER_S = 3.0
 """For so long each update has a keyframe: the front end may still be loading."""
 KEYFRAME_S = 5.0

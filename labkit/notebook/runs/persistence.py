@@ -25,7 +25,7 @@ from labkit.records import Measurement
 from labkit.records import ModelFacts
 from labkit.records import Outcome
 from labkit.records import Progress
-from labkit.records import TrainOptions
+from labkit.train_options import TrainOptions
 
 FOLDER_VARIABLE = "LABKIT_RUNS"
 """The environment variable that names the folder of all runs."""

@@ -25,7 +25,7 @@ from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
 from labkit.records import Collective
 from labkit.records import ModelFacts
-from labkit.records import TrainOptions
+from labkit.train_options import TrainOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.kernel.background import Job

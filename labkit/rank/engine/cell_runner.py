@@ -56,9 +56,9 @@ from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
-from labkit.records import TrainOptions
 from labkit.records import message
 from labkit.strategies import find_strategy
+from labkit.train_options import TrainOptions
 
 _TRAINING_NAMES = ("prepare", "fit", "log")
 

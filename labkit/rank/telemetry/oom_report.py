@@ -25,9 +25,9 @@ from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.memory import memory_total
 from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.records import COMPONENTS
-from labkit.records import TrainOptions
 from labkit.records import format_bytes
 from labkit.strategies.prepared import Prepared
+from labkit.train_options import TrainOptions
 
 FORECAST_S = 10.0
 """How long the forecast may take, while the user waits."""

@@ -64,7 +64,6 @@ from labkit.records import PROGRESS
 from labkit.records import STEP_TAKEN
 from labkit.records import CheckpointPlan
 from labkit.records import Note
-from labkit.records import TrainOptions
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import release_former
@@ -82,6 +81,7 @@ from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero.zero import is_zero
+from labkit.train_options import TrainOptions
 
 RESERVED = frozenset(
     {

@@ -1,0 +1,117 @@
+"""The options of a training step, each declared once: default, help and check.
+
+A field of an options class says all there is to know about its option. The arguments
+of the magics, their help, `Lab.train`'s documentation and the checks are made from it.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import Field
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from labkit.checks import check_choice
+from labkit.checks import check_config
+from labkit.checks import check_count
+from labkit.checks import check_flag
+from labkit.checks import check_positive
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the field of an option says about it, besides its name and default."""
+
+    help: str
+    check: Callable[[str, Any], None]
+    """Raises ValueError, given the option's name, for a value that cannot be; not
+    called for a None that is the default."""
+    metavar: str | None = None
+    choices: Sequence[str] | None = None
+    default_text: str = ""
+    """The default in words, where the value itself does not say it."""
+
+
+def option(
+    default: Any,
+    help: str,
+    check: Callable[[str, Any], None] = check_flag,
+    *,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    default_text: str = "",
+) -> Any:
+    """A field of an options class; a callable default makes the value."""
+    metadata = {"option": Option(help, check, metavar, choices, default_text)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What the magic line says about the training step."""
+
+    accumulate: int = option(
+        1,
+        "compute each batch in this many microbatches, communicate after the last",
+        partial(check_count, meaning="the microbatches of one optimizer step"),
+        metavar="K",
+    )
+    clip: float | None = option(
+        None,
+        "clip the norm of the whole gradient to this",
+        partial(check_positive, meaning="the norm that the gradients are clipped to"),
+        metavar="NORM",
+    )
+    precision: str = option(
+        "fp32",
+        "the dtype that the model computes in; fp16 needs a GPU",
+        partial(check_choice, choices=PRECISIONS),
+        choices=PRECISIONS,
+    )
+    activation_checkpointing: bool = option(
+        False,
+        "keep only the inputs of the model's blocks; compute the rest again in the "
+        "backward pass",
+    )
+    sync_batchnorm: bool = option(
+        False, "take BatchNorm's statistics over the samples of all ranks"
+    )
+    compile: bool = option(False, "compile the model's blocks with torch.compile")
+    config: Mapping[str, Any] = option(
+        dict,
+        "a dict of the notebook, for the strategy in its own words: DeepSpeed's "
+        "configuration, arguments of fully_shard or of DistributedDataParallel",
+        check_config,
+        metavar="NAME",
+    )
+
+    def for_message(self) -> dict[str, Any]:
+        """The step's options but the config, which JSON could not hold."""
+        names = [each.name for each in fields(TrainOptions) if each.name != "config"]
+        return {name: getattr(self, name) for name in names}
+
+
+def option_of(each: "Field[Any]") -> Option:
+    """What the field of an options class says about its option."""
+    found: Option = each.metadata["option"]
+    return found
+
+
+def flag_of(name: str) -> str:
+    """The option on a magic line: "--sync-batchnorm"."""
+    return "--" + name.replace("_", "-")
+
+
+def check_values(options: TrainOptions) -> None:
+    """ValueError for the first option whose value cannot be."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if not (value is None and each.default is None):
+            option_of(each).check(each.name, value)
