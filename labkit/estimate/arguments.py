@@ -18,7 +18,7 @@ from labkit.checks import check_flag
 from labkit.checks import is_number
 from labkit.checks import shown
 from labkit.estimate.trace import Inputs
-from labkit.strategies.zero.zero import is_zero
+from labkit.strategies.zero.engines import is_zero
 from labkit.train_options import PRECISIONS
 
 

@@ -21,7 +21,7 @@ from labkit.strategies.fsdp import replicas_and_shards
 from labkit.strategies.prepared import DTYPES
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import units
-from labkit.strategies.zero.zero import bucket_elements
+from labkit.strategies.zero.config import bucket_elements
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 

@@ -49,17 +49,17 @@ STRATEGIES = {
         Strategy(
             "zero1",
             "replicas, but each rank has the optimizer state of a part (DeepSpeed)",
-            "zero.zero:ZeRO1",
+            "zero.stages_1_and_2:ZeRO1",
         ),
         Strategy(
             "zero2",
             "as zero1, and the gradients of that part (DeepSpeed)",
-            "zero.zero:ZeRO2",
+            "zero.stages_1_and_2:ZeRO2",
         ),
         Strategy(
             "zero3",
             "as zero2, and the parameters of that part (DeepSpeed)",
-            "zero.zero:ZeRO3",
+            "zero.stage_3:ZeRO3",
         ),
         Strategy(
             "fsdp",

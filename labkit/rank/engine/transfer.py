@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from labkit import serialization
 from labkit.estimate import forecast
 from labkit.rank.engine.rpc import runner
-from labkit.strategies.zero.zero import full_state_dict
-from labkit.strategies.zero.zero import is_zero
+from labkit.strategies.zero.engines import full_state_dict
+from labkit.strategies.zero.engines import is_zero
 
 
 def push(payload: bytes) -> None:

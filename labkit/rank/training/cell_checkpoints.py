@@ -15,7 +15,7 @@ from labkit import checkpoint
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared
-from labkit.strategies.zero.zero import is_zero
+from labkit.strategies.zero.engines import is_zero
 
 Named = dict[str, torch.Tensor]
 

@@ -80,7 +80,7 @@ from labkit.strategies.options import keep_stand_ins_out
 from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
-from labkit.strategies.zero.zero import is_zero
+from labkit.strategies.zero.engines import is_zero
 from labkit.train_options import TrainOptions
 
 RESERVED = frozenset(

@@ -1,0 +1,103 @@
+"""DeepSpeed's configuration: labkit's own, under what `--config` says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.strategies.prepared import check_keys
+from labkit.train_options import TrainOptions
+
+BUCKET_ELEMENTS = 2_000_000
+"""DeepSpeed's own 5e8 would take 2 GB for a bucket of fp32."""
+
+SET_BY_OPTION = {
+    "bf16": "--precision",
+    "fp16": "--precision",
+    "gradient_accumulation_steps": "--accumulate",
+    "gradient_clipping": "--clip",
+    "train_batch_size": "prepare(..., batch_size=B)",
+    "train_micro_batch_size_per_gpu": "prepare(..., batch_size=B)",
+    "optimizer": "the optimizer given to prepare",
+    "scheduler": "a torch.optim.lr_scheduler in the cell",
+}
+
+KNOWN_KEYS = (
+    "activation_checkpointing",
+    "communication_data_type",
+    "comms_logger",
+    "data_types",
+    "dump_state",
+    "flops_profiler",
+    "gradient_predivide_factor",
+    "memory_breakdown",
+    "prescale_gradients",
+    "sparse_gradients",
+    "steps_per_print",
+    "torch_autocast",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_optimization",
+)
+
+
+def deepspeed_config(
+    options: TrainOptions, stage: int, num_parameters: int
+) -> dict[str, Any]:
+    """What `deepspeed.initialize` takes; ValueError for what `--config` cannot set."""
+    given = options.config
+    for key, option in SET_BY_OPTION.items():
+        if key in given:
+            raise ValueError(f"--config: {key!r} is set by {option}; leave it out")
+    check_keys(given, KNOWN_KEYS, "DeepSpeed")
+    if not isinstance(given.get("zero_optimization", {}), Mapping):
+        raise ValueError(
+            '--config: "zero_optimization" is a section: give a dict, as '
+            '{"zero_optimization": {"reduce_bucket_size": 1000000}}'
+        )
+    bucket = bucket_elements(num_parameters)
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the loop says which is the last
+        "gradient_clipping": options.clip or 0.0,
+        "bf16": {"enabled": options.precision == "bf16"},
+        "fp16": {"enabled": options.precision == "fp16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": bucket,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 1_000,
+        },
+    }
+    merged = merge(ours, given)
+    if merged["zero_optimization"]["stage"] != stage:
+        raise ValueError(
+            f'--config: "stage" is {merged["zero_optimization"]["stage"]}; '
+            f"the magic line says zero{stage}; leave it out"
+        )
+    return merged
+
+
+def bucket_elements(num_parameters: int) -> int:
+    """Elements of the buckets that gradients are reduced and parameters gathered in.
+
+    Of a small model an eighth, or its buckets would hold more than all the rest.
+    """
+    return min(BUCKET_ELEMENTS, num_parameters // 8 + 1)
+
+
+def merge(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` over `ours`, section by section."""
+    merged = dict(ours)
+    for key, value in given.items():
+        inner = merged.get(key)
+        merged[key] = (
+            merge(inner, value)
+            if isinstance(inner, Mapping) and isinstance(value, Mapping)
+            else value
+        )
+    return merged

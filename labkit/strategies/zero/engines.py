@@ -1,0 +1,197 @@
+"""DeepSpeed's engines in a process that outlives them: made, retired, destroyed."""
+
+import contextlib
+import copy
+import logging
+import os
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_linear = nn.functional.linear
+
+_known_world: list[Any] = []
+"""The default process group that DeepSpeed has cloned."""
+
+_former: list[Any] = []
+"""Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
+holds on to every engine that is not destroyed, has to make the next."""
+
+_preparers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What has prepared the model of an engine, by that one's id, while a cell has it."""
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, on the process group of today."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    if device.type == "cpu":
+        # It would compile an op for 36 s, which is for inference.
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+    # It keeps groups from one initialize to the next, and ours may have been
+    # re-created in between. A clone for every run would leave threads and files.
+    world = torch.distributed.group.WORLD
+    if _known_world != [world]:
+        _known_world[:] = [world]
+        deepspeed.comm.comm.cdb = None
+        deepspeed.utils.groups._WORLD_GROUP = None
+    return deepspeed
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without DeepSpeed's many lines about itself."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def agree_on_ids(device: torch.device) -> None:
+    """Number the next parameters and modules alike on all ranks, as stage 3 checks.
+    Collective.
+
+    DeepSpeed counts them as long as a process lives, and one may have begun later.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    [module_count] = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    counts = torch.tensor([Init.param_id, *module_count], device=device)
+    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+    Init.param_id, module_count[0] = counts.tolist()
+
+
+def destroy(engine: Any) -> None:
+    with contextlib.suppress(Exception):  # its process group may be gone
+        land_parameters(engine)
+        engine.destroy()
+
+
+def retire(engine: Any, preparer: Any) -> None:
+    """The run of `engine` has ended; its model may be used on."""
+    _former.append(engine)
+    _preparers[id(engine)] = preparer
+
+
+def forget(engine: Any) -> None:
+    """Destroy `engine`, whose model is prepared again."""
+    _former[:] = [each for each in _former if each is not engine]
+    destroy(engine)
+
+
+def destroy_former_engines() -> None:
+    """Let go of what earlier runs left in DeepSpeed; does nothing the first time."""
+    for engine in list(_former):
+        if (prepared := _preparers.get(id(engine))) is not None:
+            prepared.release()
+        else:
+            destroy(engine)
+    _former.clear()
+    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if offload is not None:
+        offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
+
+
+def free_training_states(engine: Any, masters: Sequence[torch.Tensor]) -> None:
+    """Free what only training needs, once the cell has let go of its optimizer, which
+    DeepSpeed has not. The model goes on as it is."""
+    if not any(engine is each for each in _former):
+        return
+    zero = engine.optimizer
+    zero.optimizer.state.clear()
+    if engine.zero_optimization_stage() < 3:  # of which the model needs nothing more
+        with contextlib.suppress(Exception):  # its process group may be gone
+            engine.destroy()
+        zero.averaged_gradients.clear()
+        zero.all_grad_tensors.clear()
+    gradients = [getattr(zero, "grad_partitions_flat_buffer", None)]
+    gradients += [master.grad for master in masters]
+    for tensor in flat([masters, gradients, buckets(zero)]):
+        tensor.untyped_storage().resize_(0)
+
+
+def restore_linear() -> None:
+    """Take back the function that stage 3 puts in place of torch's for good.
+
+    It makes a layer's gradients in another order, which a rank that was restarted
+    since would not share, and stage 2 reduces them in that order.
+    """
+    nn.functional.linear = _linear
+
+
+def land_parameters(engine: Any) -> None:
+    """Let go of what stage 3 fetched ahead in a forward pass that no backward pass
+    followed: DeepSpeed refuses to gather what is in flight."""
+    if engine.zero_optimization_stage() == 3:
+        # Not the engine's own, which collects garbage for half a second, too.
+        engine.optimizer.empty_partition_cache()
+
+
+def buckets(zero: Any) -> Iterator[torch.Tensor]:
+    """What DeepSpeed collects gradients in, to reduce many of them at once."""
+    return flat(bucket.buffer for bucket in zero.ipg_buckets.values())
+
+
+def flat(tensors: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, which may hold None."""
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif value is not None:
+            yield from flat(value)
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a model, as for an average of weights: without what DeepSpeed
+    has hooked to it."""
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for each in module.modules():
+        own = vars(each)
+        kept.append((own, dict(own)))
+        own.pop("__deepcopy__", None)
+        own["_parameters"] = dict(own["_parameters"])
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            own[name] = OrderedDict(
+                (key, hook)
+                for key, hook in own[name].items()
+                if not str(getattr(hook, "__module__", "")).startswith("deepspeed")
+            )
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        for own, before in kept:
+            own.update(before)
+
+
+def is_zero(model: nn.Module) -> bool:
+    """Whether this is a DeepSpeed engine, or a module that ZeRO-3 has partitioned."""
+    return hasattr(model, "zero_optimization") or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights of a model under ZeRO, on every rank. Collective."""
+    import deepspeed
+
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        model = model.module
+    for engine in _former:
+        if engine.module is model:
+            land_parameters(engine)
+    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned):
+        return {key: value.clone() for key, value in model.state_dict().items()}

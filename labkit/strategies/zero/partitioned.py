@@ -1,0 +1,480 @@
+"""What all stages of ZeRO share: DeepSpeed's engine under a plain loop."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.checks import UnsupportedLoopError
+from labkit.strategies.autograd.agreement import InOrder
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.model.gradients import CellGradients
+from labkit.strategies.model.spectral import in_one_precision
+from labkit.strategies.model.states import Named
+from labkit.strategies.model.states import Restore
+from labkit.strategies.model.states import Source
+from labkit.strategies.model.states import check_hyperparameters
+from labkit.strategies.model.states import plain_shape
+from labkit.strategies.model.states import set_hyperparameters
+from labkit.strategies.prepared import Closure
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.prepared import Tensors
+from labkit.strategies.prepared import cast_floats
+from labkit.strategies.prepared import check_elementwise
+from labkit.strategies.prepared import check_keys
+from labkit.strategies.zero.config import deepspeed_config
+from labkit.strategies.zero.engines import agree_on_ids
+from labkit.strategies.zero.engines import destroy_former_engines
+from labkit.strategies.zero.engines import forget
+from labkit.strategies.zero.engines import free_training_states
+from labkit.strategies.zero.engines import import_deepspeed
+from labkit.strategies.zero.engines import land_parameters
+from labkit.strategies.zero.engines import plain_copy
+from labkit.strategies.zero.engines import quiet
+from labkit.strategies.zero.engines import restore_linear
+from labkit.strategies.zero.engines import retire
+from labkit.strategies.zero.setup import build_partitioner
+from labkit.strategies.zero.setup import place
+from labkit.strategies.zero.setup import restore_digits
+from labkit.strategies.zero.states import Partitions
+from labkit.strategies.zero.states import ZeROStates
+
+
+class ZeRO(Prepared):
+    """Partition optimizer state (1), gradients too (2), and parameters too (3).
+
+    Stage 1 and 2: reduce the gradients to the rank that owns their part, update that
+    part in fp32, all-gather the parameters. Stage 3: all-gather a layer's parameters
+    for its forward and its backward pass, and free them after each.
+
+    `--config` takes DeepSpeed's own configuration.
+
+    Source: Rajbhandari et al., "ZeRO", SC 2020; `deepspeed.initialize`.
+    """
+
+    is_partitioned = has_own_gradients = True
+    stage: int
+
+    def place(self) -> None:
+        """A parameter at a time, in `wrap`."""
+
+    def wrap(self) -> None:
+        check_elementwise(self.optimizer)
+        config = deepspeed_config(self.options, self.stage, self._num_parameters)
+        self._given_groups = [
+            {**group, "params": list(group["params"])}
+            for group in self.optimizer.param_groups
+        ]
+        destroy_former_engines()
+        self.num_shards = torch.distributed.get_world_size()
+        deepspeed = import_deepspeed(self.device)
+        fields = deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
+        check_keys(
+            self.options.config.get("zero_optimization", {}),
+            [field.alias or name for name, field in fields.items()],
+            "DeepSpeed's zero_optimization",
+        )
+        partitioner = None
+        with quiet():
+            if self.stage == 3:
+                agree_on_ids(self.device)
+                partitioner = build_partitioner(deepspeed, config)
+            digits = place(self.module, self.device, self.dtype, partitioner)
+            self.engine, self._zero, _, _ = deepspeed.initialize(
+                model=self.module,
+                optimizer=self.optimizer,
+                config=config,
+                dist_init_required=False,
+            )
+        restore_digits(digits, [p for _, group in self.partitions() for p in group])
+        # The step reduces what is left to reduce, whatever number of backward passes
+        # there were; until then each of them adds to what the ranks have in parts.
+        self.engine.set_gradient_accumulation_boundary(False)
+        self._casts: list[Any] = []
+        self._has_gradients = False
+        """Whether there was a backward pass since the last step."""
+        self._has_stepped = False
+        self._is_zeroed = True
+        """Whether the loop has zeroed gradients since its last step."""
+        self._is_broken = ""
+        """Why the model cannot be trained on."""
+        self.hides_gradients = False
+        """Whether they are partial sums, which no loop is to see."""
+        self._is_reduced = False
+        """Whether the gradients so far are averaged over the ranks."""
+        self._used: set[int] = set()
+        self._ever_used: set[int] = set()
+        """Ids of parameters that have had gradients, in this step and before."""
+        trained = [p for p in self._owned() if p.requires_grad]
+        self._trained_ids = {id(parameter) for parameter in trained}
+        of_cell = self.given_parameters if self.is_sharded else trained
+        self._gradients = CellGradients(self, of_cell)
+        vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
+        self._lay_out()
+        self._zero._backward_hook_state._grad_acc_post_hooks.insert(
+            0, partial(call, weakref.WeakMethod(self._fill_up))
+        )
+        self._in_order: InOrder | None = None
+        if not self.keeps_gradients:  # but reduces them in the backward pass
+            zero = self._zero
+            reduce = zero.reduce_ready_partitions_and_remove_grads
+            self._in_order = InOrder(reduce, trained, self.device)
+            zero.reduce_ready_partitions_and_remove_grads = self._in_order.add
+        self._trained = trained
+        self._anywhere: list[nn.Parameter] = []
+        """What any rank uses in this backward pass."""
+        follow(self)
+        self._undo += in_one_precision(self.module)
+        if self.options.precision != "fp32":
+            # DeepSpeed keeps the model itself in this precision, not its inputs.
+            dtype = self.dtype
+            self._casts = [
+                self.module.register_forward_pre_hook(
+                    lambda module, args, kwargs: cast_floats((args, kwargs), dtype),
+                    with_kwargs=True,
+                    prepend=True,
+                ),
+                self.module.register_forward_hook(
+                    lambda module, args, output: cast_floats(output, torch.float32)
+                ),
+            ]
+
+    # ---- backward passes ----
+
+    def scale(self, seed: torch.Tensor) -> torch.Tensor:
+        return seed * self._loss_scale if self._loss_scale != 1.0 else seed
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        self._check_whole()
+        self._check_trained(only_new=True)
+        if not self._gradients.hand_back():
+            self.zero_grad()
+        elif self._is_reduced:
+            self._carry()
+        self._agree_on_used(used)
+        self._has_gradients = True
+        self.hides_gradients = not self.is_last
+        # What else the engine's `forward` would do, which need not be called once for
+        # every backward pass.
+        self._zero.clear_backward_seen_flag()
+        self.engine._manual_backward_expected = True
+        self.engine._backward_prologue()
+        self._gradients.begin_pass()
+
+    def _agree_on_used(self, used: Sequence[nn.Parameter]) -> None:
+        """Of which parameters any rank has gradients in this pass. Collective."""
+        ours = set(map(id, used))
+        flags = [id(parameter) in ours for parameter in self._trained]
+        some = self.agree(flags, alike=flags if self.is_sharded else ())
+        self._anywhere = [
+            p for p, is_used in zip(self._trained, some, strict=True) if is_used
+        ]
+        self._used.update(map(id, self._anywhere))
+        if self._in_order is not None:
+            self._in_order.begin(self._anywhere)
+
+    def _fill_up(self) -> None:
+        """All gradients of a pass are there: those which only other ranks have are 0
+        here, and as many have to be reduced on every rank."""
+        if self._in_order is not None:
+            late = self._in_order.late()
+        else:
+            late = [p for p in self._anywhere if p.grad is None]
+        for parameter in late:
+            self._process_gradient(parameter)
+
+    def _process_gradient(self, parameter: nn.Parameter) -> None:
+        """What DeepSpeed does with a gradient that has come."""
+        raise NotImplementedError
+
+    def end_backward(self, *, has_failed: bool) -> None:
+        self._gradients.end_ours()
+        if not has_failed and self._in_order is not None:
+            self._in_order.agree()
+        if has_failed:
+            self._is_broken = (
+                "a backward pass failed half-way, with the gradients of some "
+                "parameters averaged; make model and optimizer again, and prepare them"
+            )
+
+    def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient of all ranks, whole; None if there is none. Collective."""
+        if not self._has_gradients or id(parameter) not in self._trained_ids:
+            return None
+        self._reduce()
+        return self._gather_gradient(parameter) / self._loss_scale
+
+    def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Put `value`, which is whole and equal on all ranks, in its place."""
+        if id(parameter) not in self._trained_ids:
+            return
+        self._has_gradients = True
+        self._reduce()
+        self._partition_gradient(parameter, value * self._loss_scale)
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.stage}"
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._zero.loss_scale) if self.options.precision == "fp16" else 1.0
+
+    def _reduce(self) -> None:
+        """Average the gradients so far over the ranks, in parts. Collective."""
+        if not self._is_reduced:
+            with self._gradients.ours():
+                self._reduce_gradients()
+            self._is_reduced = True
+
+    def _owned(self) -> list[nn.Parameter]:
+        """The parameters that the user's optimizer has."""
+        return [p for group in self._given_groups for p in group["params"]]
+
+    def _check_whole(self) -> None:
+        if self._is_broken:
+            raise UnsupportedLoopError(f"under {self.name} {self._is_broken}")
+
+    def _check_trained(self, *, only_new: bool = False) -> None:
+        now = {id(p): p for p in self._owned() if p.requires_grad}
+        if now.keys() == self._trained_ids or (
+            only_new and now.keys() < self._trained_ids
+        ):
+            return
+        changed = now.keys() ^ self._trained_ids
+        name, is_trained = next(
+            (name, parameter.requires_grad)
+            for name, parameter in self.module.named_parameters()
+            if id(parameter) in changed
+        )
+        raise UnsupportedLoopError(
+            f"{name}.requires_grad was {not is_trained} in prepare and is "
+            f"{is_trained} now; {self.name} partitions the trainable parameters in "
+            "prepare. Freeze or unfreeze before prepare, in a %%dist_train cell of "
+            "its own for each phase (under zero3, build the model again in that "
+            "cell), or use ddp, fsdp or hsdp"
+        )
+
+    # ---- the step ----
+
+    def step(self, closure: Closure | None = None) -> float | None:
+        self._check_whole()
+        self._check_trained()
+        if self._has_stepped and not self._is_zeroed and self._has_gradients:
+            raise UnsupportedLoopError(
+                "the loop calls no zero_grad() between two steps. In one process "
+                "gradients then add up, unless the loop zeroes them itself; under "
+                f"{self.name} the step clears them and p.grad is None after it, so "
+                "there is nothing to add to or to zero. Call optimizer.zero_grad() "
+                "once a step, or use ddp"
+            )
+        if not self._gradients.hand_back():
+            self.zero_grad()
+        if not self._has_gradients:
+            return None  # as an optimizer that finds no gradient
+        self.note_step()
+        self._note_unused()
+        with self._gradients.ours():
+            self._reduce()
+            self._take_weights()
+            self.engine.set_gradient_accumulation_boundary(True)
+            try:
+                self.engine.step()  # clips, and clears the gradients
+            finally:
+                self.engine.set_gradient_accumulation_boundary(False)
+        self._clear()
+        self._has_stepped, self._is_zeroed = True, False
+        norm = self.engine.get_global_grad_norm()
+        return None if self.options.clip is None or norm is None else float(norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._is_zeroed = True
+        self._clear()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients.given()
+
+    def note_zeroed(self) -> None:
+        """The loop has taken a gradient away by hand."""
+        self._is_zeroed = True
+
+    def _clear(self) -> None:
+        self._gradients.forget()
+        self._has_gradients = self._is_reduced = self.hides_gradients = False
+        with self._gradients.ours():
+            self._zero.zero_grad(set_to_none=True)
+            self._discard()
+
+    def _note_unused(self) -> None:
+        """DeepSpeed steps a parameter without a gradient as if that were 0."""
+        unused: list[str] = []
+        for group, names in zip(self._given_groups, self._names, strict=True):
+            if not has_memory(self.optimizer, group):
+                continue
+            decays = bool(group.get("weight_decay"))
+            for parameter, name in zip(group["params"], names, strict=True):
+                number = id(parameter)
+                if number in self._used or not parameter.requires_grad:
+                    continue
+                if decays or number in self._ever_used:
+                    unused.append(name)
+        if unused and not self._has_noted_unused:
+            self._has_noted_unused = True
+            others = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+            self.note(
+                f"{unused[0]}{others} gets no gradient in some steps; {self.name} then "
+                "updates it with a gradient of 0, so weight decay and momentum change "
+                "it, where one process leaves it unchanged"
+            )
+        self._ever_used |= self._used
+        self._used.clear()
+
+    _has_noted_unused = False
+
+    def _take_weights(self) -> None:
+        """Step from the weights that the model has, which the loop may have changed:
+        DeepSpeed steps from a copy of its own. Nothing is lost of a copy in fp32 whose
+        rounded value the model still has."""
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have these whole on every rank, and keep them so. Collective."""
+
+    def _reduce_gradients(self) -> None:
+        raise NotImplementedError
+
+    def _gather_gradient(self, parameter: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _carry(self) -> None:
+        """Another backward pass adds to gradients that are reduced already."""
+        self._is_reduced = False
+
+    def _discard(self) -> None:
+        """Forget the gradients that are in parts."""
+
+    def memory(self) -> dict[str, Tensors]:
+        with self._gradients.ours():
+            return {name: list(held) for name, held in self.tensors().items()}
+
+    def tensors(self) -> dict[str, Tensors]:
+        """What `memory` gives."""
+        raise NotImplementedError
+
+    def checkpoint(
+        self, *, with_optimizer: bool = True
+    ) -> tuple[Named, dict[str, Any]]:
+        tensors = self._states().gather(with_optimizer=with_optimizer)
+        return tensors, self.settings() if with_optimizer else {}
+
+    def restoring(
+        self,
+        source: Source,
+        values: Mapping[str, Any],
+        *,
+        with_optimizer: bool = True,
+    ) -> Restore:
+        held = self._states()
+        held.check(source, with_optimizer=with_optimizer)
+        if with_optimizer:
+            check_hyperparameters(self.optimizer, self._names, values)
+
+        def restore() -> None:
+            held.restore(source, with_optimizer=with_optimizer)
+            if with_optimizer:
+                set_hyperparameters(self._zero.optimizer, values)
+                self.restore_scaler(values)
+
+        return restore
+
+    def settings(self) -> dict[str, Any]:
+        found = super().settings()
+        if self.options.precision == "fp16":
+            found["scaler"] = {"scale": float(self._zero.loss_scale)}
+        return found
+
+    def restore_scaler(self, values: Mapping[str, Any]) -> None:
+        if self.options.precision == "fp16" and values.get("scaler"):
+            self._zero.loss_scale = values["scaler"]["scale"]
+
+    def _states(self) -> ZeROStates:
+        with self._gradients.ours():
+            self._take_weights()
+        land_parameters(self.engine)
+        return ZeROStates(self.module, self._zero, self.partitions())
+
+    def partitions(self) -> Partitions:
+        """This rank's fp32 partition of every group, with the group's parameters."""
+        zero = self._zero
+        return list(
+            zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+        )
+
+    def _lay_out(self) -> None:
+        """Note what is where, once DeepSpeed has put it there."""
+
+    def release(self) -> None:
+        unfollow(self)
+        self._gradients.close()
+        for handle in self._casts:
+            handle.remove()
+        self._is_broken = (
+            "DeepSpeed has released this model, because a later run prepared one; "
+            "prepare model and optimizer again"
+        )
+        forget(self.engine)
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(Exception):  # of a run that failed half-way
+            self._take_weights()
+        vars(self.module).pop("__deepcopy__", None)
+        retire(self.engine, self)
+        masters = [master for master, _ in self.partitions()]
+        free = weakref.finalize(self, free_training_states, self.engine, masters)
+        free.atexit = False
+        restore_linear()
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        whole = {} if self.is_sharded else dict(self.module.named_parameters())
+        return self.counted() | whole
+
+
+def process_filled(process: Callable[..., None], parameter: Any, *rest: Any) -> None:
+    """What DeepSpeed does with a gradient that has come. Where autograd gives none, it
+    is 0: as many have to be reduced on every rank."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros(
+            plain_shape(parameter), dtype=parameter.dtype, device=parameter.device
+        )
+    process(parameter, *rest)
+
+
+def call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call the method of what DeepSpeed is not to keep alive."""
+    if (living := method()) is not None:
+        living()
+
+
+def take(weights: torch.Tensor, master: torch.Tensor) -> None:
+    """Set the copy in fp32 to weights, but where these are what it is rounded to."""
+    if weights.dtype != master.dtype:
+        is_same = weights == master.to(weights.dtype)
+        weights = torch.where(is_same, master, weights.to(master.dtype))
+    master.copy_(weights)
+
+
+def has_memory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a gradient of 0 changes a parameter: by momentum or weight decay."""
+    is_sgd = type(optimizer) is torch.optim.SGD
+    return not is_sgd or bool(group["momentum"] or group["weight_decay"])

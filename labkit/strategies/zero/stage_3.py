@@ -1,0 +1,169 @@
+"""ZeRO stage 3: a rank has a part of the parameters, gathered layer by layer."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.model.gradients import is_absent
+from labkit.strategies.model.gradients import is_empty
+from labkit.strategies.model.states import plain_shape
+from labkit.strategies.prepared import Tensors
+from labkit.strategies.prepared import optimizer_tensors
+from labkit.strategies.zero.engines import buckets
+from labkit.strategies.zero.engines import land_parameters
+from labkit.strategies.zero.partitioned import ZeRO
+from labkit.strategies.zero.partitioned import process_filled
+from labkit.strategies.zero.partitioned import take
+from labkit.strategies.zero.states import Partitions
+from labkit.strategies.zero.states import own_part
+
+
+class ZeRO3(ZeRO):
+    stage = 3
+    is_sharded = True
+
+    def _lay_out(self) -> None:
+        zero, numbers = self._zero, {}
+        for number, module in enumerate(self.module.modules()):
+            numbers[id(module)] = number
+        offload = zero.parameter_offload
+        offload.pre_sub_module_forward_function = partial(
+            run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
+        )
+        zero.reduce_ready_partitions_and_remove_grads = partial(
+            process_filled, zero.reduce_ready_partitions_and_remove_grads
+        )
+
+    def _reduce_gradients(self) -> None:
+        self._zero.finalize_gradient_accumulation_boundary()
+
+    def _process_gradient(self, parameter: nn.Parameter) -> None:
+        self._zero.reduce_ready_partitions_and_remove_grads(parameter)
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have these whole on every rank, and keep them so. Collective."""
+        # DeepSpeed gathers these again after every step, and frees none in between.
+        kept = self._zero.persistent_parameters
+        known = {id(parameter) for parameter in kept}
+        touched: list[Any] = list(parameters)
+        kept += [parameter for parameter in touched if id(parameter) not in known]
+        for parameter in kept:
+            parameter.ds_persist = parameter.is_external_param = True
+        if any(parameter.ds_status.name == "INFLIGHT" for parameter in touched):
+            self._take_weights()
+            land_parameters(self.engine)
+        absent = [parameter for parameter in kept if is_absent(parameter)]
+        if absent:
+            absent[0].all_gather(absent)
+        if not self._has_said_so and torch.distributed.get_rank() == 0:
+            self._has_said_so = True
+            print(
+                "labkit: the loop uses parameters outside the model's forward pass. "
+                "zero3 shards them, so those are gathered now and stay whole on every "
+                "rank, which takes memory",
+                file=sys.stderr,
+            )
+
+    _has_said_so = False
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        for parameter in self._zero.persistent_parameters:
+            if is_absent(parameter):
+                continue
+            ours = own_part(parameter, parameter.data)
+            parameter.ds_tensor.data.copy_(ours.view_as(parameter.ds_tensor))
+            if id(parameter) in self._trained_ids:
+                master = safe_get_local_fp32_param(parameter)
+                take(ours[: master.numel()].view_as(master), master)
+
+    def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+        # A node of autograd remembers the shape that its parameter has.
+        empty: list[Any] = [p for p in self.given_parameters if is_empty(p)]
+        with self._gradients.ours():
+            for parameter in empty:
+                blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+                parameter.data = blank.expand(plain_shape(parameter))
+            try:
+                return super()._find_accumulators()
+            finally:
+                for parameter in empty:
+                    parameter.data = parameter.data.new_empty(0)
+
+    @contextlib.contextmanager
+    def stepping_groups(self) -> Iterator[None]:
+        # Where DeepSpeed puts them in a step, a sub-group after the other.
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for number, group in enumerate(groups):
+            group["params"] = [
+                partition
+                for sub, partition in enumerate(self._zero.fp32_partitioned_groups_flat)
+                if self._zero.sub_group_to_group_id[sub] == number
+            ]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+
+    def _discard(self) -> None:
+        # Or a parameter that the next step does not use would have those of this one.
+        if self._zero.grad_partitions_flat_buffer is not None:
+            self._zero.grad_partitions_flat_buffer.zero_()
+
+    def _gather_gradient(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = self._zero.get_fp32_grad_for_param(parameter)
+        return whole.clone()  # for it may be a view of what it was gathered in
+
+    def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_local_grad
+
+        safe_set_local_grad(parameter, own_part(parameter, value))
+
+    def updated(self) -> Iterable[torch.Tensor]:
+        partitions: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
+        return partitions
+
+    def partitions(self) -> Partitions:
+        zero = self._zero
+        return list(
+            zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        )
+
+    def tensors(self) -> dict[str, Tensors]:
+        zero = self._zero
+        parameters: list[Any] = list(self.module.parameters())
+        return {
+            "communication_buffers": [
+                *(p.data for p in parameters if p.numel()),  # gathered at the moment
+                *buckets(zero),
+            ],
+            "parameters": [*(p.ds_tensor for p in parameters), *self.module.buffers()],
+            "gradients": [
+                zero.grad_partitions_flat_buffer,
+                *(parameter.grad for parameter in parameters),
+            ],
+            "optimizer_state": optimizer_tensors(self.optimizer),
+            "master_parameters": zero.fp32_partitioned_groups_flat,
+        }
+
+
+def run_on_route(
+    route: Route, numbers: Mapping[int, int], run: Callable[..., None], module: Any
+) -> None:
+    """What stage 3 does before a layer runs, which is noted."""
+    route.add(numbers.get(id(module), -1))
+    run(module)
