@@ -9,6 +9,7 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.training.forward_state import digest
 from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.strategies import STRATEGIES
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
@@ -34,7 +35,9 @@ class Counting(nn.Module):
 
 def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[str]]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = Prepared(model, sgd, CPU, TrainOptions(accumulate=accumulate))
+    prepared = Prepared(
+        STRATEGIES["single"], model, sgd, CPU, TrainOptions(accumulate=accumulate)
+    )
     notes: list[str] = []
     prepared.note = notes.append
     return PreparedOptimizer(prepared, lambda own, closure: own.prepared.step()), notes

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from labkit import Lab
-from labkit import theory
 from labkit.notebook.runs.run import Run
 from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.records import ModelFacts
@@ -246,7 +245,9 @@ def test_buckets_beside_the_gradients_are_counted(lab: Lab) -> None:
 def test_what_is_offloaded_is_not_on_the_device() -> None:
     model = torch.nn.Linear(8, 8, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = Prepared(model, optimizer, torch.device("meta"), TrainOptions())
+    prepared = Prepared(
+        STRATEGIES["single"], model, optimizer, torch.device("meta"), TrainOptions()
+    )
     model.weight.grad = torch.ones(8, 8, device="meta")
     optimizer.state[model.weight]["momentum_buffer"] = torch.ones(8, 8)  # on the host
     probe = StepProbe([prepared], torch.device("meta"), sees_operators=False)
@@ -258,7 +259,7 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     assert measured.memory["optimizer_state"] == 0
     [facts] = measured.models
     assert facts.offloaded == ["optimizer_state"]
-    states = theory.model_states("single", facts, TrainOptions())
+    states = STRATEGIES["single"].theory.model_states(facts, TrainOptions())
     assert states["gradients"] > states["optimizer_state"] == 0
 
 
@@ -470,9 +471,9 @@ def test_a_run_that_is_not_there_is_told(lab: Lab) -> None:
 
 def test_every_strategy_is_known_to_theory() -> None:
     model = ModelFacts(100, 100, state_bytes=8, num_shards=4)
-    for name, strategy in STRATEGIES.items():
-        states = theory.model_states(name, model, TrainOptions())
-        wire = theory.wire_bytes(name, model, TrainOptions(), world_size=4)
+    for strategy in STRATEGIES.values():
+        states = strategy.theory.model_states(model, TrainOptions())
+        wire = strategy.theory.wire_bytes(model, TrainOptions(), 4)
         if strategy.technique is None:
             assert states == {}
             assert wire != wire

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.strategies import STRATEGIES
 from labkit.strategies.model.materialize import move
-from labkit.strategies.model.unsupported import check_supported
+from labkit.strategies.unsupported import check_supported
 
 
 class Complex(nn.Module):
@@ -19,10 +20,10 @@ class Complex(nn.Module):
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_max_norm_is_for_one_rank(kind: type[nn.Module], strategy: str) -> None:
     model = nn.Sequential(kind(4, 2, max_norm=1.0))
-    check_supported(model, strategy, num_ranks=1)
+    check_supported(model, STRATEGIES[strategy], num_ranks=1)
     with pytest.raises(UnsupportedLoopError, match="0 is an embedding with max_norm"):
-        check_supported(model, strategy, num_ranks=2)
-    check_supported(nn.Sequential(kind(4, 2)), strategy, num_ranks=2)
+        check_supported(model, STRATEGIES[strategy], num_ranks=2)
+    check_supported(nn.Sequential(kind(4, 2)), STRATEGIES[strategy], num_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +38,12 @@ def test_max_norm_is_for_one_rank(kind: type[nn.Module], strategy: str) -> None:
     ],
 )
 def test_complex_parameters(strategy: str, precision: str, is_refused: bool) -> None:
+    its = STRATEGIES[strategy]
     if not is_refused:
-        check_supported(Complex(), strategy, num_ranks=2, precision=precision)
+        check_supported(Complex(), its, num_ranks=2, precision=precision)
         return
     with pytest.raises(UnsupportedLoopError, match="weight is a complex parameter"):
-        check_supported(Complex(), strategy, num_ranks=2, precision=precision)
+        check_supported(Complex(), its, num_ranks=2, precision=precision)
 
 
 def test_what_is_brought_to_a_device_is_contiguous() -> None:

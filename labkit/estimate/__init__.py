@@ -33,6 +33,7 @@ from labkit.estimate.trace import Loss
 from labkit.estimate.trace import Optimizer
 from labkit.estimate.trace import UntraceableError
 from labkit.records import COMPONENTS
+from labkit.strategies import find_strategy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,8 +104,8 @@ def estimate(
     )
     rows = {
         (world_size, strategy): {
-            **plan.memory(strategy, world_size, batch_size),
-            SETUP_PEAK: plan.setup(strategy, world_size),
+            **plan.memory(find_strategy(strategy), world_size, batch_size),
+            SETUP_PEAK: plan.setup(find_strategy(strategy), world_size),
         }
         for world_size in world_sizes
         for strategy in STRATEGIES

@@ -10,7 +10,8 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.estimate.plans import STRATEGIES
 from labkit.records import format_bytes
-from labkit.strategies.model.unsupported import check_supported
+from labkit.strategies import find_strategy
+from labkit.strategies.unsupported import check_supported
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,7 +64,11 @@ def what_would_fit(
             "rank before it is sharded."
         )
     # Nobody asks on several ranks how one of them could do all the work.
-    sought = set(STRATEGIES) - ({"single"} if world_size > 1 else set())
+    sought = {
+        name
+        for name in STRATEGIES
+        if world_size == 1 or not find_strategy(name).is_single
+    }
     lacking = sought - set(fits)
     ways = []
 
@@ -112,7 +117,7 @@ def refusal(model: nn.Module) -> str:
     errors = {}
     for strategy in STRATEGIES:
         try:
-            check_supported(model, strategy)
+            check_supported(model, find_strategy(strategy))
         except UnsupportedLoopError as error:
             errors[strategy] = str(error)
     if not errors:

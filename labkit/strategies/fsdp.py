@@ -47,14 +47,15 @@ class FSDP(Prepared):
     Forward: all-gather the parameters of one block, compute, free them. Backward:
     the same, then reduce-scatter the block's gradients.
 
-    `--config` takes the arguments of `fully_shard`.
+    Where the mesh has an axis of replicas, too (`hsdp`), gradients are also all-reduced
+    along it: the all-gathers stay on the fast links of one host.
+
+    `--config` takes the arguments of `fully_shard`; with replicas `"mesh": (2, 4)`
+    stands for 2 of 4 shards each. Without it half of the ranks make one.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023;
     `torch.distributed.fsdp.fully_shard`.
     """
-
-    is_partitioned = is_sharded = True
-    differentiates_twice = False
 
     def place(self) -> None:
         """A block at a time, in `wrap`."""
@@ -67,7 +68,8 @@ class FSDP(Prepared):
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
         settings = dict(self.options.config)
-        settings["mesh"] = mesh = self.mesh(settings.get("mesh"))
+        axes = self.strategy.variant["axes"]
+        settings["mesh"] = mesh = build_mesh(axes, settings.get("mesh"), self.device)
         self.num_shards = mesh.size(-1)
         self.replica_group = mesh.get_local_rank(-1) if mesh.ndim > 1 else 0
         at_root = {}
@@ -110,16 +112,6 @@ class FSDP(Prepared):
         self._undo.append(partial(unfollow, self))
         self._undo += in_one_precision(self.module)
 
-    def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
-        """One dimension: everything is sharded over all ranks."""
-        if isinstance(sizes, DeviceMesh):
-            return sizes
-        return init_device_mesh(
-            self.device.type,
-            mesh_shape(sizes or [dist.get_world_size()], 1),
-            mesh_dim_names=("shard",),
-        )
-
     def begin_microbatch(self, *, is_last: bool) -> None:
         super().begin_microbatch(is_last=is_last)
         self._root.set_requires_gradient_sync(is_last)
@@ -136,7 +128,10 @@ class FSDP(Prepared):
                 )
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        return self.counted()
+        if self.num_shards == dist.get_world_size():
+            return self.counted()
+        shards = {name: shard._local_tensor for name, shard in self._shards.items()}
+        return self.counted() | shards
 
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         # In the graph are the whole parameters, which may be made in any forward pass.
@@ -200,28 +195,6 @@ class FSDP(Prepared):
                     key: shard_like(value, shards[name])
                     for key, value in state.pop(parameter).items()
                 }
-
-
-class HSDP(FSDP):
-    """Shard within a host, replicate across hosts.
-
-    As FSDP, but gradients are also all-reduced between the groups that hold replicas:
-    the all-gathers stay on the fast links of one host.
-
-    `--config` takes the arguments of `fully_shard`; `"mesh": (2, 4)` stands for 2
-    replicas of 4 shards. Without it half of the ranks make a group.
-    """
-
-    def mesh(self, sizes: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
-        if isinstance(sizes, DeviceMesh):
-            return sizes
-        world_size = dist.get_world_size()
-        shape = mesh_shape(sizes or replicas_and_shards(world_size), 2)
-        return mesh_of(dist.group.WORLD, self.device.type, shape)
-
-    def replicas(self) -> dict[str, torch.Tensor]:
-        shards = {name: shard._local_tensor for name, shard in self._shards.items()}
-        return self.counted() | shards
 
 
 def run_on_route(
@@ -303,25 +276,43 @@ def patch_dtensor() -> None:
         setattr(DTensor, "data", property(plain.__get__, set_data))  # noqa: B010
 
 
+def build_mesh(
+    axes: tuple[str, ...],
+    sizes: DeviceMesh | Sequence[int] | None,
+    device: torch.device,
+) -> DeviceMesh:
+    """All ranks, along `axes`; of `sizes` if there are any. Collective."""
+    if isinstance(sizes, DeviceMesh):
+        return sizes
+    world_size = dist.get_world_size()
+    shape = mesh_shape(axes, sizes or default_sizes(axes, world_size), world_size)
+    return mesh_of(dist.group.WORLD, device.type, shape, axes)
+
+
 @lru_cache(maxsize=4)
-def mesh_of(world: Any, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
+def mesh_of(
+    world: Any, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> DeviceMesh:
     """The mesh over the default group `world`: its groups are made once. Collective."""
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
 
 
-def replicas_and_shards(world_size: int) -> tuple[int, int]:
-    """The mesh of HSDP where `--config` has none: two replicas of half of the ranks
-    each; one of all where they are odd in number."""
+def default_sizes(axes: tuple[str, ...], world_size: int) -> tuple[int, ...]:
+    """Of a mesh where `--config` has none: all ranks on one axis; where there are
+    replicas two of half of the ranks, one where they are odd in number."""
+    if len(axes) == 1:
+        return (world_size,)
     num_replicas = 2 if world_size % 2 == 0 else 1
     return num_replicas, world_size // num_replicas
 
 
-def mesh_shape(sizes: Sequence[int], num_dims: int) -> tuple[int, ...]:
+def mesh_shape(
+    axes: tuple[str, ...], sizes: Sequence[int], world_size: int
+) -> tuple[int, ...]:
     """`sizes` as a mesh's shape; ValueError if it does not hold all ranks."""
-    world_size = dist.get_world_size()
     shape = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
-    if len(shape) != num_dims or torch.Size(shape).numel() != world_size:
-        kind = "(replicate, shard)" if num_dims == 2 else "(shard,)"
+    if len(shape) != len(axes) or torch.Size(shape).numel() != world_size:
+        kind = "(replicate, shard)" if len(axes) == 2 else "(shard,)"
         raise ValueError(
             f'--config: "mesh" is {shape}; it must be {kind} sizes whose product is '
             f"the number of ranks, {world_size}"

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.checks import UnsupportedLoopError
 from labkit.records import ModelFacts
+from labkit.strategies import Strategy
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
 from labkit.strategies.autograd.agreement import OTHER_SETTINGS
 from labkit.strategies.autograd.agreement import SKIPPED
@@ -53,25 +54,18 @@ class Prepared:
     the others change the methods that they do otherwise.
     """
 
-    is_partitioned = False
-    """Whether a rank updates a part of the parameters."""
-    has_own_gradients = False
-    """Whether the optimizer steps from gradients that are not `parameter.grad`."""
-    is_sharded = False
-    """Whether it has only a part of them, but where a pass needs the whole."""
-
-    differentiates_twice = True
-    """Whether a gradient may be differentiated again, as of a gradient penalty."""
     keeps_gradients = False
     """Whether all gradients are there at once only within the backward pass."""
 
     def __init__(
         self,
+        strategy: Strategy,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         options: TrainOptions,
     ) -> None:
+        self.strategy = strategy
         self.module = module
         self.optimizer = optimizer
         self.device = device

@@ -17,15 +17,18 @@ BUFFER_DIFFERS = (
 )
 
 
-def find_mismatches(notes: Mapping[int, ReplicaNotes], strategy: str) -> list[str]:
-    """One sentence for each thing that is not as `strategy` wants it on the ranks."""
+def find_mismatches(
+    notes: Mapping[int, ReplicaNotes], *, is_by_hand: bool
+) -> list[str]:
+    """One sentence for each thing that should be the same on all ranks and is not;
+    `is_by_hand` where the cell shares out model and data itself."""
     if len(notes) < 2:
         return []
     notes = dict(sorted(notes.items()))
     return [
         *parameter_mismatches(notes),
-        *data_mismatches(notes, is_by_hand=strategy == "raw"),
-        *seed_mismatches(notes, is_by_hand=strategy == "raw"),
+        *data_mismatches(notes, is_by_hand=is_by_hand),
+        *seed_mismatches(notes, is_by_hand=is_by_hand),
     ]
 
 

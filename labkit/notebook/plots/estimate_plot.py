@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from labkit.records import COMPONENTS
+from labkit.strategies import recorded_strategy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,7 +68,8 @@ class Forecast:
         panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
         peaks = self.table["total_peak"]
         # `single` has the whole batch: its bar may be cut, not flatten the others.
-        several = peaks[peaks.index.get_level_values(1) != "single"]
+        names = peaks.index.get_level_values(1)
+        several = peaks[[not recorded_strategy(name).is_single for name in names]]
         highest = several.max() if max(world_sizes) > 1 else peaks.max()
         unit, name = (2**30, "GiB") if highest >= 4 * 2**30 else (2**20, "MiB")
         limit, highest = self.device_bytes / unit, highest / unit

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import pandas as pd
 
-from labkit import theory
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.consistency import find_mismatches
 from labkit.notebook.history.stragglers import lag_by_rank
@@ -26,6 +25,7 @@ from labkit.records import LOSS_WEIGHT
 from labkit.records import Collective
 from labkit.records import ModelFacts
 from labkit.train_options import TrainOptions
+from labkit.strategies import recorded_strategy
 
 if TYPE_CHECKING:
     from labkit.notebook.kernel.background import Job
@@ -213,11 +213,12 @@ class Run:
     def theory(self) -> dict[str, float]:
         """What the model states of a rank, by component, and `wire_bytes` should be,
         by the formulas of `labkit.theory`; empty where nothing was measured."""
+        theory = recorded_strategy(self.strategy).theory
         total: dict[str, float] = {}
         for model in self.models:
-            states = theory.model_states(self.strategy, model, self.options)
+            states = theory.model_states(model, self.options)
             states["wire_bytes"] = theory.wire_bytes(
-                self.strategy, model, self.options, world_size=self.world_size
+                model, self.options, self.world_size
             )
             for component, value in states.items():
                 total[component] = total.get(component, 0.0) + value
@@ -234,7 +235,8 @@ class Run:
         """Where ranks differ that should agree, in sentences; empty if all is well."""
         if self._mismatches is not None:
             return self._mismatches
-        return find_mismatches(self.collector.replica_notes, self.strategy)
+        is_by_hand = recorded_strategy(self.strategy).is_by_hand
+        return find_mismatches(self.collector.replica_notes, is_by_hand=is_by_hand)
 
     @property
     def notes(self) -> list[str]:

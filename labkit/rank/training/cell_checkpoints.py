@@ -87,7 +87,7 @@ class Checkpoints:
         sections: list[dict[str, Any]] = []
         with_optimizer = model is None or optimizer is not None
         for number, part in enumerate(self._parts(model, optimizer)):
-            if isinstance(part, Prepared) and part.is_partitioned:
+            if isinstance(part, Prepared) and part.strategy.is_partitioned:
                 part.agree()  # or it would be a checkpoint of no one model
             named, settings = part.checkpoint(with_optimizer=with_optimizer)
             tensors |= {prefix(number) + name: tensor for name, tensor in named.items()}

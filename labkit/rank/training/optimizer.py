@@ -123,7 +123,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self.num_ranks == 1 and not has_microbatches:
             return
         found = prepared.gradients()
-        if prepared.is_sharded:
+        if prepared.strategy.is_sharded:
             is_own = self._is_fresh and bool(found)
         elif has_microbatches:
             is_own = any(bool(each.count_nonzero()) for each in found)
@@ -142,7 +142,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _step_with(self, closure: Closure) -> None:
         """For an optimizer that evaluates the loss as often as it likes."""
         kind, options = type(self.prepared.optimizer).__name__, self.prepared.options
-        if self.prepared.is_partitioned:
+        if self.prepared.strategy.is_partitioned:
             raise UnsupportedLoopError(
                 f"{kind}.step(closure) computes with all parameters and gradients at "
                 "once, and this strategy has them in parts; use ddp, or an optimizer "
@@ -204,7 +204,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self.prepared.is_partitioned:
+        if self.prepared.strategy.is_partitioned:
             ours = set(map(id, (*self.prepared.updated(), *self.state)))
             if any(id(parameter) not in ours for parameter in state):
                 raise UnsupportedLoopError(
@@ -232,7 +232,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         found = getattr(self.prepared.optimizer, name)
         if (
             callable(found)
-            and self.prepared.is_partitioned
+            and self.prepared.strategy.is_partitioned
             and not name.startswith("_")
         ):
             raise UnsupportedMethodError(
@@ -248,11 +248,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         prepared = self.prepared
         with prepared.stepping_groups():
             found = prepared.optimizer.state_dict()
-        return {**found, "part": self._part()} if prepared.is_partitioned else found
+        return (
+            {**found, "part": self._part()}
+            if prepared.strategy.is_partitioned
+            else found
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         part = state_dict.get("part")
-        if self.prepared.is_partitioned and part not in (None, self._part()):
+        if self.prepared.strategy.is_partitioned and part not in (None, self._part()):
             (rank, of, strategy), (our_rank, our_of, ours) = part, self._part()
             raise UnsupportedLoopError(
                 f"the state dict holds rank {rank} of {of}'s part of the optimizer's "
@@ -266,8 +270,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _part(self) -> list[Any]:
         distributed = torch.distributed
-        strategy = type(self.prepared).__name__.lower()
-        return [distributed.get_rank(), distributed.get_world_size(), strategy]
+        name = self.prepared.strategy.name
+        return [distributed.get_rank(), distributed.get_world_size(), name]
 
     def __repr__(self) -> str:
         return repr(self.prepared.optimizer)

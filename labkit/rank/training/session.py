@@ -71,7 +71,6 @@ from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
 from labkit.strategies.model.materialize import until_set
-from labkit.strategies.model.unsupported import check_supported
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import checkpoint_activations
 from labkit.strategies.options import compile_blocks
@@ -80,6 +79,7 @@ from labkit.strategies.options import keep_stand_ins_out
 from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.unsupported import check_supported
 from labkit.strategies.zero.engines import is_zero
 from labkit.train_options import TrainOptions
 
@@ -137,7 +137,7 @@ class Session:
         self._noticer.on_backward = self._on_backward
         self._noticer.check_loss = self._check_loss
         is_plain = strategy.is_single and options.accumulate == 1
-        if strategy.technique is not None and not is_plain:
+        if not (strategy.is_by_hand or is_plain):
             self._noticer.check_optimizer = self._check_optimizer
             self._noticer.check_gradients_of = self._check_gradients_of
             self._noticer.check_inputs = self._check_inputs
@@ -204,7 +204,7 @@ class Session:
             watching_zero_grad(self._optimizers),
             warnings.catch_warnings(),
             self._watch.watching_loaders(lambda: self._noticer.num_backwards)
-            if self.strategy.technique is None
+            if self.strategy.is_by_hand
             else contextlib.nullcontext(),
         ):
             # DeepSpeed calls collectives by names that torch is about to change.
@@ -282,7 +282,7 @@ class Session:
 
         After it, the plain PyTorch loop is the same under every strategy.
         """
-        if self.strategy.technique is None:
+        if self.strategy.is_by_hand:
             raise ValueError(
                 f"{self.strategy.name} leaves everything to the cell; for prepare and "
                 "fit use another strategy, as %%dist_train ddp"
@@ -297,7 +297,7 @@ class Session:
         check_prepared(model, optimizer)
         check_supported(
             model,
-            self.strategy.name,
+            self.strategy,
             num_ranks=self.world_size,
             precision=self.options.precision,
         )
@@ -340,7 +340,7 @@ class Session:
             self.note(FROM_META)
         technique = self.strategy.load()
         release_former(model.parameters())
-        prepared = technique(model, optimizer, self.device, options)
+        prepared = technique(self.strategy, model, optimizer, self.device, options)
         prepared.note = self.note
         self._undo.append(prepared.close)
         if unset:
@@ -601,10 +601,10 @@ class Session:
             )
 
     def _check_rank_guards(self) -> None:
-        technique = self.strategy.load()
-        if self.world_size == 1 or not technique.is_partitioned:
+        strategy = self.strategy
+        if self.world_size == 1 or not strategy.is_partitioned:
             return
-        if use := lonely_use(self.code, gradients_alone=not technique.is_sharded):
+        if use := lonely_use(self.code, gradients_alone=not strategy.is_sharded):
             raise UnsupportedLoopError(
                 f"{use} runs on one rank only, but under {self.strategy.name} each "
                 "rank has only a part of what it needs, so that rank would wait "
@@ -657,11 +657,11 @@ class Session:
             self._loss_watch = None
 
     def _check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
-        has_microbatches = self.options.accumulate > 1
-        if create_graph and any(
-            not each.differentiates_twice or (each.is_sharded and has_microbatches)
-            for each in self.prepared()
-        ):
+        strategy, has_microbatches = self.strategy, self.options.accumulate > 1
+        is_freed = not strategy.differentiates_twice or (
+            strategy.is_sharded and has_microbatches
+        )
+        if create_graph and is_freed and self._optimizers:
             raise UnsupportedLoopError(
                 "torch.autograd.grad(..., create_graph=True) needs parameters in two "
                 f"backward passes, and {self.strategy.name} frees them after the "
@@ -685,17 +685,17 @@ class Session:
 
     def _agree(self) -> None:
         """After an evaluation on all ranks. Collective."""
-        for each in () if self._has_ended else self.prepared():
-            if each.is_sharded and is_in_main_thread():
-                each.agree()
+        if self._has_ended or not self.strategy.is_sharded or not is_in_main_thread():
+            return
+        for each in self.prepared():
+            each.agree()
 
     def _check_inputs(self, inputs: Roots) -> None:
         """A backward pass is to give gradients to `inputs` alone."""
-        partitioned = [each for each in self.prepared() if each.has_own_gradients]
         ours = self._prepared_ids()
         if (
             self.world_size > 1
-            and not partitioned
+            and not self.strategy.has_own_gradients
             and any(id(each) in ours for each in inputs)
         ):
             raise UnsupportedLoopError(
@@ -715,11 +715,11 @@ class Session:
             )
 
     def _check_scaler(self) -> None:
-        partitioned = [each for each in self.prepared() if each.has_own_gradients]
-        if partitioned or self.options.accumulate > 1:
+        is_partitioned = self.strategy.has_own_gradients and bool(self._optimizers)
+        if is_partitioned or self.options.accumulate > 1:
             why = (
                 f"needs whole gradients, which {self.strategy.name} partitions"
-                if partitioned
+                if is_partitioned
                 else "steps after every microbatch, which --accumulate does not"
             )
             raise UnsupportedLoopError(

@@ -60,8 +60,14 @@ class ZeRO(Prepared):
     Source: Rajbhandari et al., "ZeRO", SC 2020; `deepspeed.initialize`.
     """
 
-    is_partitioned = has_own_gradients = True
-    stage: int
+    @property
+    def name(self) -> str:
+        return self.strategy.name
+
+    @property
+    def stage(self) -> int:
+        stage: int = self.strategy.variant["stage"]
+        return stage
 
     def place(self) -> None:
         """A parameter at a time, in `wrap`."""
@@ -115,7 +121,7 @@ class ZeRO(Prepared):
         """Ids of parameters that have had gradients, in this step and before."""
         trained = [p for p in self._owned() if p.requires_grad]
         self._trained_ids = {id(parameter) for parameter in trained}
-        of_cell = self.given_parameters if self.is_sharded else trained
+        of_cell = self.given_parameters if self.strategy.is_sharded else trained
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
         self._lay_out()
@@ -173,7 +179,7 @@ class ZeRO(Prepared):
         """Of which parameters any rank has gradients in this pass. Collective."""
         ours = set(map(id, used))
         flags = [id(parameter) in ours for parameter in self._trained]
-        some = self.agree(flags, alike=flags if self.is_sharded else ())
+        some = self.agree(flags, alike=flags if self.strategy.is_sharded else ())
         self._anywhere = [
             p for p, is_used in zip(self._trained, some, strict=True) if is_used
         ]
@@ -219,10 +225,6 @@ class ZeRO(Prepared):
         self._has_gradients = True
         self._reduce()
         self._partition_gradient(parameter, value * self._loss_scale)
-
-    @property
-    def name(self) -> str:
-        return f"zero{self.stage}"
 
     @property
     def _loss_scale(self) -> float:
@@ -446,7 +448,7 @@ class ZeRO(Prepared):
         restore_linear()
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        whole = {} if self.is_sharded else dict(self.module.named_parameters())
+        whole = {} if self.strategy.is_sharded else dict(self.module.named_parameters())
         return self.counted() | whole
 
 

@@ -29,8 +29,7 @@ from labkit.strategies.zero.states import own_part
 
 
 class ZeRO3(ZeRO):
-    stage = 3
-    is_sharded = True
+    """Parameters are gathered for a layer's forward and backward pass."""
 
     def _lay_out(self) -> None:
         zero, numbers = self._zero, {}

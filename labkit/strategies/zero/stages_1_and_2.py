@@ -15,9 +15,12 @@ from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 
 
-class ZeRO1(ZeRO):
-    stage = 1
-    keeps_gradients = True  # until the backward pass ends, in which they are reduced
+class ZeRO1And2(ZeRO):
+    """Stage 2 reduces gradients within the backward pass, stage 1 after it."""
+
+    @property
+    def keeps_gradients(self) -> bool:  # type: ignore[override]
+        return self.stage == 1
 
     def _lay_out(self) -> None:
         self._views = [
@@ -112,11 +115,6 @@ class ZeRO1(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": masters,
         }
-
-
-class ZeRO2(ZeRO1):
-    stage = 2
-    keeps_gradients = False
 
 
 def has_own_storage(gradient: torch.Tensor | None) -> bool:

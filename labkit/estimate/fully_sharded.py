@@ -1,0 +1,117 @@
+"""Memory of FSDP and HSDP: shards, with the block at work and the root whole."""
+
+import itertools
+from math import prod
+
+from labkit.estimate.plans import Memory
+from labkit.estimate.plans import Plan
+from labkit.estimate.trace import Moment
+from labkit.estimate.trace import Trace
+from labkit.strategies import Strategy
+from labkit.strategies.fsdp import default_sizes
+
+
+def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:
+    """Shards, and the whole of the block at work and of the root.
+
+    Forward: a block is gathered in one buffer and copied out of it; the buffer
+    stays until the next block's. Backward: the next block is gathered meanwhile;
+    the gradients are copied to a buffer that stays until the next one's.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group`.
+    """
+    num_shards = shards_of(strategy, ranks)
+    shards = [(-(-s[0] // num_shards), *s[1:]) if s else () for s in plan.shapes]
+    state, temporaries = plan.update(plan.trainable_of(shards))
+    kept = 4.0 * sum(map(prod, shards)) + plan.buffers
+    is_sharded = num_shards > 1
+    padded = [0.0] * plan.num_units  # elements, with the shards' padding
+    reduced = [0.0] * plan.num_units
+    for shard, unit, size in zip(shards, plan.units, plan.trainable, strict=True):
+        padded[unit] += prod(shard) * num_shards
+        reduced[unit] += prod(shard) * num_shards if size else 0
+    gathered = [plan.width * elements for elements in padded]
+    buffer = [is_sharded * each for each in gathered]
+    # gloo reduces in a copy of its own.
+    copies = 1 + (plan.is_cpu and is_sharded)
+    whole = 4.0 * sum(plan.trainable)
+    kept_whole = whole if plan.accumulate > 1 else 0.0
+    before = plan.neighbours(trace)
+    after = {there: here for here, there in before.items()}
+    by_unit = plan.finished_by_unit(trace)
+
+    def gathering(moment: Moment) -> float:
+        unit = moment.unit
+        if not moment.is_backward:
+            entered = unit or max(trace.entered, default=0)
+            total = gathered[0] + buffer[entered]
+            return total + (gathered[unit] if unit else 0) + kept_whole
+        done = by_unit[moment.num_finished]
+        total = gathered[0] + plan.width * done[0]
+        # Of blocks that are through there are shards, of this one the whole.
+        for other in range(1, plan.num_units):
+            if other == unit:
+                total += plan.width * done[other]
+            elif done[other]:
+                total += 4 * reduced[other] / num_shards
+                if kept_whole:
+                    total -= 4 * done[other]
+        if unit:
+            prefetched = before.get(unit, 0)
+            reducing = after.get(unit, 0)
+            total += gathered[unit] + buffer[prefetched] * bool(prefetched)
+            total += 4 * reduced[reducing] * bool(reducing)
+        return total + kept_whole
+
+    peak = trace.peak(gathering)
+    # When a block's gradients are copied, to be reduced.
+    sharded = 0.0
+    for unit in [*reversed(trace.entered), 0]:
+        ends = next(
+            moment.others
+            for moment in trace.moments
+            if by_unit[moment.num_finished][unit] == by_unit[-1][unit]
+        )
+        gradient = kept_whole - 4 * sharded
+        if not kept_whole:
+            gradient = plan.width * reduced[unit]
+        buffers = 4 * reduced[unit]
+        prefetched = before.get(unit, 0)
+        peak = max(
+            peak,
+            ends
+            + gathered[0]
+            + buffer[prefetched] * bool(prefetched)
+            + max(gradient + buffers, buffers * (copies + 1 / num_shards))
+            + 4 * sharded / num_shards,
+        )
+        sharded += reduced[unit]
+    own = 4.0 * sum(reduced) / num_shards
+    return plan.components(
+        trace,
+        parameters=kept,
+        gradients=kept_whole or own,
+        optimizer_state=state,
+        communication_buffers=gathered[0] + max([0.0, *gathered[1:]]),
+        total_peak=kept + state + max(peak, own + temporaries),
+    )
+
+
+def setup(plan: Plan, ranks: int, strategy: Strategy) -> float:
+    """Source: `labkit.strategies.model.materialize`."""
+    num_shards = shards_of(strategy, ranks)
+    whole, shards = [0.0] * plan.num_units, [0.0] * plan.num_units
+    for shape, unit, size in zip(plan.shapes, plan.units, plan.sizes, strict=True):
+        whole[unit] += 4 * size
+        rows = max((1, *shape[:1]))
+        shards[unit] += 4 * size / rows * -(-rows // num_shards)
+    # The root comes last.
+    order = [*range(1, plan.num_units), 0]
+    kept = itertools.accumulate(shards[unit] for unit in order)
+    peaks = (k + whole[u] for k, u in zip(kept, order, strict=True))
+    return plan.buffers + max(peaks)
+
+
+def shards_of(strategy: Strategy, ranks: int) -> int:
+    """Ranks that share one copy of the model."""
+    return default_sizes(strategy.variant["axes"], ranks)[-1]
