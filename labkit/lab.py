@@ -174,17 +174,17 @@ class Lab:
         check_hang_after("hang_after", hang_after)
         targets = parse_ranks(ranks, self.world_size)
         with self._working() as cluster:
-            from labkit.notebook.execution.cell_execution import Dispatch
-            from labkit.notebook.execution.completion import see_to_its_end
+            from labkit.notebook.execution.cell_execution import CellExecution
+            from labkit.notebook.execution.completion import run_to_completion
 
-            dispatch = Dispatch(
+            execution = CellExecution(
                 cluster,
                 code if code.strip() else "pass",
                 CellSpec(execution_count(), directory=working_directory()),
                 targets,
                 hang_after_s=hang_after,
             )
-            see_to_its_end(dispatch, self._running(), timeout)
+            run_to_completion(execution, self._running(), timeout)
 
     @documented
     def train(

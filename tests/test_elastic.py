@@ -221,8 +221,8 @@ def test_what_ends_a_run_while_ranks_come_back_is_heard(
         if ends_by == "an interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         else:
-            assert lab.runs[-1].dispatch
-            lab.runs[-1].dispatch._deadline = time.monotonic()
+            assert lab.runs[-1].execution
+            lab.runs[-1].execution.stop_policy.deadline = time.monotonic()
         return bring_back(group, ranks)
 
     said = "longer than --timeout 90" if ends_by == "--timeout" else "Interrupted"

@@ -18,8 +18,8 @@ from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.execution import cell_execution
 from labkit.notebook.execution import errors
+from labkit.notebook.execution import stop_policy
 
 Captured = pytest.CaptureFixture[str]
 
@@ -470,8 +470,8 @@ def test_a_rank_that_requests_do_not_reach_is_stopped_all_the_same(
         seconds = interrupt_cell(lab, loop, monkeypatch)
     finally:
         nanny.resume()
-    alone_s = cell_execution.ASK_AGAIN_S * cell_execution.NUM_ASKED_ALONE
-    assert alone_s < seconds < cell_execution.ASK_AGAIN_S * cell_execution.NUM_ASKED
+    alone_s = stop_policy.ASK_AGAIN_S * stop_policy.NUM_ASKED_ALONE
+    assert alone_s < seconds < stop_policy.ASK_AGAIN_S * stop_policy.NUM_ASKED
     assert list(lab.status()["state"]) == ["idle", "idle"]
     assert_all_is_well(lab)
 

@@ -18,8 +18,8 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import read_dump
-from labkit.notebook.execution import cell_execution
 from labkit.notebook.execution import errors
+from labkit.notebook.execution import stop_policy
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
@@ -192,13 +192,29 @@ def test_hang_after_is_a_number_of_seconds(lab: Lab, wrong: Any) -> None:
         lab.train("ddp", "1", hang_after=wrong)
 
 
+def test_a_rank_that_cannot_say_where_it_is_is_still_watched(
+    lab: Lab, until_noted: Callable[..., str]
+) -> None:
+    code = (
+        "import time\nfrom labkit.rank.engine import cell_runner\n"
+        "kept = cell_runner.position\n"
+        "if rank == 1: cell_runner.position = None\n"
+        "try: time.sleep(60)\n"
+        "finally: cell_runner.position = kept"
+    )
+    text = until_noted(lambda: lab.run(code, hang_after=0.5))
+    assert "rank 0: not in a collective, at line 5: try: time.sleep(60)" in text
+    assert "rank 1: does not say where it is: rank 1 cannot answer 'stack': " in text
+    assert_next_cell_works(lab)
+
+
 # ---- what does not stop ----
 
 
 def test_a_rank_that_holds_the_gil_is_restarted(
     lab: Lab, until_noted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cell_execution, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(stop_policy, "ASK_AGAIN_S", 0.2)
     pids = lab.status()["pid"]
     lab.run("kept = 1")
     text = until_noted(lambda: lab.run(HOLD_THE_GIL, hang_after=0.6))
@@ -273,7 +289,7 @@ def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
 def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cell_execution, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(stop_policy, "ASK_AGAIN_S", 0.2)
     code = "if rank == 0: raise ValueError('on purpose')" + HOLD_THE_GIL
     with pytest.raises(RankError) as caught:
         lab.run(code)

@@ -251,7 +251,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     while run.num_steps < 40:
         run.has_ended.wait(0.05)
         assert run.state == "running"
-    run.dispatch.stop_at_a_step()  # type: ignore[union-attr]
+    run.execution.stop_at_a_step()  # type: ignore[union-attr]
     (tmp_path / "go").touch()
     run.wait()
     [kept] = all_in(tmp_path / "kept")

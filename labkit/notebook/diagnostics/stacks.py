@@ -164,6 +164,8 @@ class StackRequest:
                 dump = Path(self._cluster.stack_file(rank)).read_text()
                 if frames := read_dump(dump):
                     positions.append(Position(rank, frames=frames))
+            elif (error := answer.exception()) is not None:
+                absent[rank] = f"does not say where it is: {error}"
             else:
                 positions.append(Position.from_message(answer.result()))
         return Stacks(positions, absent, is_full=self._is_full)

@@ -6,7 +6,6 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
@@ -17,39 +16,70 @@ from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
 from labkit.notebook.diagnostics.hang_detector import HangWatch
+from labkit.notebook.execution.stop_policy import GRACE_S
+from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import Outcome
 
-GRACE_S = 0.2
-"""How long the others may go on after the first failure; a rank that failed at the
-same line needs no interrupt, and the group then stays as it is."""
-
-REPEAT_S = 0.5
-KILL_AFTER_S = 30.0
-"""A rank that goes on for so long after an interrupt is ended."""
-ASK_AGAIN_S = 2.0
-NUM_ASKED = 5
-"""And so is one that does not even answer, asked so often: native code there holds the
-GIL. What counts is not the time alone, which passes for a whole machine that sleeps."""
-NUM_ASKED_ALONE = 2
-"""From then on it gets a signal too: ipyparallel's channels may be stuck."""
-SECOND_AFTER_S = 2.5
-AGAIN_S = 0.5
-"""A second interrupt ends what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
-from the first one: a key may be pressed twice, and a rank about to end by itself."""
-
 ANSWER_S = 5.0
-OUTCOME_AFTER_S = 10.0
-"""How long the word on how a cell ended may take, after the rank is done with it."""
-
 _TICK_S = 0.05
 
 
-class Dispatch:
-    """One cell on its way through the ranks; `wait` sees it to its end."""
+class CellListener:
+    """What takes a cell's records, and shows them while it runs; this one does not."""
+
+    may_clear = True
+    """Whether the cell may clear what is shown under it."""
+
+    def take_batch(self, rank: int, batch: Batch) -> None:
+        """A rank has sent records."""
+
+    def take_report(self, rank: int, report: Any) -> None:
+        """A rank has measured a step, or says something of the loop."""
+
+    def tick(self) -> None:
+        """Some time has passed, or something has come."""
+
+    def before_output(self) -> None:
+        """Something is about to be printed."""
+
+
+class Tally:
+    """How a cell has ended on each rank."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.running = set(ranks)
+        self.outcomes: list[Outcome] = []
+        """In the order in which the ranks failed or ended."""
+        self._order: list[int] = []
+        self._tracebacks: dict[int, list[str]] = {}
+
+    def add_traceback(self, rank: int, lines: list[str]) -> None:
+        """Take the traceback of the outcome that will come."""
+        self._tracebacks[rank] = lines
+
+    def fail(self, rank: int) -> None:
+        """The rank has failed; its outcome will come."""
+        self._order.append(rank)
+
+    def end(self, rank: int, outcome: Outcome) -> bool:
+        """The cell has ended on the rank; whether that is new."""
+        if rank not in self.running:
+            return False
+        self.running.discard(rank)
+        if rank not in self._order:
+            self._order.append(rank)
+        traceback = self._tracebacks.get(rank, [])
+        self.outcomes.append(dataclasses.replace(outcome, traceback=traceback))
+        self.outcomes.sort(key=lambda each: self._order.index(each.rank))
+        return True
+
+
+class CellExecution:
+    """One cell on its way through the ranks; `wait` runs it to its end."""
 
     def __init__(
         self,
@@ -58,141 +88,86 @@ class Dispatch:
         spec: CellSpec,
         ranks: Sequence[int],
         *,
-        on_batch: Callable[[int, Batch], None] = lambda rank, batch: None,
-        on_report: Callable[[int, Any], None] = lambda rank, report: None,
-        on_tick: Callable[[], None] = lambda: None,
-        before_output: Callable[[], None] = lambda: None,
-        may_clear: bool = True,
+        listener: CellListener | None = None,
         hang_after_s: float = 0.0,
     ) -> None:
-        self.outcomes: list[Outcome] = []
-        """In the order in which the ranks failed or ended."""
-        self.was_interrupted = False
-        self.timed_out = False
+        self.stop_policy = StopPolicy()
         self.is_stopping = False
         """Whether the ranks were asked to stop at the same step: no failure."""
         self.problem: Exception | None = None
         """What failed in this process meanwhile; the ranks were stopped for it."""
         self._cluster = cluster
-        self._on_batch = on_batch
-        self._on_report = on_report
-        self._on_tick = on_tick
-        self._pending = set(ranks)
-        self._order: list[int] = []
-        self._tracebacks: dict[int, list[str]] = {}
-        self._before_output = before_output
-        self._may_clear = may_clear
+        self._code = code
         self._ranks = ranks
-        self._output = self._merger()
-        self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
-        self._stop_since: float | None = None
-        self._next_interrupt = 0.0
-        self._interrupted_at: float | None = None
-        self._kill_at: float | None = None
-        self._asked_at: dict[int, float] = {}
-        """When each rank was last asked to stop."""
-        self._num_asked: dict[int, int] = {}
-        """How often, since it last answered."""
-        self._killed: set[int] = set()
-        self._heard_at: dict[int, float] = {}
-        """When a rank that is done with the cell was last heard, by rank."""
+        self._listener = listener or CellListener()
         self._watch = HangWatch(
             cluster,
             after_s=hang_after_s,
             in_cell=spec.execution_count,
-            before_output=before_output,
+            before_output=self._listener.before_output,
         )
-        self._code = code
-        self._spec = dataclasses.asdict(spec)
-        self._deadline: float | None = None
+        self.start_over(spec)
+
+    @property
+    def was_interrupted(self) -> bool:
+        return self.stop_policy.was_interrupted
+
+    @property
+    def timed_out(self) -> bool:
+        return self.stop_policy.timed_out
 
     @property
     def is_to_end(self) -> bool:
         """Whether somebody wants it to."""
-        self._look_at_the_clock()
-        return (
-            self.was_interrupted
-            or self.timed_out
-            or self.is_stopping
-            or self.problem is not None
-        )
+        is_over = self.stop_policy.is_to_end(time.monotonic())
+        return is_over or self.is_stopping or self.problem is not None
 
-    def begin_anew(self, spec: CellSpec) -> None:
+    def start_over(self, spec: CellSpec) -> None:
         """Make ready to run the cell once more, when it has ended on every rank.
 
         Whoever wants it to end still does, and the time that is left is less.
         """
-        self.outcomes = []
-        self._pending = set(self._ranks)
-        self._tracebacks = {}
-        self._output = self._merger()
-        self._events = queue.SimpleQueue()  # what comes late is for the old one
-        self._order = []
-        self._stop_since = None
-        self._asked_at, self._num_asked, self._heard_at = {}, {}, {}
-        self._killed = set()
         self._spec = dataclasses.asdict(spec)
-
-    def _merger(self) -> OutputMerger:
-        return OutputMerger(
+        self._tally = Tally(self._ranks)
+        self.outcomes = self._tally.outcomes
+        """In the order in which the ranks failed or ended."""
+        self._output = OutputMerger(
             self._ranks,
-            self._before_output,
+            self._listener.before_output,
             pids=self._cluster.pids,
-            may_clear=self._may_clear,
+            may_clear=self._listener.may_clear,
         )
-
-    def _look_at_the_clock(self) -> None:
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            self.timed_out = True
-
-    def _send(self, rank: int) -> None:
-        if not self._cluster.is_alive(rank):
-            return  # `wait` finds that out
-        events = self._events
-
-        def post(kind: str, content: Any) -> None:
-            events.put((rank, kind, content))
-
-        with contextlib.suppress(RankDiedError):  # a moment ago
-            future = self._cluster.execute(rank, self._code, self._spec, post)
-            future.add_done_callback(lambda done: post("reply", done.result()))
+        # Another queue: what comes late is of the cell before.
+        self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self.stop_policy.start_over()
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Run to the end on every rank; how it ended there, in order of rank.
 
         An interrupt of this process stops the ranks, and so does the first failure
-        of one of them, and `timeout_s`. A rank that does not stop is ended; its
+        of one of them, and `timeout_s`. A rank that does not stop is killed; its
         outcome is "restarted", which is left to the caller. Raises RankDiedError where
         no rank can be reached any more.
         """
         lost = ""
-        if timeout_s is not None and self._deadline is None:
-            self._deadline = time.monotonic() + timeout_s
+        policy, running = self.stop_policy, self._tally.running
+        if timeout_s is not None and policy.deadline is None:
+            policy.deadline = time.monotonic() + timeout_s
         with self.noting_interrupts():
             for rank in self._ranks:
                 self._send(rank)
-            while self._pending:
+            while running:
                 try:
                     self._take_events()
                     self._output.write_ready()
-                    self._on_tick()
+                    self._listener.tick()
+                    if not policy.is_stopping:
+                        self._watch.tick(running)
                 except Exception as error:  # not before the ranks have stopped
                     self.problem = self.problem or error
-                    self._stop_ranks_from(time.monotonic())
-                self._look_at_the_clock()
-                if self.was_interrupted or self.timed_out:
-                    self._stop_ranks_from(time.monotonic())
-                if self._stop_since is None:
-                    self._watch.tick(self._pending)
-                self._interrupt_where_due()
-                if lost := self._cluster.lost():
-                    for rank in self._pending:
-                        self._cluster.kill(rank)  # nobody could stop it later
-                for rank in list(self._pending):
-                    if not self._cluster.is_alive(rank):
-                        self._end(rank, self._died(rank))
-                    elif self._is_silent(rank):
-                        self._end(rank, says_nothing(rank))
+                    policy.stop(time.monotonic())
+                self._stop_where_due()
+                lost = self._end_the_dead()
             if self.problem is None:
                 self._output.finish()
         self._cluster.on_late_output = late_output()
@@ -207,7 +182,7 @@ class Dispatch:
         answer.
         """
         self.is_stopping = True
-        ranks = list(self._pending)
+        ranks = list(self._tally.running)
         if not ranks:
             return  # dead ones are being brought back: it ends where that does
         replies = [self._cluster.ask(rank, "hold") for rank in ranks]
@@ -219,14 +194,8 @@ class Dispatch:
             self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 
     def interrupt(self) -> None:
-        """Stop every rank; the second time end those that do not. From any thread."""
-        now = time.monotonic()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-        elif self._kill_at is None:
-            first = self._interrupted_at
-            self._kill_at = max(now + AGAIN_S, first + SECOND_AFTER_S)
-        self.was_interrupted = True
+        """Stop every rank; the second time kill those that do not. From any thread."""
+        self.stop_policy.interrupt(time.monotonic())
 
     @contextlib.contextmanager
     def noting_interrupts(self) -> Iterator[None]:
@@ -247,27 +216,58 @@ class Dispatch:
         finally:
             signal.signal(signal.SIGINT, previous)
 
+    # ---- to the ranks ----
+
+    def _send(self, rank: int) -> None:
+        if not self._cluster.is_alive(rank):
+            return  # `wait` finds that out
+        events = self._events
+
+        def post(kind: str, content: Any) -> None:
+            events.put((rank, kind, content))
+
+        with contextlib.suppress(RankDiedError):  # a moment ago
+            future = self._cluster.execute(rank, self._code, self._spec, post)
+            future.add_done_callback(lambda done: post("reply", done.result()))
+
+    def _stop_where_due(self) -> None:
+        actions = self.stop_policy.due(self._tally.running, time.monotonic())
+        for rank in actions.ask:
+            self._ask_to_stop(rank)
+        for rank in actions.signal:
+            self._cluster.signal(rank)
+        for rank in actions.kill:
+            self._cluster.kill(rank)
+
+    def _ask_to_stop(self, rank: int) -> None:
+        def hear(answer: "Future[Any]") -> None:
+            self.stop_policy.answered(rank)
+
+        answer = self._cluster.interrupt(rank, release_after_s=GRACE_S)
+        answer.add_done_callback(hear)
+
+    # ---- from the ranks ----
+
     def _take_events(self) -> None:
         """Handle what has come; wait for the first event, but not long."""
         timeout = _TICK_S
-        while self._pending:
+        while self._tally.running:
             try:
                 rank, kind, content = self._events.get(timeout=timeout)
             except queue.Empty:
                 return
             timeout = 0.0
-            if rank in self._heard_at:
-                self._heard_at[rank] = time.monotonic()
-            if self._stop_since is None:
+            self.stop_policy.heard(rank, time.monotonic())
+            if not self.stop_policy.is_stopping:
                 self._watch.saw_life()
             if kind == "batch":
-                self._on_batch(rank, content)
+                self._listener.take_batch(rank, content)
             elif kind == "report":
-                self._on_report(rank, content)
+                self._listener.take_report(rank, content)
             elif kind == "error":
-                self._tracebacks[rank] = content.get("traceback", [])
+                self._tally.add_traceback(rank, content.get("traceback", []))
             elif kind == "failing":
-                self._order.append(rank)
+                self._tally.fail(rank)
                 self._free_others(content)
             elif kind == "outcome":
                 self._end(rank, content)
@@ -276,36 +276,39 @@ class Dispatch:
             else:
                 self._output.add_message(rank, kind, content)
 
+    def _take_reply(self, rank: int, reply: Any) -> None:
+        if self._cluster.was_dropped(reply):
+            self._send(rank)
+        else:
+            self.stop_policy.done(rank, time.monotonic())
+
+    def _end_the_dead(self) -> str:
+        """Give ranks that will not send one an outcome; why no rank can be reached."""
+        running = self._tally.running
+        if lost := self._cluster.lost():
+            for rank in running:
+                self._cluster.kill(rank)  # nobody could stop it later
+        now = time.monotonic()
+        for rank in list(running):
+            if not self._cluster.is_alive(rank):
+                self._end(rank, self._died(rank))
+            elif self.stop_policy.is_silent(rank, now):
+                self._end(rank, says_nothing(rank))
+        return lost
+
     def _end(self, rank: int, outcome: Outcome) -> None:
-        if rank not in self._pending:
-            return
-        self._pending.discard(rank)
-        traceback = self._tracebacks.get(rank, [])
-        if rank not in self._order:
-            self._order.append(rank)
-        self.outcomes.append(dataclasses.replace(outcome, traceback=traceback))
-        self.outcomes.sort(key=lambda each: self._order.index(each.rank))
-        self._free_others(outcome.status)
+        if self._tally.end(rank, outcome):
+            self._free_others(outcome.status)
 
     def _free_others(self, status: str) -> None:
         """Stop the ranks that may wait for one that has ended with `status`."""
         if status == "interrupted" and self.is_stopping:
             return  # the others are on their way to the same step
-        if status != "ok" and self._stop_since is None:
-            self._stop_ranks_from(time.monotonic() + GRACE_S)
-
-    def _take_reply(self, rank: int, reply: Any) -> None:
-        if self._cluster.was_dropped(reply):
-            self._send(rank)
-        else:  # the outcome, which travels on another channel, has come or will
-            self._heard_at[rank] = time.monotonic()
-
-    def _is_silent(self, rank: int) -> bool:
-        now = time.monotonic()
-        return now - self._heard_at.get(rank, now) > OUTCOME_AFTER_S
+        if status != "ok":
+            self.stop_policy.fail(time.monotonic())
 
     def _died(self, rank: int) -> Outcome:
-        if rank in self._killed:
+        if rank in self.stop_policy.killed:
             return Outcome(
                 rank=rank,
                 status="restarted",
@@ -324,52 +327,6 @@ class Dispatch:
             evalue=f"{death}; %dist_restart brings it back",
             where=where,
             group_in_place=False,
-        )
-
-    def _stop_ranks_from(self, when: float) -> None:
-        if self._stop_since is None or when < self._stop_since:
-            self._stop_since = when
-            self._next_interrupt = when
-
-    def _interrupt_where_due(self) -> None:
-        now = time.monotonic()
-        if self._stop_since is None or now < self._stop_since:
-            return
-        for rank in self._pending:
-            if rank not in self._killed and self._is_past_stopping(rank, now):
-                self._killed.add(rank)
-                self._cluster.kill(rank)
-        if now < self._next_interrupt:
-            return
-        self._next_interrupt = now + REPEAT_S
-        for rank in self._pending:
-            num_asked = self._num_asked.get(rank, 0)
-            if num_asked == 0 or now - self._asked_at[rank] > ASK_AGAIN_S:
-                self._ask_to_stop(rank, now)
-                if num_asked >= NUM_ASKED_ALONE:
-                    self._cluster.signal(rank)
-
-    def _ask_to_stop(self, rank: int, now: float) -> None:
-        self._asked_at[rank] = now
-        self._num_asked[rank] = self._num_asked.get(rank, 0) + 1
-
-        def hear(answer: "Future[Any]") -> None:
-            self._num_asked.pop(rank, None)
-
-        answer = self._cluster.interrupt(rank, release_after_s=GRACE_S)
-        answer.add_done_callback(hear)
-
-    def _is_past_stopping(self, rank: int, now: float) -> bool:
-        """Whether nothing will stop the rank but the end of its process."""
-        assert self._stop_since is not None
-        is_silent = (
-            self._num_asked.get(rank, 0) >= NUM_ASKED
-            and now - self._asked_at[rank] > ASK_AGAIN_S
-        )
-        return (
-            is_silent
-            or now - self._stop_since > KILL_AFTER_S
-            or (self._kill_at is not None and now > self._kill_at)
         )
 
 

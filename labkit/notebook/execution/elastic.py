@@ -8,7 +8,7 @@ from pathlib import Path
 
 from labkit.checks import UserError
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.execution.cell_execution import Dispatch
+from labkit.notebook.execution.cell_execution import CellExecution
 from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import persistence
@@ -46,32 +46,32 @@ class Elastic:
         self._last_step: int | None = None
         self._num_in_vain = 0
 
-    def wait(self, dispatch: Dispatch, timeout_s: float | None) -> list[Outcome]:
-        """As `Dispatch.wait`, for as many times as it takes."""
-        with dispatch.noting_interrupts():
-            outcomes = dispatch.wait(timeout_s)
-            while (died := self._death(dispatch)) is not None:
+    def wait(self, execution: CellExecution, timeout_s: float | None) -> list[Outcome]:
+        """As `CellExecution.wait`, for as many times as it takes."""
+        with execution.noting_interrupts():
+            outcomes = execution.wait(timeout_s)
+            while (died := self._death(execution)) is not None:
                 checkpoint = last_in(Path(self._plan.directory))
                 step = step_of(checkpoint) if checkpoint else 0
                 if self._is_in_vain(step):
-                    return self._give_up(dispatch, died)
+                    return self._give_up(execution, died)
                 say(f"rank {died.rank}: {cause_of(died)}; bringing it back")
                 try:
                     dead = self._bring_back()
                 except RuntimeError as error:
-                    return self._add(dispatch, {died.rank}, f"; {error}")
+                    return self._add(execution, {died.rank}, f"; {error}")
                 restart = self._note(died, dead, step, outcomes)
-                if dispatch.is_to_end:
-                    return self._stop(dispatch)
+                if execution.is_to_end:
+                    return self._stop(execution)
                 say(str(restart))
-                dispatch.begin_anew(self._next_spec(checkpoint))
-                outcomes = dispatch.wait(timeout_s)
-        return self._explained(dispatch, outcomes)
+                execution.start_over(self._next_spec(checkpoint))
+                outcomes = execution.wait(timeout_s)
+        return self._explained(execution, outcomes)
 
-    def _death(self, dispatch: Dispatch) -> Outcome | None:
+    def _death(self, execution: CellExecution) -> Outcome | None:
         """The first one, if the run is to go on after it."""
-        first = first_failure(dispatch.outcomes)
-        if first is None or first.status != "died" or dispatch.is_to_end:
+        first = first_failure(execution.outcomes)
+        if first is None or first.status != "died" or execution.is_to_end:
             return None
         return first
 
@@ -120,24 +120,25 @@ class Elastic:
 
     # ---- ends ----
 
-    def _stop(self, dispatch: Dispatch) -> list[Outcome]:
-        """Somebody wanted an end while ranks were brought back: they have all come to
-        one."""
-        dispatch.outcomes = [
+    def _stop(self, execution: CellExecution) -> list[Outcome]:
+        """Stopped while ranks restarted; every rank has ended the run."""
+        execution.outcomes = [
             Outcome(rank, "interrupted", group_in_place=True)
             for rank in self._run.collector.ranks
         ]
-        return dispatch.outcomes
+        return execution.outcomes
 
-    def _give_up(self, dispatch: Dispatch, died: Outcome) -> list[Outcome]:
+    def _give_up(self, execution: CellExecution, died: Outcome) -> list[Outcome]:
         times = f"{MAX_RESTARTS} time{'s' * (MAX_RESTARTS > 1)}"
         why = (
             f"; --elastic resumed {times} from step {self._last_step} and a rank died "
             "before the next checkpoint each time; look for the cause in between"
         )
-        return self._add(dispatch, {died.rank}, why)
+        return self._add(execution, {died.rank}, why)
 
-    def _explained(self, dispatch: Dispatch, outcomes: list[Outcome]) -> list[Outcome]:
+    def _explained(
+        self, execution: CellExecution, outcomes: list[Outcome]
+    ) -> list[Outcome]:
         """Say of a rank that was restarted why it may lack a name."""
         lacking = {
             outcome.rank
@@ -148,15 +149,17 @@ class Elastic:
             f"; {format_ranks(lacking)} died and was started again, with nothing but "
             "this cell: --elastic needs a cell that makes or imports all that it uses"
         )
-        return self._add(dispatch, lacking, why) if lacking else outcomes
+        return self._add(execution, lacking, why) if lacking else outcomes
 
-    def _add(self, dispatch: Dispatch, ranks: set[int], why: str) -> list[Outcome]:
+    def _add(
+        self, execution: CellExecution, ranks: set[int], why: str
+    ) -> list[Outcome]:
         """The outcomes, with `why` at the end of what is said of `ranks`."""
-        dispatch.outcomes = [
+        execution.outcomes = [
             replace(each, evalue=each.evalue + why) if each.rank in ranks else each
-            for each in dispatch.outcomes
+            for each in execution.outcomes
         ]
-        return sorted(dispatch.outcomes, key=lambda outcome: outcome.rank)
+        return sorted(execution.outcomes, key=lambda outcome: outcome.rank)
 
 
 def cause_of(died: Outcome) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 from labkit import serialization
 from labkit.notebook.cluster.rank_group import RankGroup
-from labkit.notebook.execution.cell_execution import Dispatch
+from labkit.notebook.execution.cell_execution import CellExecution
+from labkit.notebook.execution.cell_execution import CellListener
 from labkit.notebook.execution.completion import Wait
-from labkit.notebook.execution.completion import see_to_its_end
+from labkit.notebook.execution.completion import run_to_completion
 from labkit.notebook.execution.elastic import Elastic
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import first_step_of
@@ -25,6 +26,7 @@ from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
 from labkit.records import FUNCTION_NAME
+from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.strategies import Strategy
@@ -42,6 +44,30 @@ class Request:
     options: RunOptions
     checkpoints: CheckpointPlan | None
     view: type[LiveView] | None
+
+
+class RunListener(CellListener):
+    """Adds to a run what its ranks send, and keeps its view up to date."""
+
+    def __init__(self, run: Run, view: LiveView | None) -> None:
+        self._run = run
+        self._view = view
+        self.may_clear = view is None
+
+    def take_batch(self, rank: int, batch: Batch) -> None:
+        self._run.collector.add(rank, batch)
+
+    def take_report(self, rank: int, report: Any) -> None:
+        self._run.collector.add_report(rank, report)
+        persistence.save(self._run)
+
+    def tick(self) -> None:
+        if self._view:
+            self._view.tick()
+
+    def before_output(self) -> None:
+        if self._view:
+            self._view.clear_line()
 
 
 class Training:
@@ -90,15 +116,15 @@ class Training:
         on_run(self.run)
         self._view = request.view(self.run) if request.view else None
         self._spec = self._cell_spec()
-        self._dispatch = self.run.dispatch = self._make_dispatch()
+        self._execution = self.run.execution = self._make_execution()
         self._say_where_it_begins()
         return self.run
 
     def finish(self) -> None:
         """Run the cell to its end on every rank; raises as `Lab.run` does."""
         try:
-            see_to_its_end(
-                self._dispatch,
+            run_to_completion(
+                self._execution,
                 self._group,
                 self._request.options.timeout,
                 run=self.run,
@@ -129,33 +155,23 @@ class Training:
             directory=working_directory(),
         )
 
-    def _make_dispatch(self) -> Dispatch:
-        run, view = self.run, self._view
-
-        def take_report(rank: int, report: Any) -> None:
-            run.collector.add_report(rank, report)
-            persistence.save(run)
-
-        return Dispatch(
+    def _make_execution(self) -> CellExecution:
+        return CellExecution(
             self._group.cluster,
             self._code,
             self._spec,
             self._targets,
-            on_batch=run.collector.add,
-            on_report=take_report,
-            on_tick=view.tick if view else lambda: None,
-            before_output=view.make_way if view else lambda: None,
-            may_clear=view is None,
+            listener=RunListener(self.run, self._view),
             hang_after_s=self._request.options.hang_after,
         )
 
     def _wait(self) -> Wait:
         plan = self._request.checkpoints
         if not self._request.options.elastic:
-            return self._dispatch.wait
+            return self._execution.wait
         assert plan is not None
         again = Elastic(self.run, self._group, self._spec, plan, self._send_work)
-        return partial(again.wait, self._dispatch)
+        return partial(again.wait, self._execution)
 
     def _say_where_it_begins(self) -> None:
         plan = self._request.checkpoints

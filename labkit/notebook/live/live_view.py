@@ -73,7 +73,7 @@ class LiveView:
         if self._line_width:
             print()
 
-    def make_way(self) -> None:
+    def clear_line(self) -> None:
         """Take the line of text away: something else is about to be printed."""
         if self._line_width:
             print("\r" + " " * self._line_width, end="\r", flush=True)
@@ -112,7 +112,7 @@ class LiveView:
         if self.run.state == "running":
             # One that wraps cannot be rewritten: "\r" goes back over one row only.
             line = shorten(line, shutil.get_terminal_size().columns - 1)
-        self.make_way()
+        self.clear_line()
         print(line, end="", flush=True)
         self._line_width = len(line)
 

@@ -57,13 +57,13 @@ class Restart:
 
 
 class Execution(Protocol):
-    """What runs a run: `labkit.notebook.execution.cell_execution.Dispatch`."""
+    """What runs a run: `labkit.notebook.execution.cell_execution.CellExecution`."""
 
     def stop_at_a_step(self) -> None:
         """Stop every rank after the same optimizer step."""
 
     def interrupt(self) -> None:
-        """Stop every rank; the second time end those that do not."""
+        """Stop every rank; the second time kill those that do not."""
 
 
 class Run:
@@ -96,7 +96,7 @@ class Run:
         self.info: dict[str, Any] = {}
         """What was run, besides the code: seed, config, devices, backend, versions;
         when and where; and, once it has ended, its outcome by rank."""
-        self.dispatch: Execution | None = None
+        self.execution: Execution | None = None
         """What runs it, where it is of this lab."""
         self.has_ended = threading.Event()
         self.job: Job | None = None
@@ -282,10 +282,10 @@ class Run:
         Ranks that have not come so far in `timeout` seconds are interrupted where they
         are. Does nothing where the run has ended.
         """
-        if self.dispatch is None or self.state != "running":
+        if self.execution is None or self.state != "running":
             return
         try:
-            self.dispatch.stop_at_a_step()
+            self.execution.stop_at_a_step()
         except RuntimeError:
             self.interrupt()
         if self.job is not None and not self.job.join(timeout):
@@ -297,9 +297,9 @@ class Run:
 
         The second time, ranks that still run are ended, and restarted.
         """
-        if self.dispatch is None or self.job is None or self.state != "running":
+        if self.execution is None or self.job is None or self.state != "running":
             return
-        self.dispatch.interrupt()
+        self.execution.interrupt()
         self.job.join(timeout)
 
     def end(self, state: str) -> None:

@@ -1,0 +1,156 @@
+"""Decides when the ranks of a cell are asked to stop, and when they are killed."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from dataclasses import field
+
+GRACE_S = 0.2
+"""How long the others may run on after the first failure; a rank that failed at the
+same line needs no interrupt, and the group then stays as it is."""
+
+REPEAT_S = 0.5
+"""A rank that answered, and has not stopped, is asked again after so long."""
+KILL_AFTER_S = 30.0
+"""A rank that still runs so long after the first request is killed."""
+ASK_AGAIN_S = 2.0
+NUM_ASKED = 5
+"""And so is one that does not even answer, asked so often: native code there holds the
+GIL. What counts is not the time alone, which passes for a whole machine that sleeps."""
+NUM_ASKED_ALONE = 2
+"""From then on it gets a signal too: ipyparallel's channels may be stuck."""
+SECOND_AFTER_S = 2.5
+AGAIN_S = 0.5
+"""A second interrupt kills what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
+from the first one: a key may be pressed twice, and a rank about to end by itself."""
+
+OUTCOME_AFTER_S = 10.0
+"""How long the outcome of a cell may take to come, after the rank is done with it."""
+
+
+@dataclass
+class Actions:
+    """What is to be done now, each for these ranks."""
+
+    ask: list[int] = field(default_factory=list)
+    """To stop the cell; `StopPolicy.answered` is to know of the answer."""
+    signal: list[int] = field(default_factory=list)
+    """As well, by the system."""
+    kill: list[int] = field(default_factory=list)
+
+
+class StopPolicy:
+    """What is to be done to stop one cell, from what has happened and what time it is.
+
+    It does nothing itself and reads no clock: each `now` is a time of one monotonic
+    clock. `interrupt` and `answered` may be called in any thread.
+    """
+
+    def __init__(self) -> None:
+        self.was_interrupted = False
+        self.timed_out = False
+        self.deadline: float | None = None
+        self._interrupted_at: float | None = None
+        self._kill_at: float | None = None
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The cell is run once more: who wants it to end still does."""
+        self.killed: set[int] = set()
+        self._stop_at: float | None = None
+        self._next_look = 0.0
+        self._asked_at: dict[int, float] = {}
+        """When each rank was last asked to stop."""
+        self._num_asked: dict[int, int] = {}
+        """How often, since it last answered."""
+        self._heard_at: dict[int, float] = {}
+        """When a rank that is done with the cell was last heard."""
+
+    # ---- what happened ----
+
+    def fail(self, now: float) -> None:
+        """A rank has failed; the others may wait for it."""
+        if self._stop_at is None:
+            self._stop_from(now + GRACE_S)
+
+    def stop(self, now: float) -> None:
+        """The ranks are to stop, whatever they do."""
+        self._stop_from(now)
+
+    def interrupt(self, now: float) -> None:
+        """The user wants the cell to stop; the second time, whatever it costs."""
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif self._kill_at is None:
+            self._kill_at = max(now + AGAIN_S, self._interrupted_at + SECOND_AFTER_S)
+        self.was_interrupted = True
+
+    def answered(self, rank: int) -> None:
+        """A rank that was asked to stop has said that it heard."""
+        self._num_asked.pop(rank, None)
+
+    def done(self, rank: int, now: float) -> None:
+        """The rank is done with the cell; its outcome may still be on its way."""
+        self._heard_at[rank] = now
+
+    def heard(self, rank: int, now: float) -> None:
+        """The rank has sent something."""
+        if rank in self._heard_at:
+            self._heard_at[rank] = now
+
+    # ---- what follows ----
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether ranks are asked to stop, or will be after the grace."""
+        return self._stop_at is not None
+
+    def is_to_end(self, now: float) -> bool:
+        """Whether the user, or the time limit, wants the cell to end."""
+        if self.deadline is not None and now > self.deadline:
+            self.timed_out = True
+        return self.was_interrupted or self.timed_out
+
+    def due(self, running: Collection[int], now: float) -> Actions:
+        """What is to be done now with the ranks that still run the cell."""
+        if self.is_to_end(now):
+            self._stop_from(now)
+        if self._stop_at is None or now < self._stop_at:
+            return Actions()
+        running = [rank for rank in running if rank not in self.killed]
+        kill = [rank for rank in running if self._is_past_stopping(rank, now)]
+        self.killed.update(kill)
+        actions = Actions(kill=kill)
+        if now < self._next_look:
+            return actions
+        self._next_look = now + REPEAT_S
+        for rank in running:
+            num_asked = self._num_asked.get(rank, 0)
+            if rank in kill or (num_asked and not self._is_unanswered(rank, now)):
+                continue
+            self._asked_at[rank] = now
+            self._num_asked[rank] = num_asked + 1
+            actions.ask.append(rank)
+            if num_asked >= NUM_ASKED_ALONE:
+                actions.signal.append(rank)
+        return actions
+
+    def is_silent(self, rank: int, now: float) -> bool:
+        """Whether the rank, done with the cell, will not say any more how it ended."""
+        return now - self._heard_at.get(rank, now) > OUTCOME_AFTER_S
+
+    def _stop_from(self, when: float) -> None:
+        if self._stop_at is None or when < self._stop_at:
+            self._stop_at = self._next_look = when
+
+    def _is_unanswered(self, rank: int, now: float) -> bool:
+        return now - self._asked_at[rank] > ASK_AGAIN_S
+
+    def _is_past_stopping(self, rank: int, now: float) -> bool:
+        """Whether nothing will stop the rank but the end of its process."""
+        assert self._stop_at is not None
+        num_asked = self._num_asked.get(rank, 0)
+        return (
+            (num_asked >= NUM_ASKED and self._is_unanswered(rank, now))
+            or now - self._stop_at > KILL_AFTER_S
+            or (self._kill_at is not None and now > self._kill_at)
+        )
