@@ -36,7 +36,9 @@ MAY_IMPORT = {
 OF_NOTEBOOKS = {"labkit.compat.ipyparallel", "labkit.compat.ipython"}
 OF_RANKS = {
     f"labkit.compat.{name}"
-    for name in ("accelerate", "c10d", "deepspeed", "fsdp", "ipython", "torch")
+    for name in (
+        *("accelerate", "c10d", "data_parallel", "deepspeed", "ipython", "torch"),
+    )
 }
 # A room may import those before it in its line.
 ROOMS = [

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.atomic_folder import StagingFolder
@@ -25,6 +24,7 @@ from labkit.checkpoint.manifest import Entry
 from labkit.checkpoint.manifest import Part
 from labkit.checkpoint.manifest import file_of_rank
 from labkit.checkpoint.manifest import write_manifest
+from labkit.compat.c10d import store_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
@@ -119,9 +119,10 @@ class _Save:
         try:
             self._plan(dict(tensors), values, group)
             if self._world_size > 1:
-                pg = group or c10d._get_default_group()
+                pg = group or dist.group.WORLD
+                assert pg is not None
                 # A connection of its own: another thread may wait with the first one.
-                store: Any = c10d._get_process_group_store(pg)
+                store: Any = store_of(pg)
                 self._store = store.clone()
         except BaseException:
             if self._staging:

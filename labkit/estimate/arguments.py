@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._pytree import tree_leaves
 
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import is_number
 from labkit.checks import shown
+from labkit.compat.torch import tree_leaves
 from labkit.estimate.trace import Inputs
 from labkit.strategies.zero.engines import is_zero
 from labkit.train_options import PRECISIONS

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils._pytree import tree_map_only
 
+from labkit.compat.torch import FakeTensorMode
+from labkit.compat.torch import TorchDispatchMode
+from labkit.compat.torch import storage_key
+from labkit.compat.torch import tree_leaves
+from labkit.compat.torch import tree_map_only
 from labkit.records import shorten
 from labkit.strategies.options import checkpoint_activations
 from labkit.strategies.prepared import blocks
@@ -81,7 +82,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, known: Iterable[torch.Tensor], note: Callable[[int], None]):
         super().__init__()
-        self._known = {storage_of(tensor)._cdata for tensor in known}
+        self._known = {storage_key(storage_of(tensor)) for tensor in known}
         self._alive: dict[int, tuple[int, Any]] = {}
         self._note = note
         self.total = 0
@@ -97,7 +98,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._known and key not in self._alive:
             self.total += storage.nbytes()
             reference = weakref.ref(storage, partial(self._forget, key))
@@ -198,7 +199,7 @@ def trace_step(
 @contextmanager
 def running(inputs: Inputs) -> Iterator[None]:
     """Whatever a model raises in it says that it cannot be traced, and on what."""
-    logger = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+    logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # it logs what it raises
     try:
@@ -275,5 +276,5 @@ def trace_update(
     gradients = [p.grad for p in parameters if p.grad is not None]
     with _Watch([*parameters, *gradients, *states], temporaries.append):
         updates.step()
-    unique = {storage_of(state)._cdata: storage_of(state) for state in states}
+    unique = {storage_key(storage_of(s)): storage_of(s) for s in states}
     return sum(s.nbytes() for s in unique.values()), max(temporaries)

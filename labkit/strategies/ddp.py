@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.data_parallel import begin_reduction
+from labkit.compat.data_parallel import broadcast_buffers
+from labkit.compat.torch import buffers_of
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
@@ -56,10 +59,10 @@ class DDP(Prepared):
             **self.options.config,
         }
         for module in self.module.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 # It broadcasts them, which one of several elements in a place bars.
                 if buffer is not None and 0 in buffer.stride():
-                    module._buffers[name] = buffer.contiguous()
+                    buffers_of(module)[name] = buffer.contiguous()
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._make_reducer()
         # Not the method itself, which a copy of the model would copy, with us.
@@ -99,12 +102,7 @@ class DDP(Prepared):
         if not self._has_agreed:
             self._agree_on_unused(len(used) < len(self._reduced))
         ddp: Any = self._ddp
-        ddp.reducer.prepare_for_forward()
-        ddp.reducer._rebuild_buckets()
-        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(ddp.reducer._delay_all_reduce)
-            ddp._static_graph_delay_allreduce_enqueued = True
+        begin_reduction(ddp)
         if ddp.find_unused_parameters and not ddp.static_graph:
             ddp.reducer.prepare_for_backward([r for r in roots if is_tensor(r)])
             return
@@ -148,7 +146,7 @@ class DDP(Prepared):
         norm = super().step(closure)
         if self._ddp.will_sync_module_buffers():
             # Of BatchNorm: here, for a forward pass may be one rank's alone.
-            self._ddp._sync_buffers()
+            broadcast_buffers(self._ddp)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

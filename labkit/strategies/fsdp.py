@@ -15,14 +15,19 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor
-from torch.utils._pytree import tree_leaves
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
+from labkit.compat.data_parallel import groups_of
+from labkit.compat.data_parallel import init_root
+from labkit.compat.data_parallel import whole_of
+from labkit.compat.data_parallel import whole_size
+from labkit.compat.torch import has_gradient_hooks
+from labkit.compat.torch import tree_leaves
 from labkit.records import ModelFacts
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
@@ -90,10 +95,9 @@ class FSDP(Prepared):
             release(tensors, part)
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
-        self._shapes = {n: p._local_tensor.shape for n, p in self._shards.items()}
+        self._shapes = {n: local_part(p).shape for n, p in self._shards.items()}
         self._hand_shards_to_optimizer(whole)
-        # Or the part of the model that is called first would take itself for the root.
-        self._root._get_fsdp_state()._lazy_init()
+        init_root(self._root)
         self._groups = list(groups(self.module))
         self._parts = [part for group in self._groups for part in group.fsdp_params]
         self._edges: dict[int, Any] = {}
@@ -119,10 +123,10 @@ class FSDP(Prepared):
     def check_layout(self) -> None:
         for name, shard in self._shards.items():
             check_hooks(name, shard)
-            if shard._local_tensor.shape != self._shapes[name]:
+            if local_part(shard).shape != self._shapes[name]:
                 raise UnsupportedLoopError(
                     f"the loop replaced this rank's shard of {name} by a tensor of "
-                    f"shape {tuple(shard._local_tensor.shape)}: some in-place "
+                    f"shape {tuple(local_part(shard).shape)}: some in-place "
                     "functions, such as torch.nn.init.eye_, do not work on sharded "
                     "parameters. Call them before prepare, or use ddp"
                 )
@@ -130,7 +134,7 @@ class FSDP(Prepared):
     def replicas(self) -> dict[str, torch.Tensor]:
         if self.num_shards == dist.get_world_size():
             return self.counted()
-        shards = {name: shard._local_tensor for name, shard in self._shards.items()}
+        shards = {name: local_part(shard) for name, shard in self._shards.items()}
         return self.counted() | shards
 
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
@@ -166,14 +170,14 @@ class FSDP(Prepared):
         shards = list(self._shards.values())
         whole = list(gathered_parameters(self.module))
         return {
-            "parameters": [*map(local, shards), *self.module.buffers()],
+            "parameters": [*map(local_part, shards), *self.module.buffers()],
             "gradients": [
-                *(local(shard.grad) for shard in shards),
+                *(local_part(shard.grad) for shard in shards),
                 # Between the microbatches of a step gradients are not sharded.
                 *(parameter.grad for parameter in whole),
                 *accumulated_gradients(self.module),
             ],
-            "optimizer_state": map(local, optimizer_tensors(self.optimizer)),
+            "optimizer_state": map(local_part, optimizer_tensors(self.optimizer)),
             "communication_buffers": whole,
         }
 
@@ -229,14 +233,9 @@ def reduce_filled(
     return reduce(*args)
 
 
-def whole_of(part: Any) -> Any:
-    """The whole parameter, where it has been gathered before."""
-    return getattr(part, "_unsharded_param", None)
-
-
 def check_hooks(name: str, parameter: Any) -> None:
     """UnsupportedLoopError for a hook on a parameter, which would never be called."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if has_gradient_hooks(parameter):
         raise UnsupportedLoopError(
             f"{name} has a hook for its gradient, which fully_shard never calls: it "
             "sets gradients by itself. Change parameter.grad between backward and "
@@ -268,7 +267,7 @@ def patch_dtensor() -> None:
         else:
             value = distribute_tensor(value.detach(), mesh, placements)
         with torch.no_grad():
-            tensor._local_tensor.copy_(value._local_tensor)
+            local_part(tensor).copy_(local_part(value))
 
     if "item" not in vars(DTensor):
         for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
@@ -323,18 +322,15 @@ def mesh_shape(
 def groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that are gathered together."""
     for module in model.modules():
-        if isinstance(module, FSDPModule) and (
-            group := module._get_fsdp_state()._fsdp_param_group
-        ):
-            yield group
+        yield from groups_of(module)
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     """The whole parameters of the blocks in use; the others' hold no memory."""
     for group in groups(model):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter._unsharded_param
+            if (whole := whole_of(parameter)) is not None:
+                yield whole
 
 
 def accumulated_gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
@@ -355,7 +351,7 @@ def num_regathered(group: Any) -> float:
     num_shards = group.mesh_info.shard_mesh_size
     from_ranks = group.post_forward_mesh_info.shard_mesh_size
     share = (1 - 1 / from_ranks) / (1 - 1 / num_shards) if num_shards > 1 else 1.0
-    return share * sum(each._orig_size.numel() for each in group.fsdp_params)
+    return share * sum(map(whole_size, group.fsdp_params))
 
 
 def gathered_bytes(block: nn.Module) -> int:
@@ -363,12 +359,6 @@ def gathered_bytes(block: nn.Module) -> int:
     return sum(
         tensor.untyped_storage().nbytes() for tensor in gathered_parameters(block)
     )
-
-
-def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    # Not to_local(), an operator: this is called while others are in the middle.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import BatchNormBase
+from labkit.compat.torch import NormBase
+from labkit.compat.torch import undo_compile
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.prepared import blocks
@@ -70,10 +73,7 @@ def without_running_statistics(
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.modules.batchnorm._NormBase)
-        and module.running_mean is not None
-    )
+    return isinstance(module, NormBase) and module.running_mean is not None
 
 
 def compile_blocks(model: nn.Module) -> list[Undo]:
@@ -81,11 +81,11 @@ def compile_blocks(model: nn.Module) -> list[Undo]:
     undo: list[Undo] = []
     for block in blocks(model) or [model]:
         block.compile()
-        undo.append(partial(setattr, block, "_compiled_call_impl", None))
+        undo.append(partial(undo_compile, block))
     return undo
 
 
-class BatchNorm(nn.modules.batchnorm._BatchNorm):
+class BatchNorm(BatchNormBase):
     """BatchNorm whose statistics are in fp32 and, if asked for, those of all ranks.
 
     Torch's own takes no bf16 parameters beside fp32 statistics, which is what ZeRO and
@@ -173,7 +173,7 @@ class SumOverRanks(torch.autograd.Function):
 
 def own_forward(module: nn.Module) -> bool:
     """Whether this is a BatchNorm whose class computes something else than torch's."""
-    plain = nn.modules.batchnorm._BatchNorm.forward
+    plain = BatchNormBase.forward
     forward: Any = type(module).forward
     return forward not in (plain, nn.SyncBatchNorm.forward, BatchNorm.forward)
 
@@ -195,11 +195,7 @@ def replace_batchnorm(
     Returns the names of classes that were left as they are, for they have a forward
     of their own. ValueError where these would be to synchronize.
     """
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
+    norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     left = sorted({type(module).__name__ for module in norms if own_forward(module)})
     if left and synchronize:
         raise UnsupportedLoopError(
@@ -234,7 +230,7 @@ def batchnorm_like(kind: Any) -> Any:
 def has_own_statistics(model: nn.Module, *, synchronize: bool) -> bool:
     """Whether a BatchNorm of a model is to count each rank's own samples alone."""
     return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        isinstance(module, BatchNormBase)
         and not (synchronize or wants_all_ranks(module))
         for module in model.modules()
     )

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import forget_unscaling
+from labkit.compat.torch import tree_map_only
 from labkit.records import ModelFacts
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
@@ -208,7 +209,7 @@ class Prepared:
     def _forget_unscaling(self) -> None:
         if self.scaler is not None:
             self._is_unscaled = False
-            self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+            forget_unscaling(self.scaler, self.optimizer)
 
     def step(self, closure: Closure | None = None) -> float | None:
         """Clip the gradients and update the parameters; the norm before clipping.

@@ -3,6 +3,7 @@
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import is_compiled
 from labkit.strategies import Strategy
 
 
@@ -33,7 +34,7 @@ def check_supported(
                 f"gradients {strategy.name} cannot divide among ranks: make it without "
                 "sparse=True, or use ddp"
             )
-    if not strategy.takes_compiled and "_orig_mod" in dict(model.named_children()):
+    if not strategy.takes_compiled and is_compiled(model):
         raise UnsupportedLoopError(
             f"the model comes from torch.compile, and {strategy.name} cannot partition "
             "what is inside of that; give prepare the plain model, and compile the one "

@@ -6,7 +6,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from labkit.compat.torch import tree_map
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

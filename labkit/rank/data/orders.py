@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 from torch.utils.data import TensorDataset
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import tree_leaves
 
 BLOCK = 100
 """Global batches that are drawn at once from a sampler without a length."""

@@ -19,6 +19,7 @@ from torch.multiprocessing import ProcessContext
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import is_whole
+from labkit.compat.accelerate import forget_state
 from labkit.rank.group.process_group import RankProcessGroup
 
 _NUMBER_OF_RANKS = re.compile(
@@ -105,7 +106,7 @@ class Launchers:
         try:
             return {self._group.placement.rank: entrypoint(*args)}
         finally:
-            end_accelerate()
+            forget_state()
 
     def _checking_target(self, make: Callable[..., None]) -> Callable[..., None]:
         """`Process.__init__`, which refuses a `target` that would join a group."""
@@ -196,11 +197,3 @@ def forms_group(function: Any, looked_at: frozenset[Any] = frozenset()) -> bool:
 
 def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def end_accelerate() -> None:
-    """Forget Accelerate's state, as the end of the launched processes would: the next
-    `notebook_launcher` refuses where there is one."""
-    if state := sys.modules.get("accelerate.state"):
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()

@@ -9,13 +9,18 @@ import sys
 from typing import Any
 
 from labkit import serialization
+from labkit.compat import c10d
+from labkit.compat import data_parallel
 from labkit.compat import ipython
+from labkit.compat import torch
 from labkit.rank.engine.cell_runner import CellRunner
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.records import Placement
 
 _runner: CellRunner | None = None
+
+TORCH_GATES = (torch.GATE, c10d.GATE, data_parallel.GATE)
 
 
 def load() -> int:
@@ -51,8 +56,8 @@ def install(placement: Placement, stack_file: str) -> None:
     global _runner
     from IPython import get_ipython
 
-    ipython.GATE.check()
-    ipython.KERNEL_GATE.check()
+    for gate in (ipython.GATE, ipython.KERNEL_GATE, *TORCH_GATES):
+        gate.check()
 
     _runner = CellRunner(get_ipython(), placement)
     dump_on_signal(stack_file)

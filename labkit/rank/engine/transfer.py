@@ -8,10 +8,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-from torch.utils._pytree import tree_map_only
 
 from labkit import serialization
+from labkit.compat.torch import tree_leaves
+from labkit.compat.torch import tree_map_only
 from labkit.estimate import forecast
 from labkit.rank.engine.rpc import runner
 from labkit.strategies.zero.engines import full_state_dict

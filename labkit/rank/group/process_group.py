@@ -16,18 +16,24 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import _rendezvous_handlers
 
 from labkit.checkpoint import abandon_saves
+from labkit.compat.c10d import abort_groups
+from labkit.compat.c10d import num_groups_made
+from labkit.compat.c10d import num_started
+from labkit.compat.c10d import rendezvous_of
+from labkit.compat.c10d import replace_rendezvous
+from labkit.compat.c10d import reset_group_count
+from labkit.compat.c10d import reset_rpc_counts
+from labkit.compat.c10d import set_default_group
 from labkit.rank.group.recovery import FormerGroups
 from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.recovery import forget_lost_groups
 from labkit.rank.group.torch_rpc import end_rpc
-from labkit.rank.group.torch_rpc import forget_rpc
 from labkit.records import Placement
 
 _torch_init_process_group = dist.init_process_group
-_torch_rendezvous = _rendezvous_handlers["env"]
+_torch_rendezvous = rendezvous_of("env")
 
 CONNECT_S = 10.0
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
@@ -134,7 +140,7 @@ class RankProcessGroup:
         # A function from the notebook may hold it under either name.
         dist.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
         c10d.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
-        _rendezvous_handlers["env"] = self._rendezvous_as_user
+        replace_rendezvous("env", self._rendezvous_as_user)
 
     @property
     def timeout(self) -> timedelta:
@@ -152,7 +158,7 @@ class RankProcessGroup:
             self._group is not None
             and not self._is_broken
             and dist.is_initialized()
-            and c10d._get_default_group() is self._group
+            and dist.group.WORLD is self._group
         )
 
     @property
@@ -160,7 +166,7 @@ class RankProcessGroup:
         """How many collectives, and meetings, this rank has started in the group."""
         if self._group is None or not self.in_place:
             return 0
-        collectives = self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        collectives = num_started(self._group)
         return collectives + self._num_meetings
 
     def host(self) -> int:
@@ -190,10 +196,8 @@ class RankProcessGroup:
         self._is_broken = False
         self._environment["MASTER_PORT"] = str(port)
         self.restore_environment()
-        # Torch names groups by a count, which an init that was interrupted on one
-        # rank alone leaves unequal: the ranks would wait under different names.
-        c10d._world.group_count = 0
-        forget_rpc()
+        reset_group_count()
+        reset_rpc_counts()
         _torch_init_process_group(
             placement.backend,
             store=dist.PrefixStore("labkit", self._store),
@@ -202,7 +206,8 @@ class RankProcessGroup:
             timeout=self.timeout,
             device_id=self.device if placement.backend == "nccl" else None,
         )
-        self._group = c10d._get_default_group()
+        self._group = dist.group.WORLD
+        assert self._group is not None
         self._solo = dist.new_group([0], timeout=self.timeout)
         bind_to_new_groups(self._former, self._group, self._variables)
         forget_lost_groups()
@@ -238,8 +243,7 @@ class RankProcessGroup:
     def _destroy(self) -> None:
         if dist.is_initialized():
             if self.placement.backend == "nccl":
-                # destroy_process_group waits for kernels that may never end.
-                c10d._abort_process_group()
+                abort_groups()
             else:
                 dist.destroy_process_group()
 
@@ -248,19 +252,19 @@ class RankProcessGroup:
         """Make a group of rank 0 alone the default one, for the strategy `single`."""
         assert self._group is not None
         assert self._solo is not None
-        c10d._update_default_pg(self._solo)
+        set_default_group(self._solo)
         self._is_alone = True
         os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        count = c10d._world.group_count
+        count = num_groups_made()
         try:
             yield
         finally:
             self._is_alone = False
             # Groups are named by a count. One that only this rank has made leaves the
             # counts unequal: all groups are to be formed anew.
-            self._is_broken |= c10d._world.group_count != count
-            if dist.is_initialized() and c10d._get_default_group() is self._solo:
-                c10d._update_default_pg(self._group)
+            self._is_broken |= num_groups_made() != count
+            if dist.is_initialized() and dist.group.WORLD is self._solo:
+                set_default_group(self._group)
 
     def release(self) -> None:
         """Free this rank from a collective that will not complete.
@@ -275,7 +279,7 @@ class RankProcessGroup:
         with self._releasing:
             self._is_broken = True
             if self.placement.backend == "nccl" and dist.is_initialized():
-                c10d._abort_process_group()
+                abort_groups()
             close_connections(self.peers)
 
     def _init_process_group_as_user(
@@ -334,7 +338,8 @@ class RankProcessGroup:
             device_id=device_id,
             **more,
         )
-        self._users_groups.append(c10d._get_default_group())
+        assert dist.group.WORLD is not None
+        self._users_groups.append(dist.group.WORLD)
         forget_lost_groups()
 
     def _rendezvous_as_user(

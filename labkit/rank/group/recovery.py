@@ -2,16 +2,24 @@
 
 import contextlib
 import gc
-import sys
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from labkit.compat.c10d import forget_shardings
+from labkit.compat.c10d import group_names_of
+from labkit.compat.c10d import is_alive
+from labkit.compat.c10d import names_of_groups
+from labkit.compat.c10d import ranks_of
+from labkit.compat.c10d import set_groups_of
+from labkit.compat.data_parallel import remake_reducer
+from labkit.compat.data_parallel import reset_step
+from labkit.compat.deepspeed import forget_world_group
 
 Group = dist.ProcessGroup
 
@@ -27,17 +35,14 @@ class FormerGroups:
         self.default_name = str(default.group_name)
         self.formation = formation
         self.names = {default: self.default_name}
-        self.names |= {g: str(name) for g, name in c10d._world.pg_names.items()}
-        self.ranks = {
-            name: sorted(c10d._world.pg_group_ranks.get(group, ()))
-            for group, name in self.names.items()
-        }
+        self.names |= names_of_groups()
+        self.ranks = {name: ranks_of(group) for group, name in self.names.items()}
 
     def in_use(
         self, meshes: Iterable[Any], variables: dict[str, Any]
     ) -> dict[str, list[int]]:
         """Name and ranks of those that anything holds, but for the default one."""
-        used = {name for mesh in meshes for name in names_of(mesh)}
+        used = {name for mesh in meshes for name in group_names_of(mesh)}
         for holder in [variables, *holders_of(self.names)]:
             for value in holder.values() if isinstance(holder, dict) else holder:
                 if isinstance(value, Group) and value in self.names:
@@ -82,11 +87,7 @@ def bind_to_new_groups(
     for mesh in meshes:
         rename_groups(mesh, successors)
     if meshes:
-        # It takes 0.8 s to load, which an engine without meshes has no use for.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        # It holds results with meshes of before, for whatever mesh is equal to one.
-        _clear_sharding_prop_cache()
+        forget_shardings()
     recover_models(found, is_group_new=True)
 
 
@@ -103,7 +104,7 @@ def recover_models(
             if isinstance(each, DistributedDataParallel):
                 rebuild_reducer(each)
             elif isinstance(each, FSDPModule):
-                reset_fsdp(each, drops_gathers=is_group_new)
+                reset_step(each, drops_gathers=is_group_new)
 
 
 def models_and_meshes() -> list[Any]:
@@ -131,42 +132,19 @@ def holders_of(groups: Mapping[Group, str]) -> list[Any]:
     return holders
 
 
-def names_of(mesh: Any) -> list[str]:
-    """The names by which a DeviceMesh finds its groups."""
-    return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
-
-
 def rename_groups(mesh: Any, successors: Mapping[str, Group]) -> None:
-    if names := names_of(mesh):
+    if names := group_names_of(mesh):
         now = [successors.get(name) for name in names]
-        mesh._dim_group_names = [LOST if g is None else g.group_name for g in now]
-        mesh._pg_registry.update({g.group_name: g for g in now if g is not None})
+        groups = {str(g.group_name): g for g in now if g is not None}
+        set_groups_of(mesh, [LOST if g is None else g.group_name for g in now], groups)
 
 
 def forget_lost_groups() -> None:
     """Have DeepSpeed make its copy of the default group again, if that has gone."""
-    groups: Any = sys.modules.get("deepspeed.utils.groups")
-    if groups is not None and groups._WORLD_GROUP not in c10d._world.pg_map:
-        groups._WORLD_GROUP = None
+    forget_world_group(is_alive)
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
-    """DDP refuses another step after a backward pass that did not end, and its reducer
-    knows no other group than it was made with. It can be made anew when DDP is
-    unpickled, on the default group; the same two methods do it in place."""
-    if model.process_group is not c10d._get_default_group():
-        return
-    hooks, model._comm_hooks = model._comm_hooks, []
-    model.__setstate__(model.__getstate__())
-    for hook, state in hooks:
-        model.register_comm_hook(state, hook)
-
-
-def reset_fsdp(model: FSDPModule, *, drops_gathers: bool) -> None:
-    """Source: `FSDPModule.reset_iter_state`, which waits for what is under way: with
-    `drops_gathers` it has gone with its group."""
-    state = model._get_fsdp_state()
-    for group in state._fsdp_param_groups if drops_gathers else ():
-        group._all_gather_result = None
-    if state._is_root:
-        model.reset_iter_state()
+    """Let DDP take another step, after one that did not end or on another group."""
+    if model.process_group is dist.group.WORLD:
+        remake_reducer(model)

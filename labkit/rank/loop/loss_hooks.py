@@ -116,7 +116,7 @@ class LossHooks:
                 self.check_scaler()
             scaled = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor):
-                scaled._unscaled_loss = outputs.detach()
+                scaled.labkit_loss = outputs.detach()
             return scaled
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
@@ -206,7 +206,7 @@ def value_of(root: Any, seed: torch.Tensor | None) -> Loss | None:
     for all of them."""
     if not isinstance(root, torch.Tensor) or seed is None:
         return None
-    root = getattr(root, "_unscaled_loss", root)
+    root = getattr(root, "labkit_loss", root)
     root = root.detach()
     # On a GPU the values are not looked at, for the loop would wait for them.
     is_here = seed.device.type == "cpu"

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+from labkit.compat.torch import no_dispatch
+from labkit.compat.torch import outputs_of
+from labkit.compat.torch import saved_number
+from labkit.compat.torch import saved_value
+
 MAX_NODES = 4096
 """Of a graph, from the loss down to its means and sums, that are looked at: few, but
 where a loop adds up the losses of its samples."""
@@ -204,7 +209,7 @@ class LossWatch:
         self._place = self._place + 1 if microbatch == self._microbatch else 0
         self._microbatch = microbatch
         # A number in a graph is no tensor to a dispatch mode, as of the step's probe.
-        with torch._C._DisableTorchDispatch():
+        with no_dispatch():
             if seed is not None and is_sum_of(loss, seed):
                 return SUM
             if loss.numel() != 1:
@@ -379,7 +384,7 @@ class Terms:
                 inputs = [each for each, _ in node.next_functions]
                 waiting += inputs
                 if kind_of(node) == "Mul" and None in inputs:
-                    given = _saved(node, "self" if inputs[0] is None else "other")
+                    given = saved_value(node, "self" if inputs[0] is None else "other")
                     if isinstance(given, torch.Tensor) and (
                         given.numel() == self._num_samples and _is_normalized(given)
                     ):
@@ -616,32 +621,32 @@ def _term(node: Any, kind: str) -> Term | None:
     """What an operation makes of many numbers; None where it does something else."""
     if kind in ("Mean", "Sum", *STATISTICS):
         return _reduction(node, kind)
-    reduction = getattr(node, "_saved_reduction", None)
+    reduction = saved_number(node, "reduction")
     if reduction not in (1, 2):
         return None
     name = "mean" if reduction == 1 else "sum"
-    target = _saved(node, "target")
+    target = saved_value(node, "target")
     sizes = None if target is None else tuple(target.shape) or (1,)
     if not kind.startswith("NllLoss"):
         count = prod(sizes) if sizes and reduction == 1 else None
         return Term(node, name, sizes, count)
-    total = _saved(node, "total_weight") if reduction == 1 else None
+    total = saved_value(node, "total_weight") if reduction == 1 else None
     if total is not None and sizes and total.dtype in (torch.float16, torch.bfloat16):
         # It is rounded, to infinity where it is large.
         whole = float(prod(sizes))
         total = whole if total == torch.tensor(whole).to(total.dtype) else total
-    is_weighted = reduction == 1 and _saved(node, "weight") is not None
+    is_weighted = reduction == 1 and saved_value(node, "weight") is not None
     return Term(node, name, sizes, total, is_weighted=is_weighted, is_partial=True)
 
 
 def _reduction(node: Any, kind: str) -> Term | None:
     """A mean, sum or statistic over all elements, or over the first dimension."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    sizes = saved_number(node, "self_sym_sizes")
     if sizes is None:
         inner = _shape(*node.next_functions[0])
         sizes = () if inner is None else inner
     sizes = tuple(sizes)
-    dim = getattr(node, "_saved_dim", None)
+    dim = saved_number(node, "dim")
     if dim is not None and not isinstance(dim, tuple):
         dim = (dim,)
     if dim:
@@ -652,7 +657,8 @@ def _reduction(node: Any, kind: str) -> Term | None:
         sizes = tuple(size for at, size in enumerate(sizes) if at in dims)
     if kind == "Mean":
         return Term(node, "mean", sizes, prod(sizes))
-    power = getattr(node, "_saved_ord", getattr(node, "_saved_p", None))
+    power = saved_number(node, "ord")
+    power = saved_number(node, "p") if power is None else power
     return Term(node, "sum" if kind == "Sum" or power == 1 else "other", sizes)
 
 
@@ -670,14 +676,14 @@ def _sizes_of_dot(node: Any, output: int) -> tuple[int, ...] | None:
 
 def _is_bent(node: Any, kind: str) -> bool:
     """Whether a number is on the side where the function is not the identity."""
-    given = _saved(node, "result" if kind == "Relu" else "self")
+    given = saved_value(node, "result" if kind == "Relu" else "self")
     if not isinstance(given, torch.Tensor):
         return False
     if given.is_complex():
         return True
     least, most = 0.0, float("inf")
     if kind.startswith("Clamp"):
-        found = _saved(node, "min"), _saved(node, "max")
+        found = saved_value(node, "min"), saved_value(node, "max")
         if any(isinstance(each, torch.Tensor) for each in found):
             return False
         least = -float("inf") if found[0] is None else float(found[0])
@@ -694,13 +700,13 @@ def _shape(node: Any, output: int) -> tuple[int, ...] | None:
     variable = getattr(node, "variable", None)
     if variable is not None:
         return tuple(variable.shape)
-    given = getattr(node, "_input_metadata", ())
+    given = outputs_of(node)
     return tuple(given[output].shape) if output < len(given) else None
 
 
 def _constant(node: Any, *, is_second: bool) -> Factor:
     """The factor or divisor that no gradient goes to."""
-    found = _saved(node, "other" if is_second else "self")
+    found = saved_value(node, "other" if is_second else "self")
     if not isinstance(found, torch.Tensor):
         return Factor(None if found is None else float(found) or None, is_number=True)
     if found.numel() != 1:
@@ -716,12 +722,3 @@ def _is_number(found: torch.Tensor) -> bool:
     is_int = not found.is_floating_point()
     other = torch.empty((), dtype=torch.int8 if is_int else torch.float16)
     return torch.result_type(other, found) == other.dtype
-
-
-def _saved(node: Any, name: str) -> Any:
-    """A tensor or number that is saved for the backward pass; None where hooks keep
-    it, which may compute it again."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    if saved is None:
-        return getattr(node, f"_saved_{name}", None)
-    return saved.data if saved.unpack_hook is None else None

@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from labkit.compat.c10d import local_part
 from labkit.compat.ipython import keep_no_errors
 from labkit.compat.ipython import wrap_send_error
+from labkit.compat.torch import storage_key
 
 SHOWN_FRAMES = 15
 """Of each end of a traceback: IPython takes a millisecond for a frame of a library, and
@@ -240,7 +241,7 @@ def live_storages(
             continue
         # Some have no storage: fake, sparse and half-made ones.
         with contextlib.suppress(Exception):
-            tensor = each._local_tensor if isinstance(each, DTensor) else each
+            tensor = local_part(each)
             if tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                yield storage._cdata, (StorageWeakRef(storage), storage.nbytes())
+                yield storage_key(storage), (StorageWeakRef(storage), storage.nbytes())

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from labkit.compat.torch import tree_leaves
 from labkit.estimate import forecast
 from labkit.estimate.trace import fake_copy
 from labkit.rank.telemetry.exceptions import chain

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from labkit.compat.torch import dataset_of
+from labkit.compat.torch import watching_loaders
 from labkit.records import Draw
 from labkit.records import ReplicaNotes
 
@@ -72,35 +73,24 @@ class ReplicaWatch:
         A pass in which `num_backwards` has not grown was no training: on a test set
         every rank may draw all samples.
         """
-        kind: Any = _BaseDataLoaderIter
-        next_index, next_batch = kind._next_index, kind.__next__
         passes: list[tuple[Any, list[int], int]] = []
 
-        def noted(loader: Any) -> Any:
-            found = next_index(loader)
+        def noted(loader: Any, found: Any) -> None:
             if not any(known is loader for known, *_ in passes):
                 passes.append((loader, [], num_backwards()))
             drawn = next(drawn for known, drawn, _ in passes if known is loader)
             with contextlib.suppress(TypeError):  # keys of another kind
                 drawn.extend(map(int, found if np.iterable(found) else [found]))
-            return found
 
-        def ended(loader: Any) -> Any:
-            try:
-                return next_batch(loader)
-            except StopIteration:
-                for known, drawn, before in passes:
-                    if known is loader and drawn and num_backwards() > before:
-                        dealt = range(len(loader._dataset))
-                        self.note_draw(drawn, dealt, len(self._draws))
-                passes[:] = [each for each in passes if each[0] is not loader]
-                raise
+        def ended(loader: Any) -> None:
+            for known, drawn, before in passes:
+                if known is loader and drawn and num_backwards() > before:
+                    dealt = range(len(dataset_of(loader)))
+                    self.note_draw(drawn, dealt, len(self._draws))
+            passes[:] = [each for each in passes if each[0] is not loader]
 
-        kind._next_index, kind.__next__ = noted, ended
-        try:
+        with watching_loaders(noted, ended):
             yield
-        finally:
-            kind._next_index, kind.__next__ = next_index, next_batch
 
     def notes(self) -> ReplicaNotes:
         """All of it, for the notebook."""

@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from labkit.compat.c10d import flight_record
+from labkit.compat.c10d import names_of_groups
+from labkit.compat.c10d import num_started
+from labkit.compat.c10d import ranks_of
 from labkit.records import DUMP_SIGNAL
 from labkit.records import Call
 from labkit.records import Frame
@@ -29,8 +33,6 @@ _LOOK_S = 0.03
 
 _BUSY = 0.2
 """Of the time looked at; one that waits for a collective uses next to none."""
-
-_c10d: Any = torch._C._distributed_c10d
 
 _TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
 _LABKIT = str(Path(__file__).parents[1])
@@ -94,17 +96,17 @@ def position(
 
 def finished_collectives() -> str:
     """What changes whenever a collective begins or ends in any group."""
-    return _c10d._dump_fr_trace_json(False).decode() + str(started_collectives())
+    return flight_record(False) + str(started_collectives())
 
 
 def started_collectives() -> dict[str, int]:
     """How many collectives this rank has started in each group, by its name."""
     found: dict[str, int] = {}
-    for group, name in list(c10d._world.pg_names.items()):
+    for group, name in names_of_groups().items():
         if isinstance(group, torch.distributed.ProcessGroup):
             # RuntimeError: it has none yet, or is being destroyed.
             try:
-                found[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                found[name] = num_started(group)
             except RuntimeError:
                 continue
     return found
@@ -164,7 +166,7 @@ def _recorded_call(since_ns: int) -> Call | None:
     It sees those of DDP's reducer, FSDP and DeepSpeed too, in which the main thread
     has no frame. Over gloo it does not see `send` and `recv`.
     """
-    entries = json.loads(_c10d._dump_fr_trace_json(True, True)).get("entries", [])
+    entries = json.loads(flight_record(True, True)).get("entries", [])
     for entry in entries:
         if entry["retired"] or entry["time_created_ns"] < since_ns:
             continue
@@ -226,7 +228,7 @@ def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
 
 def _ranks_of(name: str) -> list[int] | None:
     """The ranks of a group, by its name; None for the default group."""
-    for group, its_name in list(c10d._world.pg_names.items()):
+    for group, its_name in names_of_groups().items():
         if its_name == name and group is not c10d.GroupMember.WORLD:
-            return sorted(c10d._world.pg_group_ranks.get(group, {}))
+            return ranks_of(group)
     return None

@@ -11,15 +11,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import get_unwrapped
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from labkit.compat.c10d import FUNCTIONAL
+from labkit.compat.c10d import group_named
+from labkit.compat.c10d import local_part
+from labkit.compat.c10d import wait_for
+from labkit.compat.torch import TorchDispatchMode
+from labkit.compat.torch import current_dispatch_mode
+from labkit.compat.torch import get_unwrapped
+from labkit.compat.torch import is_fake
+from labkit.compat.torch import is_functorch_wrapped
+from labkit.compat.torch import is_traceable_wrapper_subclass
+from labkit.compat.torch import schema_of
+from labkit.compat.torch import sparse_parts
+from labkit.compat.torch import storage_key
+from labkit.compat.torch import tree_leaves
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import Measurement
@@ -126,7 +133,7 @@ class StepProbe(TorchDispatchMode):
 
     def begin_backward(self) -> None:
         states = {
-            storage._cdata
+            storage_key(storage)
             for held in self._components().values()
             for storage in self._storages_of(held)
         }
@@ -150,7 +157,7 @@ class StepProbe(TorchDispatchMode):
         self._synchronize()
         seconds = time.perf_counter() - self._began
         if self._sees_operators:
-            if _get_current_dispatch_mode() is not self:
+            if current_dispatch_mode() is not self:
                 return None
             self.__exit__(None, None, None)
         self.look()
@@ -177,7 +184,8 @@ class StepProbe(TorchDispatchMode):
     ) -> Any:
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it comes again as what it is made of
-        name = getattr(func, "_schema", None) and func._schema.name
+        schema = schema_of(func)
+        name = schema and schema.name
         if self._keeps_gradients and self._is_backward and self._is_active:
             self._look_at_gradients()  # before this operator takes the first away
         if self._is_active and name in _KINDS:
@@ -189,7 +197,7 @@ class StepProbe(TorchDispatchMode):
             taken = [value for key, value in kwargs.items() if key != "out"]
             for storage in self._storages_of(tree_leaves((args, taken))):
                 if self._see(storage):
-                    self._older.add(storage._cdata)
+                    self._older.add(storage_key(storage))
         began = time.perf_counter()
         out = func(*args, **kwargs)
         if not self._is_active:
@@ -215,8 +223,8 @@ class StepProbe(TorchDispatchMode):
         for component, held in self._components().items():
             total = sum(each for each in held if isinstance(each, int))
             for storage in self._storages_of(held):
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
+                if (key := storage_key(storage)) not in seen:
+                    seen.add(key)
                     total += storage.nbytes()
                     self._see(storage)
             if is_after_backward or component != "gradients":
@@ -232,7 +240,7 @@ class StepProbe(TorchDispatchMode):
         gradients = itertools.chain.from_iterable(
             prepared.memory()["gradients"] for prepared in self._prepared
         )
-        sizes = {each._cdata: each.nbytes() for each in self._storages_of(gradients)}
+        sizes = {storage_key(s): s.nbytes() for s in self._storages_of(gradients)}
         self._held["gradients"] = max(self._held["gradients"], sum(sizes.values()))
 
     def _components(self) -> dict[str, list[torch.Tensor | int | None]]:
@@ -262,7 +270,7 @@ class StepProbe(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
         """Whether it was not known before."""
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._storages:
             return False
         self._storages[key] = weakref.ref(storage, partial(self._forget, key))
@@ -290,8 +298,8 @@ class StepProbe(TorchDispatchMode):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.ScriptObject):
                     dist.Work.unbox(leaf).wait()
-                elif name.startswith("_c10d_functional"):
-                    torch.ops._c10d_functional.wait_tensor(leaf)
+                elif name.startswith(FUNCTIONAL):
+                    wait_for(leaf)
             self._synchronize()
         seconds = time.perf_counter() - began
         payload = sum(
@@ -313,21 +321,16 @@ class StepProbe(TorchDispatchMode):
             torch.cuda.synchronize(self._device)
 
 
-def is_profiled() -> bool:
-    """Whether a profiler of the cell's own is at work, which would show the probe."""
-    return torch.autograd._profiler_enabled()
-
-
 def parts(value: Any) -> Iterator[torch.Tensor]:
     """The dense tensors that a tensor is made of: as a rule itself."""
-    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped(value):
         value = get_unwrapped(value)  # as within torch.func.grad and vmap
     if isinstance(value, DTensor):
-        yield value._local_tensor
+        yield local_part(value)
     elif not isinstance(value, torch.Tensor):
         return
     elif value.layout is torch.sparse_coo:
-        yield from (value._indices(), value._values())
+        yield from sparse_parts(value)
     elif is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from parts(getattr(value, name))
@@ -344,7 +347,7 @@ def group_size(args: Any) -> int:
             except RuntimeError:  # a reduce operation, for one
                 continue
     name: Any = [arg for arg in args if isinstance(arg, str)][-1]
-    return dist.distributed_c10d._resolve_process_group(name).size()
+    return group_named(name).size()
 
 
 def bytes_on_the_wire(kind: str, payload: int, num_ranks: int) -> int:

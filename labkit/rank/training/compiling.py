@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from labkit.compat.torch import wrap_build
+
 _MODULE = "torch.utils.cpp_extension"
 
 
@@ -37,19 +39,21 @@ class Announcer:
 
 def announce_builds(module: Any) -> None:
     """Have `torch.utils.cpp_extension` say what it compiles."""
-    build: Callable[..., None] = module._write_ninja_file_and_build_library
 
-    def announced(*, name: str, build_directory: str, **more: Any) -> None:
-        if not Path(build_directory, name + module.LIB_EXT).exists():
-            print(
-                f"labkit: compiling the C++ extension {name}, which may take a minute; "
-                f"the next time it is found in {build_directory}",
-                file=sys.stderr,
-                flush=True,
-            )
-        build(name=name, build_directory=build_directory, **more)
+    def announcing(build: Callable[..., None]) -> Callable[..., None]:
+        def announced(*, name: str, build_directory: str, **more: Any) -> None:
+            if not Path(build_directory, name + module.LIB_EXT).exists():
+                print(
+                    f"labkit: compiling the C++ extension {name}, which may take a "
+                    f"minute; the next time it is found in {build_directory}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            build(name=name, build_directory=build_directory, **more)
 
-    module._write_ninja_file_and_build_library = announced
+        return announced
+
+    wrap_build(module, announcing)
 
 
 def announce() -> None:

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._mode_utils import no_dispatch
 
+from labkit.compat.torch import BatchNormBase
+from labkit.compat.torch import buffers_of
+from labkit.compat.torch import no_dispatch
 from labkit.rank.telemetry.replica_fingerprints import fingerprints
 from labkit.rank.telemetry.step_profiler import parts
 from labkit.records import BUFFER
@@ -37,12 +38,12 @@ class ForwardState:
         self._modules = [
             (f"{name}." if name else "", module)
             for name, module in prepared.module.named_modules()
-            if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if not isinstance(module, BatchNormBase)
         ]
         self._buffers = [
             (prefix + name, module, name)
             for prefix, module in self._modules
-            for name in module._buffers
+            for name in buffers_of(module)
         ]
         names = [name for name, *_ in self._buffers]
         self.replicas = self._comparable(dict.fromkeys(names, 0))
@@ -86,7 +87,7 @@ class ForwardState:
     def _digests(self) -> dict[str, int]:
         device = self._prepared.device
         return {
-            name: digest([module._buffers.get(own)], device)
+            name: digest([buffers_of(module).get(own)], device)
             for name, module, own in self._buffers
         }
 

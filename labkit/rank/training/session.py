@@ -24,6 +24,7 @@ from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
 from labkit.checks import shown
+from labkit.compat.torch import is_profiled
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
@@ -50,7 +51,6 @@ from labkit.rank.telemetry.oom_report import bare_copy
 from labkit.rank.telemetry.oom_report import plain_copy
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.rank.telemetry.step_profiler import StepProbe
-from labkit.rank.telemetry.step_profiler import is_profiled
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.rank.training.optimizer import watching_zero_grad
 from labkit.rank.training.resume import RunCheckpointer

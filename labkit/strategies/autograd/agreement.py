@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._mode_utils import no_dispatch
+
+from labkit.compat.torch import no_dispatch
 
 
 def greatest(values: torch.Tensor) -> list[Any]:

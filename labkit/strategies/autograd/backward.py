@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import will_execute
+from labkit.compat.torch import wrap_backward
 
 Roots = Sequence[Any]
 """The tensors, or graph edges, that a backward pass begins with."""
@@ -117,11 +119,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 def install() -> None:
     """Put ourselves between `torch.autograd` and its engine, once in a process."""
-    original = torch.autograd._engine_run_backward
-    if not hasattr(original, "__wrapped__"):
-        torch.autograd._engine_run_backward = functools.wraps(original)(
-            functools.partial(_run, original)
-        )
+    wrap_backward(lambda original: functools.partial(_run, original))
 
 
 def _run(
@@ -168,7 +166,6 @@ def _run_inside(
     `use_reentrant=True`: its parameters are out of sight of the pass around it."""
 
     def refuse(gradients: Any) -> None:
-        will_execute = torch._C._will_engine_execute_node
         for follower in living():
             if any(will_execute(node) for _, node in follower.accumulators()):
                 raise UnsupportedLoopError(
@@ -201,7 +198,6 @@ class _Reach:
         if self._is_done:  # for another root
             return
         self._is_done = True
-        will_execute = torch._C._will_engine_execute_node
         for follower in self._followers:
             used = [p for p, node in follower.accumulators() if will_execute(node)]
             if used:

@@ -11,8 +11,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from labkit.compat.torch import BOOKKEEPING
+from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import tree_leaves
 from labkit.strategies.model.states import plain_shape
 
 _grad: Any = torch.Tensor.grad
@@ -183,7 +185,7 @@ class ShardedParameter(PartitionedParameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             fleeting = [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
@@ -208,7 +210,7 @@ _HARMLESS = {
         getattr(_tensor, name).__get__
         for name in (
             *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "layout"),
-            *("requires_grad", "_backward_hooks", "_version"),
+            *("requires_grad", *BOOKKEEPING),
         )
     ),
 }

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
+from labkit.compat.torch import TorchDispatchMode
+from labkit.compat.torch import reset_of
+from labkit.compat.torch import schema_of
+from labkit.compat.torch import storage_key
 
 FROM_META = (
     "the model is built on the meta device: its modules' reset_parameters() give it "
@@ -108,8 +111,7 @@ def until_set(model: nn.Module, names: list[str]) -> Callable[[Any, Any], None]:
 
 def held_here(tensor: Any) -> torch.Tensor:
     """What this rank has of a tensor, sharded by FSDP or ZeRO-3 or not."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
+    tensor = local_part(tensor)
     held: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
     return held.detach()
 
@@ -153,7 +155,7 @@ def find_resets(model: nn.Module) -> Resets:
         own = own_names(module), own_tensors(module), own_tensors(other)
         for name, tensor, copied in zip(*own, strict=True):
             if tensor.is_meta:
-                key = copied.untyped_storage()._cdata
+                key = storage_key(copied.untyped_storage())
                 holders.setdefault(key, []).append(module)
                 names.setdefault(key, f"{prefix}.{name}".lstrip("."))
     alive = [own_tensors(other) for _, other in twins]  # or keys would come again
@@ -167,11 +169,13 @@ def find_resets(model: nn.Module) -> Resets:
                 reset()
             except (NotImplementedError, RuntimeError):
                 # It needs values: it sets what is its own, as they do by convention.
-                writes.storages |= {t.untyped_storage()._cdata for t in before}
+                writes.storages |= {storage_key(t.untyped_storage()) for t in before}
         now = own_tensors(other)
         for tensor, later in zip(before, now, strict=False):
             if tensor is not later and not isinstance(tensor, nn.Parameter):
-                writes.storages.add(tensor.untyped_storage()._cdata)  # a new buffer
+                writes.storages.add(
+                    storage_key(tensor.untyped_storage())
+                )  # a new buffer
         written = writes.storages & names.keys()
         if written:
             found.called.add(module)
@@ -194,10 +198,10 @@ class Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for number, argument in enumerate(func._schema.arguments):
+        for number, argument in enumerate(schema_of(func).arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             if argument.is_write and isinstance(value, torch.Tensor):
-                self.storages.add(value.untyped_storage()._cdata)
+                self.storages.add(storage_key(value.untyped_storage()))
         return func(*args, **kwargs)
 
 
@@ -223,13 +227,6 @@ def own_names(module: nn.Module) -> list[str]:
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
     """A module's parameters and buffers, without those of its children."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def reset_of(module: nn.Module) -> Any:
-    """What gives a module its first values, if it says so."""
-    # The other name is that of torch's own MultiheadAttention.
-    names = ("reset_parameters", "_reset_parameters")
-    return next((getattr(module, n) for n in names if hasattr(module, n)), None)
 
 
 def empty_copy(model: nn.Module) -> nn.Module:

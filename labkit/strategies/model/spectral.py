@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 
+from labkit.compat.torch import SpectralNorm
+from labkit.compat.torch import dtype_of_power_iteration
+from labkit.compat.torch import forward_pre_hooks
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.model.gradients import gather
@@ -26,9 +28,9 @@ def in_one_precision(model: nn.Module) -> list[Callable[[], None]]:
     returns what takes that back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
-        if isinstance(module, _SpectralNorm):
+        if isinstance(module, SpectralNorm):
             undo.append(wrap_forward(module, _of_parametrization))
-        for hook in module._forward_pre_hooks.values():
+        for hook in forward_pre_hooks(module):
             if isinstance(hook, _Hook):
                 vars(hook)["compute_weight"] = functools.partial(_compute_weight, hook)
                 undo.append(functools.partial(_forget, hook))
@@ -37,7 +39,7 @@ def in_one_precision(model: nn.Module) -> list[Callable[[], None]]:
 
 def _of_parametrization(plain: Forward) -> Forward:
     def forward(module: Any, weight: torch.Tensor) -> torch.Tensor:
-        dtype = getattr(module, "_u", weight).dtype
+        dtype = dtype_of_power_iteration(module, weight)
         found: torch.Tensor = plain(module, weight.to(dtype))
         return found.to(weight.dtype)
 

@@ -6,13 +6,17 @@ import logging
 import os
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from labkit.compat.deepspeed import GATE as DEEPSPEED
+from labkit.compat.deepspeed import forget_world_group
+from labkit.compat.deepspeed import module_count
+from labkit.compat.torch import drop_hooks_of
 
 _linear = nn.functional.linear
 
@@ -37,13 +41,14 @@ def import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         # It would compile an op for 36 s, which is for inference.
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+    DEEPSPEED.check()
     # It keeps groups from one initialize to the next, and ours may have been
     # re-created in between. A clone for every run would leave threads and files.
     world = torch.distributed.group.WORLD
     if _known_world != [world]:
         _known_world[:] = [world]
         deepspeed.comm.comm.cdb = None
-        deepspeed.utils.groups._WORLD_GROUP = None
+        forget_world_group()
     return deepspeed
 
 
@@ -65,13 +70,12 @@ def agree_on_ids(device: torch.device) -> None:
 
     DeepSpeed counts them as long as a process lives, and one may have begun later.
     """
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    [module_count] = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    counts = torch.tensor([Init.param_id, *module_count], device=device)
+    modules = module_count()
+    counts = torch.tensor([Init.param_id, *modules], device=device)
     torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
-    Init.param_id, module_count[0] = counts.tolist()
+    Init.param_id, modules[0] = counts.tolist()
 
 
 def destroy(engine: Any) -> None:
@@ -162,13 +166,7 @@ def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         own = vars(each)
         kept.append((own, dict(own)))
         own.pop("__deepcopy__", None)
-        own["_parameters"] = dict(own["_parameters"])
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            own[name] = OrderedDict(
-                (key, hook)
-                for key, hook in own[name].items()
-                if not str(getattr(hook, "__module__", "")).startswith("deepspeed")
-            )
+        drop_hooks_of("deepspeed", each)
     try:
         return copy.deepcopy(module, memo)
     finally:

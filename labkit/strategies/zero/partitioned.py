@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.deepspeed import call_before_reduction
+from labkit.compat.deepspeed import prepare_backward
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
@@ -125,9 +127,8 @@ class ZeRO(Prepared):
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
         self._lay_out()
-        self._zero._backward_hook_state._grad_acc_post_hooks.insert(
-            0, partial(call, weakref.WeakMethod(self._fill_up))
-        )
+        fill_up = partial(call, weakref.WeakMethod(self._fill_up))
+        call_before_reduction(self._zero, fill_up)
         self._in_order: InOrder | None = None
         if not self.keeps_gradients:  # but reduces them in the backward pass
             zero = self._zero
@@ -168,11 +169,7 @@ class ZeRO(Prepared):
         self._agree_on_used(used)
         self._has_gradients = True
         self.hides_gradients = not self.is_last
-        # What else the engine's `forward` would do, which need not be called once for
-        # every backward pass.
-        self._zero.clear_backward_seen_flag()
-        self.engine._manual_backward_expected = True
-        self.engine._backward_prologue()
+        prepare_backward(self.engine, self._zero)
         self._gradients.begin_pass()
 
     def _agree_on_used(self, used: Sequence[nn.Parameter]) -> None:

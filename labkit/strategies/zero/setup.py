@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from labkit.compat import deepspeed as deepspeed_compat
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.prepared import units
@@ -51,7 +52,7 @@ def bring(tensor: torch.Tensor, device: torch.device) -> None:
 
 def partition(parameter: nn.Parameter, partitioner: Any) -> None:
     if partitioner is not None:
-        partitioner._convert_to_zero_parameters([parameter])
+        deepspeed_compat.partition(partitioner, parameter)
 
 
 def round_trained(

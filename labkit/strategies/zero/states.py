@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from labkit.compat.deepspeed import link_states
+from labkit.compat.deepspeed import update_working_parameters
 from labkit.strategies.model import states
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Source
@@ -29,10 +31,7 @@ class ZeROStates:
         self._zero = zero
         self._partitions = partitions
         self._flat_of = {id(p): flat for flat, group in partitions for p in group}
-        if hasattr(zero, "_hp_optimizer_states_linked"):
-            # DeepSpeed does it in the first step, when but the first group has states.
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+        link_states(zero)
 
     def gather(self, *, with_optimizer: bool) -> Named:
         """This rank's share of the states, each whole, on the CPU. Collective."""
@@ -93,7 +92,7 @@ class ZeROStates:
                     if is_like(value, flat):
                         source.fill({f"optimizer.{name}.{key}": whole})
                         set_full(tensor, whole, key)
-        self._update_working_parameters()
+        update_working_parameters(self._zero)
 
     def _trained(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The parameters that are partitioned, by name."""
@@ -140,22 +139,7 @@ class ZeROStates:
                     source.fill({f"optimizer.{name}.{key}": count})
                     state[key] = torch.maximum(state.get(key, count), count)
             optimizer.state[flat] = state
-        if hasattr(self._zero, "_hp_optimizer_states_linked"):
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
-
-    def _update_working_parameters(self) -> None:
-        """Let the model compute with what the partitions hold. Collective."""
-        zero = self._zero
-        if hasattr(zero, "update_lp_params"):
-            zero.update_lp_params()
-            return
-        # What stage 3 does at the end of a step.
-        zero._partition_all_parameters()
-        for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        link_states(self._zero)
 
 
 class Share:

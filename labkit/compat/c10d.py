@@ -1,0 +1,197 @@
+"""What labkit takes of torch.distributed that is private: groups, meshes, rpc."""
+
+import sys
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+
+from labkit.compat.gate import Gate
+
+GATE = Gate("torch")
+Group = dist.ProcessGroup
+
+with GATE.imports():
+    from torch.distributed.rendezvous import _rendezvous_handlers
+
+_C10D = "torch.distributed.distributed_c10d"
+_RPC = "torch.distributed.rpc"
+_c10d: Any = torch._C._distributed_c10d
+
+
+# ---- groups ----
+
+
+@GATE.needs(f"{_C10D}:_World.pg_names")
+def names_of_groups() -> dict[Group, str]:
+    """All groups of this process, by which their names are known: torch lists none."""
+    return {group: str(name) for group, name in list(c10d._world.pg_names.items())}
+
+
+@GATE.needs(f"{_C10D}:_World.pg_group_ranks")
+def ranks_of(group: Group) -> list[int]:
+    """The ranks of a group; none where it has gone, for which the public function
+    raises KeyError."""
+    return sorted(c10d._world.pg_group_ranks.get(group, ()))
+
+
+@GATE.needs(f"{_C10D}:_World.pg_map")
+def is_alive(group: Any) -> bool:
+    """Whether torch knows this group, and has not destroyed it."""
+    return group in c10d._world.pg_map
+
+
+@GATE.needs(f"{_C10D}:_World.group_count")
+def num_groups_made() -> int:
+    """The count that groups are named by, which has to be equal on all ranks."""
+    count: int = c10d._world.group_count
+    return count
+
+
+@GATE.needs(f"{_C10D}:_World.group_count")
+def reset_group_count() -> None:
+    """Name groups from 0 again.
+
+    An init that was interrupted on one rank alone leaves the counts unequal: the ranks
+    would wait for each other under different names.
+    """
+    c10d._world.group_count = 0
+
+
+@GATE.needs(f"{_C10D}:_resolve_process_group")
+def group_named(name: str) -> Group:
+    """The group of a name, which is what functional collectives have of it."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@GATE.needs(f"{_C10D}:_update_default_pg")
+def set_default_group(group: Group | None) -> None:
+    """Make another group the default one."""
+    c10d._update_default_pg(group)
+
+
+@GATE.needs(f"{_C10D}:_abort_process_group")
+def abort_groups() -> None:
+    """Abort all communicators of NCCL, and forget the groups.
+
+    `destroy_process_group` waits for kernels that may never end.
+    """
+    c10d._abort_process_group()
+
+
+@GATE.needs(f"{_C10D}:_get_process_group_store")
+def store_of(group: Group) -> Any:
+    """The store that a group's ranks met at."""
+    return c10d._get_process_group_store(group)
+
+
+def num_started(group: Group) -> int:
+    """How many collectives this rank has started in a group; RuntimeError where it has
+    none yet, or is being destroyed."""
+    counted: Any = group
+    found: int = counted._get_sequence_number_for_group()
+    return found
+
+
+GATE.needs("torch.distributed:ProcessGroup._get_sequence_number_for_group")(num_started)
+
+
+def rendezvous_of(scheme: str) -> Callable[..., Any]:
+    """What a URL of this scheme leads to."""
+    return _rendezvous_handlers[scheme]
+
+
+def replace_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
+    """Have `env://`, say, lead elsewhere: `register_rendezvous_handler` takes new
+    schemes only."""
+    _rendezvous_handlers[scheme] = handler
+
+
+@GATE.needs("torch._C._distributed_c10d:_dump_fr_trace_json")
+def flight_record(*flags: bool) -> str:
+    """Torch's record of collectives, as JSON; `flags` are whether to have all of them,
+    and only active ones. NCCL's own is `_dump_nccl_trace_json`, which CPU builds lack.
+    """
+    record: bytes = _c10d._dump_fr_trace_json(*flags)
+    return record.decode()
+
+
+FUNCTIONAL = "_c10d_functional"
+"""The namespace of collectives that return their result."""
+
+
+def wait_for(tensor: torch.Tensor) -> None:
+    """Wait for the result of a functional collective."""
+    torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+# ---- meshes and DTensor ----
+
+
+@GATE.needs("torch.distributed.device_mesh:DeviceMesh._dim_group_names")
+def group_names_of(mesh: Any) -> list[str]:
+    """The names by which a DeviceMesh finds its groups; none before it has any."""
+    return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
+
+
+@GATE.needs("torch.distributed.device_mesh:DeviceMesh._dim_group_names")
+def set_groups_of(mesh: Any, names: list[str], groups: Mapping[str, Group]) -> None:
+    """Have a DeviceMesh find other groups, by their names.
+
+    It can be made of groups, but whoever has this one goes on to have it.
+    """
+    mesh._dim_group_names = names
+    if hasattr(mesh, "_pg_registry"):  # since torch 2.11; before, all are looked up
+        mesh._pg_registry.update(groups)
+
+
+def forget_shardings() -> None:
+    """Forget DTensor's results with meshes of before: it finds them for any mesh that
+    is equal to one."""
+    # It takes 0.8 s to load, which an engine without meshes has no use for.
+    from torch.distributed.tensor import debug
+
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # before torch 2.10
+        clear = debug._clear_python_sharding_prop_cache
+    clear()
+
+
+@GATE.needs("torch.distributed.tensor:DTensor._local_tensor")
+def local_part(tensor: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is.
+
+    `to_local()` is an operator: this is called while others are in the middle.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+# ---- torch.distributed.rpc ----
+
+
+@GATE.needs(f"{_RPC}.api:_is_current_rpc_agent_set")
+def has_rpc_agent() -> bool:
+    """Whether `init_rpc` was called, and `shutdown` was not."""
+    rpc: Any = sys.modules.get(_RPC)
+    return rpc is not None and bool(rpc.api._is_current_rpc_agent_set())
+
+
+@GATE.needs(
+    f"{_RPC}:_init_counter",
+    f"{_RPC}.api:_all_gather_sequence_id",
+    f"{_RPC}.api:_all_gather_sequence_id_to_states",
+)
+def reset_rpc_counts() -> None:
+    """Count from 0 again, as the other ranks do, what ranks are to have counted alike.
+
+    A rank that failed, or that was brought back, has called less of it than others.
+    """
+    rpc: Any = sys.modules.get(_RPC)
+    if rpc is not None:
+        rpc._init_counter = 0
+        rpc.api._all_gather_sequence_id.clear()
+        rpc.api._all_gather_sequence_id_to_states.clear()

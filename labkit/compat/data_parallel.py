@@ -1,0 +1,132 @@
+"""What labkit takes of DDP and FSDP2 that is private: the state of a step."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.compat.gate import Gate
+from labkit.compat.torch import call_after_backward
+
+GATE = Gate("torch")
+_DDP = "torch.nn.parallel:DistributedDataParallel"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_STATE = f"{_FSDP}._fsdp_state:FSDPState"
+_GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
+
+
+# ---- DDP ----
+
+
+@GATE.needs(f"{_DDP}._static_graph_delay_allreduce_enqueued")
+def begin_reduction(ddp: Any) -> None:
+    """What DDP's forward does for its reducer before a backward pass.
+
+    Labkit has the user's own model run forward, and DDP reduce its gradients.
+    """
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer._rebuild_buckets()
+    if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+        call_after_backward(ddp.reducer._delay_all_reduce)
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+
+@GATE.needs(f"{_DDP}._sync_buffers")
+def broadcast_buffers(ddp: Any) -> None:
+    """Give every rank the buffers of rank 0, as DDP's forward does. Collective."""
+    ddp._sync_buffers()
+
+
+@GATE.needs(f"{_DDP}._comm_hooks")
+def remake_reducer(ddp: DistributedDataParallel) -> None:
+    """Make a reducer for the default group of today, in place. Collective.
+
+    DDP refuses another step after a backward pass that did not end, and its reducer
+    knows no other group than it was made with. It is made again when DDP is unpickled,
+    on the default group; the same two methods do it here.
+    """
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    ddp.__setstate__(ddp.__getstate__())
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+# ---- FSDP2 ----
+
+
+@GATE.needs(f"{_FSDP}._fully_shard:FSDPModule._get_fsdp_state", f"{_STATE}._lazy_init")
+def init_root(root: FSDPModule) -> None:
+    """Make a module the root of its FSDP modules, as its first forward would.
+
+    Or the part of the model that is called first would take itself for the root.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
+@GATE.needs(f"{_STATE}._fsdp_param_group")
+def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
+    """The groups of parameters that this module gathers, each at once."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    # There can be several since torch 2.12.
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@GATE.needs(f"{_PARAM}._unsharded_param")
+def whole_of(part: Any) -> Any:
+    """The whole parameter, where it has been gathered before; None elsewhere."""
+    return getattr(part, "_unsharded_param", None)
+
+
+@GATE.needs(f"{_PARAM}._orig_size")
+def whole_size(part: Any) -> int:
+    """The elements of the whole parameter."""
+    size: torch.Size = part._orig_size
+    return size.numel()
+
+
+@GATE.needs(f"{_GROUP}._all_gather_result", f"{_STATE}._is_root")
+def reset_step(module: FSDPModule, *, drops_gathers: bool) -> None:
+    """Take back what a step that failed half-way has left; `module` need not be a root.
+
+    Source: `FSDPModule.reset_iter_state`, which waits for what is under way: with
+    `drops_gathers` it has gone with its group.
+    """
+    state: Any = module._get_fsdp_state()
+    if drops_gathers:
+        for group in groups_of(module):
+            group._all_gather_result = None
+    if not state._is_root:
+        return
+    if hasattr(module, "reset_iter_state"):  # since torch 2.12
+        module.reset_iter_state()
+    else:
+        _reset_step_by_hand(state)
+
+
+def _reset_step_by_hand(root: Any) -> None:
+    """`FSDPModule.reset_iter_state` for a torch that has none."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        if (group := state._fsdp_param_group) is None:
+            continue
+        group._all_gather_result = group._post_reduce_event = None
+        group._all_reduce_state = group._reshard_after_forward_event = None
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False

@@ -1,0 +1,131 @@
+"""What labkit takes of DeepSpeed's ZeRO that is private.
+
+Beside these, labkit reads attributes that DeepSpeed has for itself, if without an
+underscore: they are in `ATTRIBUTES`.
+"""
+
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from labkit.compat.gate import Gate
+
+GATE = Gate("deepspeed")
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_BASE = "deepspeed.runtime.base_optimizer"
+
+ATTRIBUTES = (
+    f"{_STAGE_2}.all_grad_tensors",
+    f"{_STAGE_2}.averaged_gradients",
+    f"{_STAGE_2}.ipg_buckets",
+    f"{_STAGE_2}.reduce_ready_partitions_and_remove_grads",
+    f"{_STAGE_2}.single_partition_of_fp32_groups",
+    f"{_STAGE_2}.update_lp_params",
+    f"{_STAGE_3}.fp16_groups",
+    f"{_STAGE_3}.fp32_partitioned_groups_flat",
+    f"{_STAGE_3}.grad_partitions_flat_buffer",
+    f"{_STAGE_3}.ipg_buckets",
+    f"{_STAGE_3}.persistent_parameters",
+    f"{_STAGE_3}.empty_partition_cache",
+    f"{_STAGE_3}.reduce_ready_partitions_and_remove_grads",
+    f"{_INIT}.param_id",
+    f"{_OFFLOAD}:FWD_MODULE_STACK",
+    "deepspeed.comm.comm:cdb",
+    "deepspeed.ops:__compatible_ops__",
+)
+
+
+@GATE.needs(*ATTRIBUTES)
+def look_into() -> None:
+    """Measure the memory of ZeRO's parts, and reduce when labkit says so."""
+
+
+@GATE.needs(f"{_INIT}._convert_to_zero_parameters")
+def partition(partitioner: Any, parameter: nn.Parameter) -> None:
+    """Partition one parameter for stage 3: `zero.Init` does so as modules are made."""
+    partitioner._convert_to_zero_parameters([parameter])
+
+
+@GATE.needs(
+    f"{_STAGE_2}._hp_optimizer_states_linked",
+    f"{_STAGE_2}._lazy_init_hp_params_optimizer_state",
+)
+def link_states(zero: Any) -> None:
+    """Link parameters with their optimizer's states now, in stages 1 and 2.
+
+    DeepSpeed does it in the first step, when but the first group has states.
+    """
+    if hasattr(zero, "_hp_optimizer_states_linked"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+@GATE.needs(
+    f"{_STAGE_3}._partition_all_parameters",
+    f"{_STAGE_3}._reassign_or_swap_out_partitioned_parameters",
+)
+def update_working_parameters(zero: Any) -> None:
+    """Let the model compute with what the fp32 partitions hold. Collective."""
+    if hasattr(zero, "update_lp_params"):
+        zero.update_lp_params()
+        return
+    # What stage 3 does at the end of a step.
+    zero._partition_all_parameters()
+    for number in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+@GATE.needs(
+    f"{_ENGINE}._manual_backward_expected",
+    f"{_ENGINE}._backward_prologue",
+    f"{_BASE}:ZeROOptimizer.clear_backward_seen_flag",
+)
+def prepare_backward(engine: Any, zero: Any) -> None:
+    """What the engine's `forward` does for a backward pass, which need not be called
+    once for every one."""
+    zero.clear_backward_seen_flag()
+    engine._manual_backward_expected = True
+    engine._backward_prologue()
+
+
+@GATE.needs(
+    f"{_BASE}:ZeROOptimizer._backward_hook_state",
+    f"{_BASE}:BackwardHookStateManager._grad_acc_post_hooks",
+)
+def call_before_reduction(zero: Any, function: Callable[..., None]) -> None:
+    """Have a function called when a pass has ended, before what DeepSpeed does then."""
+    zero._backward_hook_state._grad_acc_post_hooks.insert(0, function)
+
+
+@GATE.needs("deepspeed.utils.groups:_WORLD_GROUP")
+def forget_world_group(is_alive: Callable[[Any], bool] = lambda group: False) -> None:
+    """Have DeepSpeed make its copy of the default group again, unless it is alive.
+
+    It keeps groups from one `initialize` to the next.
+    """
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None and not is_alive(groups._WORLD_GROUP):
+        groups._WORLD_GROUP = None
+
+
+@GATE.needs(f"{_OFFLOAD}:DeepSpeedZeRoOffload._register_deepspeed_module")
+def module_count() -> list[int]:
+    """How many modules stage 3 has numbered in this process: the only element.
+
+    It is the mutable default of an argument.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    register: Any = DeepSpeedZeRoOffload._register_deepspeed_module
+    defaults: Sequence[list[int]] = register.__defaults__
+    [count] = defaults
+    return count

@@ -1,0 +1,274 @@
+"""What labkit takes of torch that is private: tensors, autograd, modules, loaders."""
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.compat.gate import Gate
+
+GATE = Gate("torch")
+
+with GATE.imports():
+    # torch has pytrees, fake tensors and dispatch modes in private modules only. As
+    # extensions use them they are stable in fact: its documentation names them.
+    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+
+    # Unlike `no_dispatch` of torch.utils._mode_utils it costs no generator.
+    from torch._C import _DisableTorchDispatch as no_dispatch
+
+    # For each node of the graph, within a backward pass: whether it will be run.
+    from torch._C import _will_engine_execute_node as will_execute
+    from torch._C._functorch import get_unwrapped as get_unwrapped
+    from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import is_fake as is_fake
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import (
+        _get_current_dispatch_mode as current_dispatch_mode,
+    )
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+__all__ = [
+    "BatchNormBase",
+    "DisableTorchFunctionSubclass",
+    "FakeTensorMode",
+    "NormBase",
+    "SpectralNorm",
+    "TorchDispatchMode",
+    "current_dispatch_mode",
+    "get_unwrapped",
+    "is_fake",
+    "is_functorch_wrapped",
+    "is_traceable_wrapper_subclass",
+    "no_dispatch",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "will_execute",
+]
+
+_LOADER = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+
+
+# ---- tensors and operators ----
+
+
+@GATE.needs("torch:UntypedStorage._cdata")
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage, which several Python objects can stand for.
+
+    `data_ptr()` is 0 for those that are empty, fake or on the meta device.
+    """
+    key: int = storage._cdata
+    return key
+
+
+@GATE.needs("torch:Tensor._indices", "torch:Tensor._values")
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two dense tensors of a sparse one that need not be coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+@GATE.needs("torch._ops:OpOverload._schema")
+def schema_of(operator: Any) -> Any:
+    """The name and arguments of an operator; None for one of higher order."""
+    return getattr(operator, "_schema", None)
+
+
+@GATE.needs("torch.autograd:_profiler_enabled")
+def is_profiled() -> bool:
+    """Whether a profiler is at work: torch.profiler does not say."""
+    enabled: bool = torch.autograd._profiler_enabled()
+    return enabled
+
+
+@GATE.needs("torch:Tensor._backward_hooks", "torch:Tensor._post_accumulate_grad_hooks")
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something waits for a tensor's gradient: hooks can be added, not seen."""
+    held: Any = tensor
+    return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
+
+
+BOOKKEEPING = ("_backward_hooks", "_version")
+"""Attributes of a tensor that autograd reads, and no user computes with."""
+
+
+# ---- autograd ----
+
+
+@GATE.needs("torch.autograd:_engine_run_backward")
+def wrap_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap` of it in the place of what every backward pass comes through, once.
+
+    Hooks of tensors and nodes see one graph; there is none for all passes.
+    """
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    if not hasattr(original, "__wrapped__"):
+        autograd._engine_run_backward = functools.wraps(original)(wrap(original))
+
+
+@GATE.needs("torch.autograd:Variable._execution_engine")
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have autograd call a function at the end of the pass under way, as DDP does."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def saved_number(node: Any, name: str) -> Any:
+    """What a node of the graph has saved that is no tensor; None where it has not."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def saved_value(node: Any, name: str) -> Any:
+    """A tensor or number that is saved for the backward pass; None where hooks keep
+    it, which may compute it again."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if saved is None:
+        return getattr(node, f"_saved_{name}", None)
+    return saved.data if saved.unpack_hook is None else None
+
+
+@GATE.needs("torch.autograd.graph:Node._input_metadata")
+def outputs_of(node: Any) -> Any:
+    """Shape and type of what an operation gave, which are its gradients' too."""
+    return getattr(node, "_input_metadata", ())
+
+
+@GATE.needs("torch.amp:GradScaler._per_optimizer_states")
+def forget_unscaling(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> None:
+    """Let `scaler.unscale_` be called again: it refuses a second time in a step."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+# ---- modules ----
+
+
+@GATE.needs("torch.nn:Module._buffers")
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module itself, also those that are None so far."""
+    return module._buffers
+
+
+@GATE.needs("torch.nn:Module._forward_pre_hooks")
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a module, of which some are what weight norms are made of."""
+    return list(module._forward_pre_hooks.values())
+
+
+@GATE.needs(
+    *("torch.nn:Module._parameters", "torch.nn:Module._forward_hooks"),
+    *("torch.nn:Module._forward_pre_hooks", "torch.nn:Module._backward_hooks"),
+)
+def drop_hooks_of(package: str, module: nn.Module) -> None:
+    """Give a module tables of its own, of which the hooks lack those of a package."""
+    own = vars(module)
+    own["_parameters"] = dict(own["_parameters"])
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        own[name] = OrderedDict(
+            (key, hook)
+            for key, hook in own[name].items()
+            if not str(getattr(hook, "__module__", "")).startswith(package)
+        )
+
+
+@GATE.needs("torch.nn:Module._compiled_call_impl")
+def undo_compile(module: nn.Module) -> None:
+    """Take back `module.compile()`."""
+    module._compiled_call_impl = None
+
+
+@GATE.needs("torch._dynamo:OptimizedModule._orig_mod")
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` gave this module, which holds the plain one."""
+    return "_orig_mod" in dict(model.named_children())
+
+
+@GATE.needs("torch.nn:MultiheadAttention._reset_parameters")
+def reset_of(module: nn.Module) -> Any:
+    """What gives a module its first values, if it says so: `reset_parameters`.
+
+    MultiheadAttention and Transformer have it under another name.
+    """
+    names = ("reset_parameters", "_reset_parameters")
+    return next((getattr(module, n) for n in names if hasattr(module, n)), None)
+
+
+@GATE.needs("torch.nn.utils.parametrizations:_SpectralNorm._u")
+def dtype_of_power_iteration(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
+    """The precision that a spectral norm computes in; it has no buffers for vectors."""
+    dtype: torch.dtype = getattr(module, "_u", weight).dtype
+    return dtype
+
+
+# ---- the loader ----
+
+
+@contextlib.contextmanager
+@GATE.needs(f"{_LOADER}._next_index", f"{_LOADER}.__next__")
+def watching_loaders(
+    on_drawn: Callable[[Any, Any], None], on_end: Callable[[Any], None]
+) -> Iterator[None]:
+    """Call `on_drawn(iterator, indices)` for each batch that any DataLoader draws, and
+    `on_end(iterator)` when it has no more.
+
+    A sampler knows what was asked of it, not which loader, nor what was used.
+    """
+    kind: Any = _BaseDataLoaderIter
+    next_index, next_batch = kind._next_index, kind.__next__
+
+    def noted(iterator: Any) -> Any:
+        found = next_index(iterator)
+        on_drawn(iterator, found)
+        return found
+
+    def ended(iterator: Any) -> Any:
+        try:
+            return next_batch(iterator)
+        except StopIteration:
+            on_end(iterator)
+            raise
+
+    kind._next_index, kind.__next__ = noted, ended
+    try:
+        yield
+    finally:
+        kind._next_index, kind.__next__ = next_index, next_batch
+
+
+@GATE.needs(f"{_LOADER}._dataset")
+def dataset_of(iterator: Any) -> Any:
+    """What an iterator of a DataLoader draws from."""
+    return iterator._dataset
+
+
+# ---- extensions in C++ ----
+
+
+@GATE.needs("torch.utils.cpp_extension:_write_ninja_file_and_build_library")
+def wrap_build(
+    module: Any, wrap: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    """Replace what compiles an extension on demand, in torch.utils.cpp_extension.
+
+    `load` is imported by name, by DeepSpeed for one, before anybody can replace it.
+    """
+    build = module._write_ninja_file_and_build_library
+    module._write_ninja_file_and_build_library = wrap(build)
