@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -156,6 +157,11 @@ def forget_unscaling(
 ) -> None:
     """Let `scaler.unscale_` be called again: it refuses a second time in a step."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def load_compiler() -> None:
+    """Import torch._dynamo, as the first optimizer of a process does, in 1.6 s."""
+    importlib.import_module("torch._dynamo")
 
 
 # ---- modules ----

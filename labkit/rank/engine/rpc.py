@@ -37,7 +37,7 @@ def warm_up() -> None:
     (0.5 s). Not in a thread: two threads that import the same modules can leave one
     half made.
     """
-    importlib.import_module("torch._dynamo")
+    torch.load_compiler()
     importlib.import_module("torch.distributed.checkpoint")
     importlib.import_module("torch.distributed.tensor.debug")
     try:
