@@ -210,6 +210,58 @@ def test_every_failure_leaves_the_strategy_right(
     torch.testing.assert_close(weights(lab), references[0])
 
 
+# The gradients of the last layer are there when the backward pass fails.
+BREAK_INSIDE = """
+def breaks(module, args, output):
+    if is_to_break:
+        output = RaisesInBackward.apply(output)
+    return output
+
+is_to_break = False
+"""
+TAKE_STEP = "F.cross_entropy(model(x), y).backward()\noptimizer.step()\n"
+
+
+@pytest.mark.parametrize("who", ["rank == 1 or world_size == 1", "True"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_whose_backward_pass_failed_is_trained_on(
+    lab: Lab, strategy: str, who: str, references: list[dict[str, Any]]
+) -> None:
+    fail = f"def fail(): assert not ({who}), 'on purpose'\n"
+    lab.run(SET_UP + BREAK_INSIDE + fail)
+    code = training(
+        before="step or plain[1].register_forward_hook(breaks)\n"
+        "    is_to_break = step == 2"
+    )
+    with pytest.raises(RankError, match="on purpose"):
+        lab.train(strategy, code, live=False, timeout=60)
+    ranks = "0" if strategy == "single" else "all"
+    lab.run("is_to_break = False\noptimizer.zero_grad()", ranks=ranks)
+    lab.run(TAKE_STEP + "optimizer.zero_grad()", ranks=ranks)
+    torch.testing.assert_close(weights(lab), references[0])
+    lab.run(TAKE_STEP, ranks=ranks)
+    torch.testing.assert_close(weights(lab), references[1])
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_loop_that_catches_what_a_backward_pass_raises_goes_on(
+    lab: Lab, strategy: str, zeroes: bool, references: list[dict[str, Any]]
+) -> None:
+    lab.run(SET_UP + BREAK_INSIDE + "def fail(): raise ValueError('on purpose')\n")
+    code = training(
+        before="step or plain[1].register_forward_hook(breaks)\n"
+        "    is_to_break = True\n"
+        "    try:\n        F.cross_entropy(model(x), y).backward()\n"
+        f"    except ValueError:\n        {zeroes} and optimizer.zero_grad()\n"
+        "    is_to_break = False"
+    )
+    run = lab.train(strategy, code, live=False, timeout=60)
+    torch.testing.assert_close(weights(lab), references[0])
+    dropped = "a backward pass failed half-way"
+    assert any(dropped in note for note in run.notes) is not zeroes
+
+
 def test_failures_in_all_that_a_cell_calls(
     lab: Lab, references: list[dict[str, Any]]
 ) -> None:

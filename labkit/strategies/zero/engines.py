@@ -64,6 +64,25 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def drop_gathers(offload: Any) -> None:
+    """Have all parameters of stage 3 in parts, as before a forward pass, after one or
+    its backward pass has failed half-way. Local."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    FWD_MODULE_STACK.clear()
+    coordinator = offload.get_param_coordinator()
+    coordinator.release_backward_leftovers()
+    in_flight = offload.module.ds_inflight_param_registry
+    for parameter in in_flight:
+        # Not to be waited for: the other ranks may never begin it.
+        parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+        parameter.data = parameter.data.new_empty(0)
+    in_flight.clear()
+    offload.partition_all_parameters()
+    if coordinator.is_record_trace():
+        coordinator._invalidate_trace()  # or half of a pass would be taken for a whole
+
+
 def agree_on_ids(device: torch.device) -> None:
     """Number the next parameters and modules alike on all ranks, as stage 3 checks.
     Collective.

@@ -49,6 +49,13 @@ from labkit.strategies.zero.setup import restore_digits
 from labkit.strategies.zero.states import Partitions
 from labkit.strategies.zero.states import ZeROStates
 
+DROPPED = (
+    "a backward pass failed half-way, with the gradients of some parameters averaged "
+    "over the ranks and others not, so all gradients of that step are dropped. Call "
+    "optimizer.zero_grad() where the loop catches the exception, as other strategies "
+    "need it, too"
+)
+
 
 class ZeRO(Prepared):
     """Partition optimizer state (1), gradients too (2), and parameters too (3).
@@ -112,8 +119,10 @@ class ZeRO(Prepared):
         self._has_stepped = False
         self._is_zeroed = True
         """Whether the loop has zeroed gradients since its last step."""
-        self._is_broken = ""
-        """Why the model cannot be trained on."""
+        self._is_released = False
+        """Whether DeepSpeed has let go of the model."""
+        self._has_dropped = False
+        """Whether a backward pass has failed half-way, and no zero_grad() followed."""
         self.hides_gradients = False
         """Whether they are partial sums, which no loop is to see."""
         self._is_reduced = False
@@ -160,7 +169,10 @@ class ZeRO(Prepared):
         return seed * self._loss_scale if self._loss_scale != 1.0 else seed
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
-        self._check_whole()
+        self._check_held()
+        if self._has_dropped:
+            self._has_dropped = False
+            self.note(DROPPED)
         self._check_trained(only_new=True)
         if not self._gradients.hand_back():
             self.zero_grad()
@@ -200,13 +212,26 @@ class ZeRO(Prepared):
 
     def end_backward(self, *, has_failed: bool) -> None:
         self._gradients.end_ours()
-        if not has_failed and self._in_order is not None:
-            self._in_order.agree()
         if has_failed:
-            self._is_broken = (
-                "a backward pass failed half-way, with the gradients of some "
-                "parameters averaged; make model and optimizer again, and prepare them"
-            )
+            self._drop_gradients()
+        elif self._in_order is not None:
+            self._in_order.agree()
+
+    def _drop_gradients(self) -> None:
+        """Forget those of this step, of which some are averaged over the ranks and
+        others not. Local: the other ranks may be gone."""
+        state = self._zero._backward_hook_state
+        state.backward_active_depth = state.remaining_grad_acc_hooks = 0
+        state.reset_for_new_step()
+        with self._gradients.ours():
+            self._reset_reduction()
+        self._clear()
+        self._used.clear()
+        self._has_dropped = True
+
+    def _reset_reduction(self) -> None:
+        """Put DeepSpeed where it is before the first backward pass of a step."""
+        raise NotImplementedError
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient of all ranks, whole; None if there is none. Collective."""
@@ -229,18 +254,26 @@ class ZeRO(Prepared):
 
     def _reduce(self) -> None:
         """Average the gradients so far over the ranks, in parts. Collective."""
-        if not self._is_reduced:
+        if self._is_reduced:
+            return
+        try:
             with self._gradients.ours():
                 self._reduce_gradients()
-            self._is_reduced = True
+        except BaseException:
+            self._drop_gradients()
+            raise
+        self._is_reduced = True
 
     def _owned(self) -> list[nn.Parameter]:
         """The parameters that the user's optimizer has."""
         return [p for group in self._given_groups for p in group["params"]]
 
-    def _check_whole(self) -> None:
-        if self._is_broken:
-            raise UnsupportedLoopError(f"under {self.name} {self._is_broken}")
+    def _check_held(self) -> None:
+        if self._is_released:
+            raise UnsupportedLoopError(
+                f"under {self.name} DeepSpeed has released this model, because a later "
+                "run prepared one; prepare model and optimizer again"
+            )
 
     def _check_trained(self, *, only_new: bool = False) -> None:
         now = {id(p): p for p in self._owned() if p.requires_grad}
@@ -265,7 +298,7 @@ class ZeRO(Prepared):
     # ---- the step ----
 
     def step(self, closure: Closure | None = None) -> float | None:
-        self._check_whole()
+        self._check_held()
         self._check_trained()
         if self._has_stepped and not self._is_zeroed and self._has_gradients:
             raise UnsupportedLoopError(
@@ -279,10 +312,10 @@ class ZeRO(Prepared):
             self.zero_grad()
         if not self._has_gradients:
             return None  # as an optimizer that finds no gradient
+        self._reduce()
         self.note_step()
         self._note_unused()
         with self._gradients.ours():
-            self._reduce()
             self._take_weights()
             self.engine.set_gradient_accumulation_boundary(True)
             try:
@@ -295,15 +328,15 @@ class ZeRO(Prepared):
         return None if self.options.clip is None or norm is None else float(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._is_zeroed = True
+        self.note_zeroed()
         self._clear()
 
     def gradients(self) -> list[torch.Tensor]:
         return self._gradients.given()
 
     def note_zeroed(self) -> None:
-        """The loop has taken a gradient away by hand."""
-        self._is_zeroed = True
+        """The loop has taken gradients away."""
+        self._is_zeroed, self._has_dropped = True, False
 
     def _clear(self) -> None:
         self._gradients.forget()
@@ -427,10 +460,7 @@ class ZeRO(Prepared):
         self._gradients.close()
         for handle in self._casts:
             handle.remove()
-        self._is_broken = (
-            "DeepSpeed has released this model, because a later run prepared one; "
-            "prepare model and optimizer again"
-        )
+        self._is_released = True
         forget(self.engine)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from labkit.strategies.model.states import plain_shape
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.zero.engines import buckets
+from labkit.strategies.zero.engines import drop_gathers
 from labkit.strategies.zero.engines import land_parameters
 from labkit.strategies.zero.partitioned import ZeRO
 from labkit.strategies.zero.partitioned import process_filled
@@ -45,6 +46,14 @@ class ZeRO3(ZeRO):
 
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
+
+    def _reset_reduction(self) -> None:
+        for bucket in self._zero.ipg_buckets.values():
+            bucket.clear_params()
+        for parameter in self.given_parameters:
+            parameter.grad = None  # DeepSpeed's own zero_grad is not for CPUs here
+        self._take_weights()
+        drop_gathers(self._zero.parameter_offload)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)

@@ -58,6 +58,14 @@ class ZeRO1And2(ZeRO):
                 tensor.add_(more)
         self._carried.clear()
 
+    def _reset_reduction(self) -> None:
+        zero = self._zero
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero._release_ipg_buffers()
+
     def _process_gradient(self, parameter: nn.Parameter) -> None:
         self._zero.process_gradients(parameter, self._group_of[id(parameter)])
 
