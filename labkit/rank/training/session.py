@@ -13,13 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
 from labkit.checks import UnsupportedLoopError
-from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
@@ -37,13 +34,17 @@ from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.data.orders import Peers
+from labkit.rank.loop.arguments import check_functions
+from labkit.rank.loop.arguments import check_prepared
+from labkit.rank.loop.arguments import check_reduction
+from labkit.rank.loop.arguments import describe
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.loss_hooks import Loss
 from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.loss_hooks import snapshot
 from labkit.rank.loop.loss_kind import LossWatch
 from labkit.rank.loop.loss_kind import is_looked_at
-from labkit.rank.loop.rank_guards import lonely_use
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.oom_report import Forecastable
@@ -65,7 +66,6 @@ from labkit.records import STEP_TAKEN
 from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
-from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import release_former
 from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
@@ -80,7 +80,6 @@ from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.unsupported import check_supported
-from labkit.strategies.zero.engines import is_zero
 from labkit.train_options import TrainOptions
 
 RESERVED = frozenset(
@@ -136,13 +135,6 @@ class Session:
         self._noticer = LossHooks(self._after_optimizer_step)
         self._noticer.on_backward = self._on_backward
         self._noticer.check_loss = self._check_loss
-        is_plain = strategy.is_single and options.accumulate == 1
-        if not (strategy.is_by_hand or is_plain):
-            self._noticer.check_optimizer = self._check_optimizer
-            self._noticer.check_gradients_of = self._check_gradients_of
-            self._noticer.check_inputs = self._check_inputs
-            self._noticer.check_graph = self._check_graph
-            self._noticer.check_scaler = self._check_scaler
         self._report = report
         self._after_step = after_step
         self._probe: StepProbe | None = None
@@ -159,6 +151,14 @@ class Session:
             note=self.note,
         )
         self._optimizers: list[PreparedOptimizer] = []
+        self._checks = LoopChecks(
+            strategy,
+            options,
+            world_size=world_size,
+            prepared=self.prepared,
+            note=self.note,
+        )
+        self._checks.install(self._noticer)
         self.forecastable: Forecastable | None = None
         """Of the model that was prepared last."""
         self._undo: list[Callable[[], None]] = []
@@ -301,8 +301,8 @@ class Session:
             num_ranks=self.world_size,
             precision=self.options.precision,
         )
-        self._check_ownership(model, optimizer)
-        self._check_rank_guards()
+        self._checks.check_ownership(model, optimizer)
+        self._checks.check_rank_guards(self.code)
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
@@ -565,85 +565,6 @@ class Session:
 
     # ---- what a strategy cannot do ----
 
-    def _check_ownership(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """UnsupportedLoopError unless the optimizer's parameters are the model's, and
-        of no other that was prepared."""
-        ours = self._prepared_ids()
-        if any(id(parameter) in ours for parameter in model.parameters()):
-            raise UnsupportedLoopError(
-                "parameters of this model were already prepared in this cell, and a "
-                "parameter can have only one optimizer. Pass prepare one optimizer "
-                "with one parameter group for each part"
-            )
-        if self._optimizers and self.options.precision == "fp16":
-            raise UnsupportedLoopError(
-                "--precision fp16 scales the loss of one model; with several, as in a "
-                "GAN, use --precision bf16"
-            )
-        if self._optimizers and self.options.accumulate > 1:
-            raise UnsupportedLoopError(
-                "--accumulate is for one model: with several, as in a GAN, each has to "
-                "see the others after their step, and between microbatches there is no "
-                "step. Leave out --accumulate, or put the models into one "
-                "torch.nn.ModuleList with one optimizer"
-            )
-        owned = {id(parameter) for parameter in model.parameters()}
-        others = [p for p in parameters_of(optimizer) if id(p) not in owned]
-        shapes = [tuple(parameter.shape) for parameter in others]
-        if shapes and not self.strategy.is_single:
-            raise UnsupportedLoopError(
-                "the optimizer has parameters that are not the model's "
-                f"({len(shapes)}, the first of shape {shapes[0]}), so "
-                f"{self.strategy.name} would not synchronize them; put both modules "
-                "into one and prepare that: both = torch.nn.ModuleList([model, other])"
-            )
-
-    def _check_rank_guards(self) -> None:
-        strategy = self.strategy
-        if self.world_size == 1 or not strategy.is_partitioned:
-            return
-        if use := lonely_use(self.code, gradients_alone=not strategy.is_sharded):
-            raise UnsupportedLoopError(
-                f"{use} runs on one rank only, but under {self.strategy.name} each "
-                "rank has only a part of what it needs, so that rank would wait "
-                "forever for the others. Run it on all ranks and print or save the "
-                "result on one; save_checkpoint(folder), called on all ranks, saves "
-                "the whole model"
-            )
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that `prepare` did not return is about to step."""
-        kind, strategy = type(optimizer).__name__, self.strategy.name
-        if not self._optimizers and self.strategy.is_single:
-            return
-        if not self._optimizers:
-            raise UnsupportedLoopError(
-                f"the cell trains without prepare, so {strategy} distributes nothing "
-                "and every rank would train a model of its own; call model, optimizer, "
-                "loader = prepare(model, optimizer, dataset, batch_size=B), or use "
-                "%%dist_train raw, where the cell does all of it"
-            )
-        if any(optimizer is each.prepared.optimizer for each in self._optimizers):
-            raise UnsupportedLoopError(
-                f"the loop steps the {kind} that was passed to prepare instead of the "
-                "optimizer that prepare returned; write model, optimizer, loader = "
-                "prepare(model, optimizer, ...) and call step() on that optimizer"
-            )
-        ours = self._prepared_ids()
-        if any(id(parameter) in ours for parameter in parameters_of(optimizer)):
-            raise UnsupportedLoopError(
-                f"{kind} has parameters of a model that was prepared with another "
-                f"optimizer, and under {strategy} only that one can step them; give "
-                "prepare one optimizer with a parameter group for each part"
-            )
-        self.note(
-            f"{kind} was not passed to prepare, so under {strategy} its parameters "
-            "are not synchronized: every rank trains its own copy, unlike one "
-            "process. Call prepare once for each model and its optimizer"
-        )
-
     def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
         """Note a loss that is not the mean of those of ranks and microbatches."""
         number, is_on_gpu = self._noticer.microbatch, loss.device.type != "cpu"
@@ -655,26 +576,6 @@ class Session:
         if text := self._loss_watch.look(loss, num_samples, number, seed):
             self.note(text)
             self._loss_watch = None
-
-    def _check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
-        strategy, has_microbatches = self.strategy, self.options.accumulate > 1
-        is_freed = not strategy.differentiates_twice or (
-            strategy.is_sharded and has_microbatches
-        )
-        if create_graph and is_freed and self._optimizers:
-            raise UnsupportedLoopError(
-                "torch.autograd.grad(..., create_graph=True) needs parameters in two "
-                f"backward passes, and {self.strategy.name} frees them after the "
-                "first; use ddp, zero1 or zero2 (or zero3 without --accumulate)"
-            )
-        ours = self._prepared_ids()
-        if any(id(each) in ours for each in inputs):
-            raise UnsupportedLoopError(
-                "torch.autograd.grad returns the gradients of this rank and microbatch "
-                f"alone, which {self.strategy.name} does not average; use "
-                "loss.backward() and read parameter.grad, which is that of the whole "
-                "batch, or use %%dist_train raw"
-            )
 
     def _refuse(self, refusal: UnsupportedLoopError) -> None:
         """Raise it in the cell, which waits for the thread that calls this."""
@@ -689,50 +590,6 @@ class Session:
             return
         for each in self.prepared():
             each.agree()
-
-    def _check_inputs(self, inputs: Roots) -> None:
-        """A backward pass is to give gradients to `inputs` alone."""
-        ours = self._prepared_ids()
-        if (
-            self.world_size > 1
-            and not self.strategy.has_own_gradients
-            and any(id(each) in ours for each in inputs)
-        ):
-            raise UnsupportedLoopError(
-                "backward(inputs=...) names some parameters of the model, and "
-                f"{self.strategy.name} averages those of a whole backward pass. Set "
-                "requires_grad_(False) on the others for that pass, or use zero1 or "
-                "zero2"
-            )
-
-    def _check_graph(self) -> None:
-        if self.world_size > 1 and self._optimizers:
-            raise UnsupportedLoopError(
-                "backward(create_graph=True) asks for gradients that can be "
-                f"differentiated again; those that {self.strategy.name} averages over "
-                "the ranks cannot. Use torch.autograd.grad(..., create_graph=True) "
-                "with respect to the inputs, or %%dist_train single"
-            )
-
-    def _check_scaler(self) -> None:
-        is_partitioned = self.strategy.has_own_gradients and bool(self._optimizers)
-        if is_partitioned or self.options.accumulate > 1:
-            why = (
-                f"needs whole gradients, which {self.strategy.name} partitions"
-                if is_partitioned
-                else "steps after every microbatch, which --accumulate does not"
-            )
-            raise UnsupportedLoopError(
-                f"torch.amp.GradScaler {why}; leave it out and give --precision fp16, "
-                "which scales the loss and skips steps that overflow"
-            )
-
-    def _prepared_ids(self) -> set[int]:
-        return {
-            id(parameter)
-            for each in self.prepared()
-            for parameter in (*each.given_parameters, *each.module.parameters())
-        }
 
     def _mean_over_ranks(self, loss: Any) -> Any:
         """The loss of the whole batch, of this rank's: the weights of all ranks add up
@@ -858,11 +715,6 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
     optimizer.prepared.step(closure)
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def speak_as_ddp(model: nn.Module) -> None:
     """A loop that was written for DDP says `model.module`, and `model.no_sync()`."""
     for name, value in {"module": model, "no_sync": contextlib.nullcontext}.items():
@@ -877,77 +729,3 @@ def is_sampled(step: int) -> bool:
     the second; then the 10th, 100th, ..., so that it costs nothing.
     """
     return step == 3 or str(step).rstrip("0") == "1"
-
-
-def check_prepared(model: Any, optimizer: Any) -> None:
-    """ValueError unless `prepare` can use this model and optimizer together."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {describe(model)}; prepare takes a torch.nn.Module")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "model is wrapped in DistributedDataParallel already; give prepare the "
-            "plain model, or use %%dist_train raw"
-        )
-    if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError(
-            "model is sharded already, by an earlier run or by the cell; build it "
-            "again in this cell, or use %%dist_train raw"
-        )
-    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
-        raise ValueError(
-            "the model has lazy modules that have not seen any input, so their "
-            "parameters have no shape; call model(x) once before prepare, and make the "
-            "optimizer after that"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer is {describe(optimizer)}; make one from the model's "
-            "parameters, as torch.optim.SGD(model.parameters(), lr=0.1)"
-        )
-    ours = {id(parameter) for parameter in model.parameters()}
-    if not any(
-        id(parameter) in ours
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ):
-        raise ValueError(
-            "the optimizer holds no parameter of this model; make it after the model, "
-            "from model.parameters()"
-        )
-
-
-def check_reduction(reduction: Any, weigh: Any) -> None:
-    """ValueError unless `prepare` can weigh losses so."""
-    check_choice("reduction", reduction, ["mean", "sum"])
-    if weigh is not None and not callable(weigh):
-        raise ValueError(
-            f"weigh is {shown(weigh)}; give a function of a batch, as "
-            "weigh=lambda batch: (batch[1] != -100).sum()"
-        )
-    if weigh is not None and reduction == "sum":
-        raise ValueError(
-            'weigh is for losses that are means, and reduction is "sum"; leave out '
-            "one of the two"
-        )
-
-
-def check_functions(loss_fn: Any, metrics: Any) -> None:
-    """ValueError unless `fit` can call these."""
-    if not isinstance(metrics, Mapping) or "loss" in metrics:
-        raise ValueError(
-            f"metrics are {shown(metrics)}; give a dict of functions by name, without "
-            "the name 'loss', which is loss_fn's"
-        )
-    for name, function in {"loss_fn": loss_fn, **metrics}.items():
-        if not isinstance(name, str) or not callable(function):
-            raise ValueError(
-                f"{shown(name)} is {shown(function)}; give a function(output, y), "
-                "named by a string"
-            )
-
-
-def describe(value: Any) -> str:
-    """A value in few words, for an error message."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} {shown(value)}"

@@ -1,0 +1,93 @@
+"""What `prepare` and `fit` can be called with."""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from labkit.checks import check_choice
+from labkit.checks import shown
+from labkit.strategies.zero.engines import is_zero
+
+
+def check_prepared(model: Any, optimizer: Any) -> None:
+    """ValueError unless `prepare` can use this model and optimizer together."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {describe(model)}; prepare takes a torch.nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel already; give prepare the "
+            "plain model, or use %%dist_train raw"
+        )
+    if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "model is sharded already, by an earlier run or by the cell; build it "
+            "again in this cell, or use %%dist_train raw"
+        )
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        raise ValueError(
+            "the model has lazy modules that have not seen any input, so their "
+            "parameters have no shape; call model(x) once before prepare, and make the "
+            "optimizer after that"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer is {describe(optimizer)}; make one from the model's "
+            "parameters, as torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(
+        id(parameter) in ours
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise ValueError(
+            "the optimizer holds no parameter of this model; make it after the model, "
+            "from model.parameters()"
+        )
+
+
+def check_reduction(reduction: Any, weigh: Any) -> None:
+    """ValueError unless `prepare` can weigh losses so."""
+    check_choice("reduction", reduction, ["mean", "sum"])
+    if weigh is not None and not callable(weigh):
+        raise ValueError(
+            f"weigh is {shown(weigh)}; give a function of a batch, as "
+            "weigh=lambda batch: (batch[1] != -100).sum()"
+        )
+    if weigh is not None and reduction == "sum":
+        raise ValueError(
+            'weigh is for losses that are means, and reduction is "sum"; leave out '
+            "one of the two"
+        )
+
+
+def check_functions(loss_fn: Any, metrics: Any) -> None:
+    """ValueError unless `fit` can call these."""
+    if not isinstance(metrics, Mapping) or "loss" in metrics:
+        raise ValueError(
+            f"metrics are {shown(metrics)}; give a dict of functions by name, without "
+            "the name 'loss', which is loss_fn's"
+        )
+    for name, function in {"loss_fn": loss_fn, **metrics}.items():
+        if not isinstance(name, str) or not callable(function):
+            raise ValueError(
+                f"{shown(name)} is {shown(function)}; give a function(output, y), "
+                "named by a string"
+            )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def describe(value: Any) -> str:
+    """A value in few words, for an error message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {shown(value)}"

@@ -1,0 +1,190 @@
+"""Refuses, or notes, what a loop does that its strategy cannot make right."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from labkit.checks import UnsupportedLoopError
+from labkit.rank.loop.arguments import parameters_of
+from labkit.rank.loop.loss_hooks import LossHooks
+from labkit.rank.loop.rank_guards import lonely_use
+from labkit.strategies import Strategy
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.prepared import Prepared
+from labkit.train_options import TrainOptions
+
+
+class LoopChecks:
+    """The checks of one run: before a model is prepared, and in the loop."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        options: TrainOptions,
+        *,
+        world_size: int,
+        prepared: Callable[[], Sequence[Prepared]],
+        note: Callable[[str], None],
+    ) -> None:
+        """`prepared()` are the models of the run so far."""
+        self._strategy = strategy
+        self._options = options
+        self._world_size = world_size
+        self._prepared = prepared
+        self._note = note
+
+    def install(self, hooks: LossHooks) -> None:
+        """Have `hooks` call them, where ranks or microbatches are to be one."""
+        is_plain = self._strategy.is_single and self._options.accumulate == 1
+        if self._strategy.is_by_hand or is_plain:
+            return
+        hooks.check_optimizer = self.check_optimizer
+        hooks.check_gradients_of = self.check_gradients_of
+        hooks.check_inputs = self.check_inputs
+        hooks.check_graph = self.check_graph
+        hooks.check_scaler = self.check_scaler
+
+    def check_ownership(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """UnsupportedLoopError unless the optimizer's parameters are the model's, and
+        of no other that was prepared."""
+        ours = self._prepared_ids()
+        if any(id(parameter) in ours for parameter in model.parameters()):
+            raise UnsupportedLoopError(
+                "parameters of this model were already prepared in this cell, and a "
+                "parameter can have only one optimizer. Pass prepare one optimizer "
+                "with one parameter group for each part"
+            )
+        if self._prepared() and self._options.precision == "fp16":
+            raise UnsupportedLoopError(
+                "--precision fp16 scales the loss of one model; with several, as in a "
+                "GAN, use --precision bf16"
+            )
+        if self._prepared() and self._options.accumulate > 1:
+            raise UnsupportedLoopError(
+                "--accumulate is for one model: with several, as in a GAN, each has to "
+                "see the others after their step, and between microbatches there is no "
+                "step. Leave out --accumulate, or put the models into one "
+                "torch.nn.ModuleList with one optimizer"
+            )
+        owned = {id(parameter) for parameter in model.parameters()}
+        others = [p for p in parameters_of(optimizer) if id(p) not in owned]
+        shapes = [tuple(parameter.shape) for parameter in others]
+        if shapes and not self._strategy.is_single:
+            raise UnsupportedLoopError(
+                "the optimizer has parameters that are not the model's "
+                f"({len(shapes)}, the first of shape {shapes[0]}), so "
+                f"{self._strategy.name} would not synchronize them; put both modules "
+                "into one and prepare that: both = torch.nn.ModuleList([model, other])"
+            )
+
+    def check_rank_guards(self, code: str) -> None:
+        strategy = self._strategy
+        if self._world_size == 1 or not strategy.is_partitioned:
+            return
+        if use := lonely_use(code, gradients_alone=not strategy.is_sharded):
+            raise UnsupportedLoopError(
+                f"{use} runs on one rank only, but under {self._strategy.name} each "
+                "rank has only a part of what it needs, so that rank would wait "
+                "forever for the others. Run it on all ranks and print or save the "
+                "result on one; save_checkpoint(folder), called on all ranks, saves "
+                "the whole model"
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that `prepare` did not return is about to step."""
+        kind, strategy = type(optimizer).__name__, self._strategy.name
+        if not self._prepared() and self._strategy.is_single:
+            return
+        if not self._prepared():
+            raise UnsupportedLoopError(
+                f"the cell trains without prepare, so {strategy} distributes nothing "
+                "and every rank would train a model of its own; call model, optimizer, "
+                "loader = prepare(model, optimizer, dataset, batch_size=B), or use "
+                "%%dist_train raw, where the cell does all of it"
+            )
+        if any(optimizer is each.optimizer for each in self._prepared()):
+            raise UnsupportedLoopError(
+                f"the loop steps the {kind} that was passed to prepare instead of the "
+                "optimizer that prepare returned; write model, optimizer, loader = "
+                "prepare(model, optimizer, ...) and call step() on that optimizer"
+            )
+        ours = self._prepared_ids()
+        if any(id(parameter) in ours for parameter in parameters_of(optimizer)):
+            raise UnsupportedLoopError(
+                f"{kind} has parameters of a model that was prepared with another "
+                f"optimizer, and under {strategy} only that one can step them; give "
+                "prepare one optimizer with a parameter group for each part"
+            )
+        self._note(
+            f"{kind} was not passed to prepare, so under {strategy} its parameters "
+            "are not synchronized: every rank trains its own copy, unlike one "
+            "process. Call prepare once for each model and its optimizer"
+        )
+
+    def check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
+        strategy, has_microbatches = self._strategy, self._options.accumulate > 1
+        is_freed = not strategy.differentiates_twice or (
+            strategy.is_sharded and has_microbatches
+        )
+        if create_graph and is_freed and self._prepared():
+            raise UnsupportedLoopError(
+                "torch.autograd.grad(..., create_graph=True) needs parameters in two "
+                f"backward passes, and {self._strategy.name} frees them after the "
+                "first; use ddp, zero1 or zero2 (or zero3 without --accumulate)"
+            )
+        ours = self._prepared_ids()
+        if any(id(each) in ours for each in inputs):
+            raise UnsupportedLoopError(
+                "torch.autograd.grad returns the gradients of this rank and microbatch "
+                f"alone, which {self._strategy.name} does not average; use "
+                "loss.backward() and read parameter.grad, which is that of the whole "
+                "batch, or use %%dist_train raw"
+            )
+
+    def check_inputs(self, inputs: Roots) -> None:
+        """A backward pass is to give gradients to `inputs` alone."""
+        ours = self._prepared_ids()
+        if (
+            self._world_size > 1
+            and not self._strategy.has_own_gradients
+            and any(id(each) in ours for each in inputs)
+        ):
+            raise UnsupportedLoopError(
+                "backward(inputs=...) names some parameters of the model, and "
+                f"{self._strategy.name} averages those of a whole backward pass. Set "
+                "requires_grad_(False) on the others for that pass, or use zero1 or "
+                "zero2"
+            )
+
+    def check_graph(self) -> None:
+        if self._world_size > 1 and self._prepared():
+            raise UnsupportedLoopError(
+                "backward(create_graph=True) asks for gradients that can be "
+                f"differentiated again; those that {self._strategy.name} averages over "
+                "the ranks cannot. Use torch.autograd.grad(..., create_graph=True) "
+                "with respect to the inputs, or %%dist_train single"
+            )
+
+    def check_scaler(self) -> None:
+        is_partitioned = self._strategy.has_own_gradients and bool(self._prepared())
+        if is_partitioned or self._options.accumulate > 1:
+            why = (
+                f"needs whole gradients, which {self._strategy.name} partitions"
+                if is_partitioned
+                else "steps after every microbatch, which --accumulate does not"
+            )
+            raise UnsupportedLoopError(
+                f"torch.amp.GradScaler {why}; leave it out and give --precision fp16, "
+                "which scales the loss and skips steps that overflow"
+            )
+
+    def _prepared_ids(self) -> set[int]:
+        return {
+            id(parameter)
+            for each in self._prepared()
+            for parameter in (*each.given_parameters, *each.module.parameters())
+        }
