@@ -20,6 +20,7 @@ from labkit.checks import check_hang_after
 from labkit.checks import check_pushed_name
 from labkit.checks import check_timeout
 from labkit.checks import shown
+from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import HANG_AFTER_S
 from labkit.notebook.execution.options import RunOptions
@@ -32,7 +33,6 @@ from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.live import render_process
 from labkit.rank_spec import Ranks
-from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
 
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 _TRANSFER = "labkit.rank.engine.transfer"
 
-PART_BYTES = 2**26
-"""What is larger is pushed in parts of this size."""
-ESTIMATE_TIMEOUT_S = 600.0
 ANSWER_S = 5.0
 STOP_S = 4.0
 """How long `Lab.stop` waits for a run in the background to end well."""
@@ -306,10 +303,7 @@ class Lab:
         targets = parse_ranks(ranks, self.world_size)
         payload = serialization.dumps(values)
         with self._working() as cluster:
-            if len(payload) <= PART_BYTES:
-                cluster.call(f"{_TRANSFER}:push", payload, ranks=targets)
-            else:
-                push_in_parts(cluster, payload, targets)
+            transfer.push(cluster, payload, targets)
 
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """The value of a variable on a rank; a list of them, by rank, for several.
@@ -322,41 +316,10 @@ class Lab:
             raise ValueError(f"pull takes a variable's name; found {shown(name)}")
         check_flag("full", full)
         targets = parse_ranks(ranks, self.world_size)
-        everyone = range(self.world_size)
-        with self._working() as cluster:
-            missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=everyone)
-            having = [rank for rank in everyone if not missing[rank]]
-            if without := set(targets) - set(having):
-                raise NameError(
-                    f"{format_ranks(without)}: no variable {name!r}; a cell that "
-                    "begins with %%dist sets one"
-                )
-            asked, is_collective = targets, False
-            if full:
-                sharded = cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
-                parts = [
-                    r for r, is_part in zip(having, sharded, strict=True) if is_part
-                ]
-                if set(parts) & set(targets):
-                    # To gather is collective: it takes the parts of every rank.
-                    if others := set(everyone) - set(parts):
-                        raise UserError(
-                            f"{name!r} is sharded on {format_ranks(parts)} and not on "
-                            f"{format_ranks(others)}, so it cannot be gathered; it is "
-                            "of an earlier run, and replaced there since. Make it "
-                            "again on all ranks"
-                        )
-                    asked, is_collective = list(everyone), True
-            with (
-                self._running().risking_the_group()
-                if is_collective
-                else contextlib.nullcontext()
-            ):
-                values = cluster.call(f"{_TRANSFER}:pull", name, full, ranks=asked)
-        by_rank = dict(zip(asked, values, strict=True))
-        if isinstance(ranks, int) or len(targets) == 1:
-            return serialization.loads(by_rank[targets[0]])
-        return [serialization.loads(by_rank[rank]) for rank in targets]
+        with self._working():
+            found = transfer.pull(self._running(), name, targets, full=full)
+        values = list(map(serialization.loads, found))
+        return values[0] if isinstance(ranks, int) or len(targets) == 1 else values
 
     def estimate(
         self,
@@ -425,7 +388,7 @@ class Lab:
                     optimizer,
                     options,
                     ranks=[0],
-                    timeout_s=ESTIMATE_TIMEOUT_S,
+                    timeout_s=None,
                 )
             found = serialization.loads(payload)
         table, sentence = found
@@ -535,25 +498,6 @@ class Lab:
             return f"run-{number}"
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
-
-
-def push_in_parts(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
-    """Push what takes long, with a line that says how far it has come."""
-    from tqdm import tqdm
-
-    starts = range(0, len(payload), PART_BYTES)
-    progress = tqdm(desc="push", total=len(payload), unit="B", unit_scale=True)
-    try:
-        with progress:
-            for start in starts:
-                part = payload[start : start + PART_BYTES]
-                cluster.call(f"{_TRANSFER}:push_part", part, ranks=ranks)
-                progress.update(len(part))
-            cluster.call(f"{_TRANSFER}:push_parts", ranks=ranks)
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
-            cluster.begin(f"{_TRANSFER}:drop_parts", ranks=ranks)
-        raise
 
 
 def current_lab() -> Lab:

@@ -49,7 +49,7 @@ def dumps(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def loads(payload: bytes) -> Any:
+def loads(payload: bytes | bytearray) -> Any:
     """What `dumps` was given. ValueError where it cannot be made in this process."""
     try:
         return cloudpickle.loads(payload)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import IPython.display
 import pytest
-import torch
 from kernels import wait_until
 
 from labkit import Lab
@@ -315,18 +314,3 @@ def test_rpc_can_begin_again_after_a_cell_that_failed_in_it(
     lab.run("fails_on = ()")
     lab.run(CALL_THE_NEXT, timeout=30)
     assert lab.pull("found", "all") == [1.0, 2.0]
-
-
-# ---- large pushes ----
-
-
-def test_a_large_push_says_how_far_it_has_come(
-    lab: Lab, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("labkit.lab.PART_BYTES", 2**10)
-    lab.push(small=torch.ones(2))
-    assert capsys.readouterr().err == ""
-    lab.push(large=torch.arange(2**10))
-    assert "push: 100%" in capsys.readouterr().err
-    for rank in (0, 1):
-        torch.testing.assert_close(lab.pull("large", rank), torch.arange(2**10))

@@ -20,12 +20,14 @@ from typing import Any
 import ipyparallel
 import psutil
 
+from labkit import timeouts
 from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
 from labkit.compat import ipyparallel as compat
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import Watched
+from labkit.notebook.cluster.silence import SilenceWatch
 from labkit.notebook.kernel import interrupts
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
@@ -46,6 +48,7 @@ _START_TIMEOUT_S = 120
 _LOOK_S = 0.25
 """How often the processes are looked at; a death in mid-cell is noticed at once."""
 _END_S = 10.0
+_POLL_S = 0.05
 
 OnMessage = Callable[[str, dict[str, Any]], None]
 OnLateOutput = Callable[[int, str, dict[str, Any]], None]
@@ -57,6 +60,16 @@ class CallError(UserError):
 
 class RankDiedError(CallError):
     """A rank's process has ended, or none of them can be reached."""
+
+
+class SilentRankError(CallError):
+    """A rank is alive and answers nothing, so nobody knows how far its call is."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(
+            f"rank {rank} has not answered for {timeouts.SILENCE_S:g} s: {why}; it "
+            "keeps its variables: try again when %dist_status says that it answers"
+        )
 
 
 class PortTakenError(UserError):
@@ -329,18 +342,24 @@ class Cluster:
         function: str,
         *args: Any,
         ranks: Sequence[int],
-        timeout_s: float = 60.0,
+        timeout_s: float | None = timeouts.CALL_S,
     ) -> list[Any]:
         """What "module:name"(*args) returns on each of `ranks`.
 
-        By name, so that this process need not import what runs on ranks. Raises the
-        ValueError that a rank raised, RankDiedError as soon as one of them is dead, and
-        CallError for all else.
+        By name, so that this process need not import what runs on ranks. With no
+        timeout it may take as long as the ranks answer other questions meanwhile.
+
+        Raises the ValueError that a rank raised, RankDiedError as soon as one of them
+        is dead, SilentRankError where one answers nothing any more, and CallError for
+        all else.
         """
         name = function.split(":")[1]
         try:
             reply = self.begin(function, *args, ranks=ranks)
-            self._wait(reply, [self._engines[rank] for rank in ranks], timeout_s)
+            if timeout_s is None:
+                self._wait_while_answering(reply, ranks)
+            else:
+                self._wait(reply, [self._engines[rank] for rank in ranks], timeout_s)
             return reply.get()
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
             self._check([self._engines[rank] for rank in ranks])
@@ -361,11 +380,20 @@ class Cluster:
     def _wait(self, reply: Any, engines: Iterable[Watched], timeout_s: float) -> None:
         """Wait for an AsyncResult, but not for the dead."""
         deadline = time.monotonic() + timeout_s
-        while not reply.wait(0.05):
+        while not reply.wait(_POLL_S):
             interrupts.check()
             self._check(engines)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
+
+    def _wait_while_answering(self, reply: Any, ranks: Sequence[int]) -> None:
+        """Wait for an AsyncResult for as long as all of `ranks` answer."""
+        watch = SilenceWatch(ranks, lambda rank: self.ask(rank, "describe"))
+        while not reply.wait(_POLL_S):
+            interrupts.check()
+            self._check([self._engines[rank] for rank in ranks])
+            for rank in watch.silent():
+                raise SilentRankError(rank, self.what_keeps(rank))
 
     def _check(self, engines: Iterable[Watched]) -> None:
         """RankDiedError unless these live and can be reached."""

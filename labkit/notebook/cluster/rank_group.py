@@ -13,6 +13,7 @@ from labkit.checks import UserError
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
+from labkit.notebook.cluster.engines import SilentRankError
 from labkit.notebook.cluster.engines import start_cluster
 from labkit.notebook.kernel import interrupts
 from labkit.records import Outcome
@@ -206,6 +207,8 @@ class RankGroup:
             raise UserError(
                 f"{error}; %dist_restart (lab.restart()) brings it back"
             ) from error
+        except SilentRankError as error:
+            raise UserError(str(error)) from error
         except CallError as error:
             raise UserError(
                 f"{error}; %dist_restart --all (lab.restart(everyone=True)) restarts "

@@ -137,7 +137,8 @@ class Training:
             say(sentence)
 
     def _send_work(self) -> None:
-        call = partial(self._group.cluster.call, ranks=self._targets)
+        # A function may refer to much, and what it refers to may run code.
+        call = partial(self._group.cluster.call, ranks=self._targets, timeout_s=None)
         if self._function is not None:
             call(f"{_CALLS}:receive_function", *self._function)
         call(f"{_CALLS}:receive_config", self._config)

@@ -24,7 +24,7 @@ def push(payload: bytes) -> None:
 
 
 _parts: list[bytes] = []
-"""Of a payload that comes in parts."""
+"""Of a payload that comes or goes in parts."""
 
 
 def push_part(part: bytes) -> None:
@@ -40,7 +40,7 @@ def push_parts() -> None:
 
 
 def drop_parts() -> None:
-    """Keep no part of a payload whose rest will not come."""
+    """Keep no part of a payload that is through, or whose rest will not come."""
     _parts.clear()
 
 
@@ -61,10 +61,30 @@ def is_sharded(name: str) -> bool:
     return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
 
-def pull(name: str, full: bool) -> bytes:
-    """The pickled value of `name`; with `full`, gathered whole (a collective)."""
+def pull(
+    name: str, full: bool, ranks: list[int], part_bytes: int
+) -> tuple[int, bytes] | None:
+    """How long the pickled value of `name` is, and its first part.
+
+    With `full` it is gathered whole, a collective; None on a rank that only takes part
+    in that, being none of `ranks`.
+    """
     value = runner().shell.user_ns[name]
-    return serialization.dumps(gather_full(value) if full else value)
+    if full:
+        value = gather_full(value)
+    if runner().placement.rank not in ranks:
+        return None
+    payload = serialization.dumps(value)
+    drop_parts()
+    if len(payload) > part_bytes:
+        _parts.append(payload)
+    return len(payload), payload[:part_bytes]
+
+
+def pull_part(start: int, num_bytes: int) -> bytes:
+    """The next part of what `pull` has begun."""
+    [payload] = _parts
+    return payload[start : start + num_bytes]
 
 
 def forecast_variable(

@@ -1,0 +1,115 @@
+"""Copies variables between the notebook and ranks, of any size."""
+
+import contextlib
+from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+from typing import Any
+
+from labkit.checks import UserError
+from labkit.rank_spec import format_ranks
+
+if TYPE_CHECKING:
+    from labkit.notebook.cluster.engines import Cluster
+    from labkit.notebook.cluster.rank_group import RankGroup
+
+_TRANSFER = "labkit.rank.engine.transfer"
+
+PART_BYTES = 2**26
+"""What is larger goes in parts of this size, with a bar that shows how far it is."""
+
+
+def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
+    """Put pickled names and values into the namespaces of `ranks`."""
+    # To unpickle may take as long as it likes: what is pushed may run code.
+    call = partial(cluster.call, ranks=ranks, timeout_s=None)
+    if len(payload) <= PART_BYTES:
+        call(f"{_TRANSFER}:push", payload)
+        return
+    with _in_parts(cluster, "push", len(payload), ranks) as progress:
+        for start in range(0, len(payload), PART_BYTES):
+            part = payload[start : start + PART_BYTES]
+            call(f"{_TRANSFER}:push_part", part)
+            progress.update(len(part))
+        call(f"{_TRANSFER}:push_parts")
+
+
+def pull(
+    group: "RankGroup", name: str, ranks: Sequence[int], *, full: bool
+) -> list[bytes | bytearray]:
+    """The pickled variable of each of `ranks`, for whoever is `working` with the group.
+
+    With `full` it is gathered where it is sharded, which takes all ranks. NameError
+    where one of `ranks` has no such variable.
+    """
+    cluster = group.cluster
+    missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=group.everyone)
+    having = [rank for rank in group.everyone if not missing[rank]]
+    if without := set(ranks) - set(having):
+        raise NameError(
+            f"{format_ranks(without)}: no variable {name!r}; a cell that "
+            "begins with %%dist sets one"
+        )
+    begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
+    begin = partial(begin, PART_BYTES, timeout_s=None)
+    if full and _is_sharded(group, name, having, ranks):
+        with group.risking_the_group():
+            answers = begin(ranks=group.everyone)
+        begun = [answers[rank] for rank in ranks]
+    else:
+        begun = begin(ranks=ranks)
+    total = sum(num_bytes for num_bytes, _ in begun)
+    if total == sum(len(first) for _, first in begun):
+        return [first for _, first in begun]
+    found: list[bytes | bytearray] = []
+    with _in_parts(cluster, "pull", total, ranks) as progress:
+        for rank, (num_bytes, first) in zip(ranks, begun, strict=True):
+            payload = bytearray(first)
+            progress.update(len(first))
+            while len(payload) < num_bytes:
+                [part] = cluster.call(
+                    f"{_TRANSFER}:pull_part",
+                    *(len(payload), PART_BYTES),
+                    ranks=[rank],
+                    timeout_s=None,
+                )
+                payload += part
+                progress.update(len(part))
+            found.append(payload)
+    return found
+
+
+def _is_sharded(
+    group: "RankGroup", name: str, having: Sequence[int], ranks: Sequence[int]
+) -> bool:
+    """Whether one of `ranks` has but a shard, so that to gather it is collective.
+
+    UserError where not all ranks have one.
+    """
+    found = group.cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
+    parts = [rank for rank, is_part in zip(having, found, strict=True) if is_part]
+    if not set(parts) & set(ranks):
+        return False
+    if others := set(group.everyone) - set(parts):
+        raise UserError(
+            f"{name!r} is sharded on {format_ranks(parts)} and not on "
+            f"{format_ranks(others)}, so it cannot be gathered; it is of an earlier "
+            "run, and replaced there since. Make it again on all ranks"
+        )
+    return True
+
+
+@contextlib.contextmanager
+def _in_parts(
+    cluster: "Cluster", what: str, num_bytes: int, ranks: Sequence[int]
+) -> Iterator[Any]:
+    """A bar for what takes long; ranks keep no part when it ends, in whatever way."""
+    from tqdm import tqdm
+
+    try:
+        with tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True) as progress:
+            yield progress
+    finally:
+        with contextlib.suppress(RuntimeError):
+            cluster.begin(f"{_TRANSFER}:drop_parts", ranks=ranks)

@@ -1,0 +1,142 @@
+"""Variables copied between notebook and ranks, for as long as the ranks answer."""
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from labkit import Lab
+from labkit import timeouts
+from labkit.checks import UserError
+from labkit.notebook.cluster import transfer
+from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.cluster.silence import SilenceWatch
+
+pytestmark = pytest.mark.timeout(120)
+
+Captured = pytest.CaptureFixture[str]
+
+SLOW = """
+import time
+
+def slowly(value):
+    time.sleep(3)
+    return value
+
+class Slow:
+    def __reduce__(self):
+        return slowly, (5,)
+
+class SlowToPull:
+    def __reduce__(self):
+        time.sleep(3)
+        return int, (5,)
+
+slow = SlowToPull()
+"""
+
+
+def test_what_is_large_goes_in_parts_and_says_how_far_it_has_come(
+    lab: Lab, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PART_BYTES", 2**10)
+    lab.push(small=torch.ones(2))
+    lab.pull("small")
+    assert capsys.readouterr().err == ""
+    lab.push(large=torch.arange(2**10))
+    assert "push: 100%" in capsys.readouterr().err
+    for found in lab.pull("large", "all"):
+        torch.testing.assert_close(found, torch.arange(2**10))
+    assert "pull: 100%" in capsys.readouterr().err
+    lab.run("from labkit.rank.engine.transfer import _parts\nkept = len(_parts)")
+    assert lab.pull("kept", "all") == [0, 0]
+
+
+def test_a_copy_may_take_as_long_as_it_likes(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, Any] = {}
+    exec(SLOW, names)
+    lab.run(SLOW)
+    # A call with a limit would have to end within this.
+    monkeypatch.setitem(Cluster.call.__kwdefaults__, "timeout_s", 1.0)
+    lab.push(five=names["Slow"]())
+    assert lab.pull("five", "all") == [5, 5]
+    assert lab.pull("slow") == 5
+
+
+def test_a_rank_that_answers_nothing_ends_a_copy_and_is_not_to_be_restarted(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.run("kept = rank")
+    pid = int(lab.status()["pid"][1])
+    monkeypatch.setattr(timeouts, "SILENCE_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(UserError, match=r"rank 1 has not answered for 1 s") as told:
+            lab.push(never=5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert f"kill -CONT {pid}" in str(told.value)
+    assert "--all" not in str(told.value)
+    assert lab.pull("kept", "all") == [0, 1]
+
+
+# ---- the watch, without ranks ----
+
+
+class Clock:
+    def __init__(self, watch: SilenceWatch) -> None:
+        self._watch = watch
+        self.now = 100.0
+
+    def silent_after(self, seconds: float, step: float = 0.5) -> list[int]:
+        found: list[int] = []
+        for _ in range(round(seconds / step)):
+            self.now += step
+            found = self._watch.silent(self.now)
+        return found
+
+
+def asking(answers: dict[int, "Future[Any]"]) -> Callable[[int], "Future[Any]"]:
+    def ask(rank: int) -> "Future[Any]":
+        answers[rank] = Future()
+        return answers[rank]
+
+    return ask
+
+
+def test_a_rank_is_silent_when_a_question_has_waited_long() -> None:
+    answers: dict[int, Future[Any]] = {}
+    clock = Clock(SilenceWatch([0, 1], asking(answers)))
+    for _ in range(100):
+        assert clock.silent_after(timeouts.ASK_S * 2) == []
+        for answer in answers.values():
+            answer.set_result({})
+    assert clock.silent_after(timeouts.ASK_S) == []  # and both are asked again
+    answers[1].set_result({})
+    assert clock.silent_after(timeouts.SILENCE_S - 1) == []
+    assert clock.silent_after(1) == [0]
+    answers[0].set_result({})
+    assert 0 not in clock.silent_after(timeouts.ASK_S)
+
+
+def test_a_machine_that_slept_has_not_waited() -> None:
+    answers: dict[int, Future[Any]] = {}
+    clock = Clock(SilenceWatch([0], asking(answers)))
+    clock.silent_after(1)
+    assert clock.silent_after(3600.0, step=3600.0) == []
+
+
+def test_who_cannot_be_asked_is_not_silent() -> None:
+    def cancelled(rank: int) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        answer.cancel()
+        return answer
+
+    clock = Clock(SilenceWatch([0], cancelled))
+    assert clock.silent_after(timeouts.SILENCE_S * 2) == []
