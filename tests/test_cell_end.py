@@ -87,7 +87,9 @@ def test_ranks_do_not_run_on_when_this_process_fails(
 
 
 def test_a_rank_that_cannot_say_how_far_it_is_ends_no_cell(lab: Lab) -> None:
-    lab.run(f"{RUNNER}asked = runner()._requests\nprogress = asked.pop('progress')")
+    lab.run(
+        f"{RUNNER}asked = runner()._requests._answers\nprogress = asked.pop('progress')"
+    )
     lab.run("import time\ntime.sleep(3)", hang_after=1)
     lab.run("asked['progress'] = progress")
     assert_group_works(lab)

@@ -9,8 +9,8 @@ import pytest
 from labkit import Lab
 from labkit import RankError
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.engine.launchers import forms_group
-from labkit.rank.engine.launchers import with_world_size
+from labkit.rank.group.launchers import forms_group
+from labkit.rank.group.launchers import with_world_size
 
 Captured = pytest.CaptureFixture[str]
 

@@ -408,9 +408,9 @@ class Cluster:
     def ask(self, rank: int, request: str, **arguments: Any) -> "Future[Any]":
         """Send a request that the rank answers also while it runs a cell.
 
-        It is one of those that `labkit.rank.engine.cell_runner.CellRunner` answers. The
-        future's result is the answer, or a CallError; it is cancelled where the rank is
-        dead.
+        It is one of those that `labkit.rank.engine.requests.ControlRequests` answers.
+        The future's result is the answer, or a CallError; it is cancelled where the
+        rank is dead.
         """
         answer: Future[Any] = Future()
         try:

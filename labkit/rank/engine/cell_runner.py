@@ -1,18 +1,12 @@
-"""Runs one cell on this rank: names, hooks, interrupts, and how it ended."""
+"""Runs one cell on this rank: gives it its names, and reports how it ended."""
 
 import asyncio
 import builtins
 import contextlib
-import dataclasses
 import functools
 import gc
 import inspect
-import os
-import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,8 +20,10 @@ from labkit.compat.ipython import no_running_loop
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
-from labkit.rank.engine.launchers import Launchers
+from labkit.rank.engine.interrupts import CellInterrupts
+from labkit.rank.engine.requests import ControlRequests
 from labkit.rank.engine.spawned import send_definitions
+from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
@@ -39,16 +35,11 @@ from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
 from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
-from labkit.rank.telemetry.memory import memory_reader
-from labkit.rank.telemetry.memory import memory_total
 from labkit.rank.telemetry.oom_report import memory_held
 from labkit.rank.telemetry.oom_report import what_would_fit
-from labkit.rank.telemetry.stack_trace import finished_collectives
-from labkit.rank.telemetry.stack_trace import position
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
-from labkit.rank.training.stop_point import Stopped
 from labkit.rank.training.stop_point import StopPoint
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
@@ -62,20 +53,12 @@ from labkit.train_options import TrainOptions
 
 _TRAINING_NAMES = ("prepare", "fit", "log")
 
-_SECOND_SIGNAL_AFTER_S = 3.0
-"""When a cell that saw an interrupt and goes on is interrupted again."""
-
-
-_PATIENCE_S = 5.0
-"""How long an interrupt waits for an import to end."""
-
 
 class CellRunner:
     """What labkit adds to one engine's IPython shell.
 
     The shell runs the cell, so all of IPython's syntax works; its `pre_run_cell`
-    and `post_run_cell` events tell when. Interrupts arrive on the engine's control
-    thread, which is free while the main thread sits in a collective.
+    and `post_run_cell` events tell when.
     """
 
     def __init__(self, shell: Any, placement: Placement) -> None:
@@ -85,56 +68,51 @@ class CellRunner:
         self.function: Any = None
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
+        self._depth = 0
+        """Of cells: one may run another, by `get_ipython().run_cell`."""
+        # What belongs to the cell that runs, or to its training run.
         self._spec: CellSpec | None = None
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
         self._session: Session | None = None
         self._stop_point = StopPoint()
-        self._depth = 0
-        # Guards `_is_running`: an interrupt is only ever raised inside a cell.
-        self._lock = threading.Lock()
-        self._is_running = False
-        self._is_closing = False
         self._begin_error: Exception | None = None
         self._shown_error: BaseException | None = None
         """Whose traceback IPython has shown while the cell ran, last."""
-        self._stop_when_idle = signal.getsignal(signal.SIGTERM)
-        self._signal_seen = threading.Event()
-        """Set once this cell was interrupted."""
-        self._signal_handled = threading.Event()
-        """Set once Python code has run since the last signal."""
-        self._signalled_at = 0.0
-        self._stopping_since = 0.0
-        self._requests: dict[str, Callable[..., Any]] = {
-            "interrupt": self.request_interrupt,
-            "hold": lambda: self._stop_point.hold(),
-            "stop_after": lambda num_steps: self._stop_point.stop_after(num_steps),
-            "describe": self.describe,
-            "progress": lambda: [self._stop_point.num_steps, finished_collectives()],
-            "stack": self.stack,
-            "release": self.group.release,
-        }
-        """What the notebook can ask of this rank also while it runs a cell."""
+        self._interrupts = CellInterrupts(self.group, refusal=self._refusal)
+        self._console = Console(shell)
+        self._requests = ControlRequests(
+            shell,
+            self.group,
+            self._interrupts,
+            self._console,
+            stop_point=lambda: self._stop_point,
+        )
+        self._adapt_shell()
+        self._adapt_libraries()
+
+    def _adapt_shell(self) -> None:
+        """Have IPython's shell run cells as ranks need it."""
+        shell = self.shell
         self._loop = asyncio.new_event_loop()
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
-        # Nobody types on a rank; Lightning takes a prompt for a sign of it.
-        vars(sys).pop("ps1", None)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
-        self._console = Console(shell)
-        announce()
-        launchers = Launchers(self.group, self._note)
-        shell.system = launchers.noting_commands(shell.system)
-        send_definitions()
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
-        shell.kernel.control_handlers[f"{KEY}_request"] = self._on_control_request
 
-    # ---- around a cell, in the main thread ----
+    def _adapt_libraries(self) -> None:
+        """Have what cells call find ranks that are there already."""
+        announce()
+        launchers = Launchers(self.group, self._note)
+        self.shell.system = launchers.noting_commands(self.shell.system)
+        send_definitions()
+
+    # ---- a cell begins ----
 
     def _before_cell(self, info: Any) -> None:
         try:
@@ -149,6 +127,15 @@ class CellRunner:
         if self._depth > 1 or KEY not in metadata:
             return
         self._spec = spec = CellSpec(**metadata[KEY])
+        self._set_names()
+        self._console.move_to(spec.directory)
+        self._inject(self._start_session(spec))
+        if self._session is not None:
+            self._session.code = self.shell.transform_cell(code)
+        self._interrupts.begin()
+
+    def _set_names(self) -> None:
+        """The names that every cell has, whatever the one before has made of them."""
         namespace: dict[str, Any] = self.shell.user_ns
         if "_oh" not in namespace:  # a cell has cleared it of what IPython needs
             self.shell.init_user_ns()
@@ -162,23 +149,14 @@ class CellRunner:
             torch=torch,
             dist=dist,
         )
-        self._console.move_to(spec.directory)
-        self._inject(self._start_session(spec))
-        if self._session is not None:
-            self._session.code = self.shell.transform_cell(code)
-        self._signal_seen.clear()
-        with self._lock:
-            self._is_running = True
-        signal.signal(signal.SIGINT, self._on_sigint)
-        if signal.getsignal(signal.SIGTERM) == self._stop_when_idle:
-            # Which waits for the end of the cell; in one it is to end the process.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _number_as_in_notebook(self, code: str, number: int = 0, **more: Any) -> str:
         """Tracebacks name the notebook's cell, not the engine's own count."""
         if self._spec is not None and self._depth == 1:
             number = self._spec.execution_count
         return self._compile_cell(code, number, **more)
+
+    # ---- a cell ends ----
 
     def _after_cell(self, result: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -191,45 +169,47 @@ class CellRunner:
             or self._shown_error
         )
         session, self._session = self._session, None
-        if session is not None and error is None:
-            try:
-                session.finish(is_interrupted=self._signal_seen.is_set)
-            except (Exception, KeyboardInterrupt) as problem:
-                error = problem
-        with self._lock:
-            self._is_running = False
-            self._is_closing = True
-        self._spec = None
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._stop_when_idle)
         emitter, self._emitter = self._emitter, None
-        device = self.group.device
+        # 1. Keep what the run is to keep; an interrupt can still end that.
+        if session is not None and error is None:
+            error = self._finish_run(session)
+        self._interrupts.end_code()
+        self._spec = None
+        # 2. A failure is known at once: other ranks need not wait for what follows.
         memory = ""
         if error is not None:
-            # Here, for the others need not wait until all that follows is done.
             self._publish("failing", self._status(error))
-            prepared = session.prepared() if session is not None else []
-            memory = memory_held(error, prepared, device, self.shell.user_ns)
-            del prepared
+            memory = self._memory_held(error, session)
+        # 3. Take back what the cell was given, and free what its exception holds.
         error = self._take_down(error, emitter)
-        with self._lock:
-            self._is_closing = False
+        self._interrupts.end()
         outcome = self._outcome(error, emitter)
         if error is not None:
             self._begin_error = error = None
-            with contextlib.suppress(Exception):
-                drop_partial_imports()
-                freed = freed_by(lambda: self._free_frames(result), device)
-                outcome = replace(outcome, freed_bytes=freed)
+            outcome = replace(outcome, freed_bytes=self._free(result))
+        # 4. The outcome: with it the notebook has all there is of this cell.
         if memory and session is not None and session.forecastable is not None:
             num_ranks = self.placement.world_size
-            fits = what_would_fit(session.forecastable, device, num_ranks)
+            fits = what_would_fit(session.forecastable, self.group.device, num_ranks)
             memory = "\n".join([memory, *fits])
         self._publish("outcome", replace(outcome, memory=memory))
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads, for it takes a tenth of a second.
             gc.collect()
+
+    def _finish_run(self, session: Session) -> BaseException | None:
+        """Write the last checkpoint, if the run keeps any; what that raised."""
+        try:
+            session.finish(is_interrupted=self._interrupts.was_interrupted)
+        except (Exception, KeyboardInterrupt) as problem:
+            return problem
+        return None
+
+    def _memory_held(self, error: BaseException, session: Session | None) -> str:
+        """After an out-of-memory error: what held the memory."""
+        prepared = session.prepared() if session is not None else []
+        return memory_held(error, prepared, self.group.device, self.shell.user_ns)
 
     def _take_down(
         self, error: BaseException | None, emitter: Emitter | None
@@ -253,7 +233,9 @@ class CellRunner:
         return error
 
     def _status(self, error: BaseException) -> str:
-        stopped = isinstance(error, KeyboardInterrupt) or self._signal_seen.is_set()
+        stopped = (
+            isinstance(error, KeyboardInterrupt) or self._interrupts.was_interrupted()
+        )
         return "interrupted" if stopped else "error"
 
     def _outcome(self, error: BaseException | None, emitter: Emitter | None) -> Outcome:
@@ -279,12 +261,19 @@ class CellRunner:
 
     def _note_shown(self, error: BaseException) -> None:
         """A traceback that IPython shows is a failure, also where the cell goes on."""
-        if self._is_running:
+        if self._interrupts.is_running:
             self._shown_error = error
             add_hint(error, self.group.device)
 
-    def _free_frames(self, result: Any) -> None:
-        """Of what a failed cell's exception holds; the reply has its words alone."""
+    def _free(self, result: Any) -> int:
+        """Free what a failed cell's exceptions hold: the reply has their text alone.
+        Bytes of tensors that were freed; 0 where that failed."""
+        with contextlib.suppress(Exception):
+            drop_partial_imports()
+            return freed_by(lambda: self._clear_errors(result), self.group.device)
+        return 0
+
+    def _clear_errors(self, result: Any) -> None:
         if self._shown_error is not None:
             clear_frames(self._shown_error, self.shell)
             self._shown_error = None
@@ -292,6 +281,8 @@ class CellRunner:
             if (error := getattr(result, name)) is not None:
                 clear_frames(error, self.shell)
                 setattr(result, name, TextOnlyError(safe_str(error)))
+
+    # ---- names of a cell ----
 
     def _start_session(self, spec: CellSpec) -> dict[str, Any]:
         """Names for a training cell; in a plain one they say where they belong."""
@@ -331,6 +322,10 @@ class CellRunner:
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
+
+    def _refusal(self) -> BaseException | None:
+        """Raised in the cell by the next signal; None where that is an interrupt."""
+        return None if self._session is None else self._session.refusal
 
     def _note(self, text: str) -> None:
         """Say a sentence to the user, once: under the run, where there is one."""
@@ -374,104 +369,6 @@ class CellRunner:
 
     def _publish(self, name: str, value: Any) -> None:
         self.shell.data_pub.publish_data(message(name, value))
-
-    # ---- requests, in the control thread ----
-
-    def _on_control_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        content = parent["content"]
-        if content["request"] == "listen":  # for good
-            self._console.listen(parent)
-            return
-        try:
-            answer = self._requests[content["request"]](**content["arguments"])
-            reply = {"status": "ok", "answer": answer}
-        except Exception as error:  # the notebook waits for an answer
-            reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
-        self.shell.kernel.session.send(
-            stream, f"{KEY}_reply", reply, parent=parent, ident=ident
-        )
-
-    def describe(self) -> dict[str, Any]:
-        """Host, process, device and memory of this rank, for `%dist_status`."""
-        device = self.group.device
-        return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "device": str(device),
-            "state": "busy" if self._is_running else "idle",
-            "memory_used": memory_reader(device)(),
-            "memory_total": memory_total(device),
-        }
-
-    def stack(self) -> dict[str, Any]:
-        """Where the main thread is: a `records.Position`, as a dict."""
-        found = position(
-            self.placement.rank,
-            cell_numbers(self.shell),
-            is_running=self._is_running,
-            since_ns=self.group.formed_at_ns,
-            waits_on_device=self.placement.backend == "nccl",
-        )
-        return dataclasses.asdict(found)
-
-    def request_interrupt(self, release_after_s: float) -> None:
-        """Interrupt the cell; does not keep the control thread waiting."""
-        threading.Thread(
-            target=self.interrupt, args=(release_after_s,), daemon=True
-        ).start()
-
-    # ---- interrupts ----
-
-    def _on_sigint(self, signum: int, frame: Any) -> None:
-        self._signal_handled.set()
-        refusal = None if self._session is None else self._session.refusal
-        if refusal is None:
-            self._signal_seen.set()
-        if not self._is_running:
-            return
-        is_in_cell = False
-        patient = time.monotonic() - self._stopping_since < _PATIENCE_S
-        while frame is not None:
-            # A cell that has raised already is not to raise again while it is shown.
-            if frame.f_code.co_name == "showtraceback":
-                return
-            # A module that is imported in part would stay broken: the next signal
-            # will do, unless it takes too long.
-            if patient and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-                self._signalled_at = 0.0
-                return
-            is_in_cell |= frame.f_code.co_name in ("run_code", "_run_coroutine")
-            frame = frame.f_back
-        if is_in_cell:  # and not in what IPython does before and after it
-            raise refusal or Stopped
-
-    def interrupt(self, release_after_s: float) -> None:
-        """Stop the running cell; if it sits in a collective, free it from that.
-
-        Python code sees the signal at its next instruction, and so does a blocking
-        system call. A main thread that has not seen it after `release_after_s` is
-        in C++, waiting for ranks that will not come.
-        """
-        with self._lock:
-            if self._is_closing and self.placement.backend == "nccl":
-                # The code has ended; what it left on the GPU may wait for other ranks.
-                self.group.release()
-                return
-            now = time.monotonic()
-            waits_s = now - self._signalled_at
-            if not self._is_running or (
-                self._signal_seen.is_set() and waits_s < _SECOND_SIGNAL_AFTER_S
-            ):
-                return
-            if not self._signal_seen.is_set():
-                self._stopping_since = now
-            self._signalled_at = now
-            self._signal_handled.clear()
-            main_thread = threading.main_thread().ident
-            assert main_thread is not None
-            signal.pthread_kill(main_thread, signal.SIGINT)
-        if not self._signal_handled.wait(release_after_s) and self._is_running:
-            self.group.release()
 
 
 def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:

@@ -143,6 +143,14 @@ class RankProcessGroup:
         replace_rendezvous("env", self._rendezvous_as_user)
 
     @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def backend(self) -> str:
+        return self.placement.backend
+
+    @property
     def timeout(self) -> timedelta:
         return timedelta(seconds=self.placement.group_timeout_s)
 

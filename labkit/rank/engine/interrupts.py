@@ -1,0 +1,150 @@
+"""Stops a running cell: between two of its instructions, or out of a collective."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.training.stop_point import Stopped
+
+_SECOND_SIGNAL_AFTER_S = 3.0
+"""When a cell that saw an interrupt and goes on is interrupted again."""
+
+_PATIENCE_S = 5.0
+"""How long an interrupt waits for an import to end."""
+
+
+class Phase(Enum):
+    """Where the engine is with a cell."""
+
+    IDLE = "no cell, or before its code"
+    RUNNING = "its code runs: the only phase in which an interrupt is raised"
+    ENDING = "its code has ended, its outcome is not yet published"
+
+
+class CellInterrupts:
+    """Interrupts of one engine's cells.
+
+    They arrive on the engine's control thread, which is free while the main thread
+    sits in a collective.
+    """
+
+    def __init__(
+        self,
+        group: RankProcessGroup,
+        refusal: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        """`refusal` gives what to raise in the cell in place of `Stopped`, if any."""
+        self._group = group
+        self._refusal = refusal
+        self._phase = Phase.IDLE
+        self._lock = threading.Lock()
+        """Guards the phase."""
+        self._seen = threading.Event()
+        """Set once this cell was interrupted."""
+        self._handled = threading.Event()
+        """Set once Python code has run since the last signal."""
+        self._signalled_at = 0.0
+        self._stopping_since = 0.0
+        self._sigterm_when_idle = signal.getsignal(signal.SIGTERM)
+
+    @property
+    def is_running(self) -> bool:
+        return self._phase is Phase.RUNNING
+
+    def was_interrupted(self) -> bool:
+        """Whether this cell was, or the last one if none runs."""
+        return self._seen.is_set()
+
+    # ---- phases of a cell, in the main thread ----
+
+    def begin(self) -> None:
+        """The cell's code is about to run."""
+        self._seen.clear()
+        self._enter(Phase.RUNNING)
+        signal.signal(signal.SIGINT, self._on_sigint)
+        if signal.getsignal(signal.SIGTERM) == self._sigterm_when_idle:
+            # Which waits for the end of the cell; in one it is to end the process.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def end_code(self) -> None:
+        """The cell's code has ended: nothing is raised in what follows."""
+        self._enter(Phase.ENDING)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._sigterm_when_idle)
+
+    def end(self) -> None:
+        """Nothing of the cell is left that might wait for other ranks."""
+        self._enter(Phase.IDLE)
+
+    def _enter(self, phase: Phase) -> None:
+        with self._lock:
+            self._phase = phase
+
+    def _on_sigint(self, signum: int, frame: Any) -> None:
+        self._handled.set()
+        refusal = self._refusal()
+        if refusal is None:
+            self._seen.set()
+        if not self.is_running:
+            return
+        is_in_cell = False
+        is_patient = time.monotonic() - self._stopping_since < _PATIENCE_S
+        while frame is not None:
+            # A cell that has raised already is not to raise again while it is shown.
+            if frame.f_code.co_name == "showtraceback":
+                return
+            # A module that is imported in part would stay broken: the next signal
+            # will do, unless it takes too long.
+            in_import = frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+            if in_import and is_patient:
+                self._signalled_at = 0.0
+                return
+            is_in_cell |= frame.f_code.co_name in ("run_code", "_run_coroutine")
+            frame = frame.f_back
+        if is_in_cell:  # and not in what IPython does before and after it
+            raise refusal or Stopped
+
+    # ---- in the control thread ----
+
+    def request(self, release_after_s: float) -> None:
+        """Interrupt the cell; does not keep the control thread waiting."""
+        threading.Thread(
+            target=self._interrupt, args=(release_after_s,), daemon=True
+        ).start()
+
+    def _interrupt(self, release_after_s: float) -> None:
+        """Stop the running cell; if it sits in a collective, free it from that.
+
+        Python code sees the signal at its next instruction, and so does a blocking
+        system call. A main thread that has not seen it after `release_after_s` is
+        in C++, waiting for ranks that will not come.
+        """
+        with self._lock:
+            if self._phase is Phase.ENDING and self._group.backend == "nccl":
+                # The code has ended; what it left on the GPU may wait for other ranks.
+                self._group.release()
+                return
+            if not self.is_running or not self._is_due():
+                return
+            self._signal_main_thread()
+        if not self._handled.wait(release_after_s) and self.is_running:
+            self._group.release()
+
+    def _is_due(self) -> bool:
+        """Whether the cell has not been interrupted yet, or goes on regardless."""
+        waits_s = time.monotonic() - self._signalled_at
+        return not self._seen.is_set() or waits_s >= _SECOND_SIGNAL_AFTER_S
+
+    def _signal_main_thread(self) -> None:
+        now = time.monotonic()
+        if not self._seen.is_set():
+            self._stopping_since = now
+        self._signalled_at = now
+        self._handled.clear()
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, signal.SIGINT)

@@ -1,0 +1,82 @@
+"""What the notebook can ask of a rank at any time, also while it runs a cell."""
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from labkit.rank.engine.console import Console
+from labkit.rank.engine.interrupts import CellInterrupts
+from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.telemetry.memory import memory_reader
+from labkit.rank.telemetry.memory import memory_total
+from labkit.rank.telemetry.stack_trace import finished_collectives
+from labkit.rank.telemetry.stack_trace import position
+from labkit.rank.training.stop_point import StopPoint
+from labkit.records import KEY
+
+
+class ControlRequests:
+    """Answers requests of the notebook, in the engine's control thread."""
+
+    def __init__(
+        self,
+        shell: Any,
+        group: RankProcessGroup,
+        interrupts: CellInterrupts,
+        console: Console,
+        stop_point: Callable[[], StopPoint],
+    ) -> None:
+        """`stop_point` gives that of the run of today."""
+        self._shell = shell
+        self._group = group
+        self._interrupts = interrupts
+        self._console = console
+        self._answers: dict[str, Callable[..., Any]] = {
+            "interrupt": interrupts.request,
+            "hold": lambda: stop_point().hold(),
+            "stop_after": lambda num_steps: stop_point().stop_after(num_steps),
+            "describe": self._describe,
+            "progress": lambda: [stop_point().num_steps, finished_collectives()],
+            "stack": self._stack,
+            "release": group.release,
+        }
+        shell.kernel.control_handlers[f"{KEY}_request"] = self._answer
+
+    def _answer(self, stream: Any, ident: Any, parent: Any) -> None:
+        content = parent["content"]
+        if content["request"] == "listen":  # for good
+            self._console.listen(parent)
+            return
+        try:
+            answer = self._answers[content["request"]](**content["arguments"])
+            reply = {"status": "ok", "answer": answer}
+        except Exception as error:  # the notebook waits for an answer
+            reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
+        self._shell.kernel.session.send(
+            stream, f"{KEY}_reply", reply, parent=parent, ident=ident
+        )
+
+    def _describe(self) -> dict[str, Any]:
+        """Host, process, device and memory of this rank, for `%dist_status`."""
+        device = self._group.device
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),
+            "state": "busy" if self._interrupts.is_running else "idle",
+            "memory_used": memory_reader(device)(),
+            "memory_total": memory_total(device),
+        }
+
+    def _stack(self) -> dict[str, Any]:
+        """Where the main thread is: a `records.Position`, as a dict."""
+        found = position(
+            self._group.rank,
+            self._shell.compile._filename_map,
+            is_running=self._interrupts.is_running,
+            since_ns=self._group.formed_at_ns,
+            waits_on_device=self._group.backend == "nccl",
+        )
+        return dataclasses.asdict(found)
