@@ -1,0 +1,1 @@
+"""`Run`: in memory, on disk, in the catalog of past runs, beside other runs."""
