@@ -16,13 +16,13 @@ from labkit.checks import check_count
 from labkit.checks import is_run_name
 from labkit.checks import shown
 from labkit.notebook.runs import run_files
-from labkit.notebook.runs.run import STATES
-from labkit.notebook.runs.run import Run
 from labkit.notebook.runs.persistence import open_run
 from labkit.notebook.runs.persistence import runs_folder
 from labkit.notebook.runs.persistence import state_of
 from labkit.notebook.runs.persistence import summarize
 from labkit.notebook.runs.persistence import warn_once
+from labkit.notebook.runs.run import STATES
+from labkit.notebook.runs.run import Run
 from labkit.strategies import STRATEGIES
 
 _COLUMNS = (

@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-from labkit.notebook.runs import run_files
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
+from labkit.notebook.runs import run_files
 from labkit.notebook.runs.run import Restart
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
@@ -290,7 +290,9 @@ def take(run: Run, info: dict[str, Any]) -> None:
         collector.measurements[rank] = [
             Measurement(
                 memory={name: int(each["memory"][name]) for name in COMPONENTS},
-                collectives=[run_files.known(Collective, c) for c in each["collectives"]],
+                collectives=[
+                    run_files.known(Collective, c) for c in each["collectives"]
+                ],
                 models=[run_files.known(ModelFacts, m) for m in each["models"]],
                 seconds=float(each.get("seconds", 0.0)),
             )

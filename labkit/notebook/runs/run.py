@@ -24,8 +24,8 @@ from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
 from labkit.records import Collective
 from labkit.records import ModelFacts
-from labkit.train_options import TrainOptions
 from labkit.strategies import recorded_strategy
+from labkit.train_options import TrainOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.kernel.background import Job
