@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit import serialization
+from labkit import timeouts
 from labkit.checks import UserError
 from labkit.checks import check_code
 from labkit.checks import check_flag
@@ -22,7 +23,6 @@ from labkit.checks import check_timeout
 from labkit.checks import shown
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.placement import place_ranks
-from labkit.notebook.execution.options import HANG_AFTER_S
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.execution.options import documented
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 _TRANSFER = "labkit.rank.engine.transfer"
 
-ANSWER_S = 5.0
-STOP_S = 4.0
-"""How long `Lab.stop` waits for a run in the background to end well."""
 
 _current: "Lab | None" = None
 
@@ -78,7 +75,7 @@ class Lab:
         backend: str = "auto",
         device: str = "auto",
         threads: int | None = None,
-        group_timeout_s: float = 1800.0,
+        group_timeout_s: float = timeouts.GROUP_S,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.placements = place_ranks(
@@ -154,7 +151,7 @@ class Lab:
         ranks: Ranks = None,
         *,
         timeout: float | None = None,
-        hang_after: float = HANG_AFTER_S,
+        hang_after: float = timeouts.HANG_AFTER_S,
     ) -> None:
         """Run `code` on `ranks` ("0", "0,2", "1-3"; all by default).
 
@@ -204,7 +201,7 @@ class Lab:
         resume: bool = False,
         elastic: bool = False,
         timeout: float | None = None,
-        hang_after: float = HANG_AFTER_S,
+        hang_after: float = timeouts.HANG_AFTER_S,
         live: bool | str = True,
         log_scale: bool = False,
         background: bool = False,
@@ -402,7 +399,7 @@ class Lab:
         for rank in group.everyone:
             answer = group.cluster.ask(rank, "describe")
             with contextlib.suppress(CancelledError, TimeoutError):
-                return float(answer.result(ANSWER_S)["memory_total"]) / shares
+                return float(answer.result(timeouts.ANSWER_S)["memory_total"]) / shares
         raise UserError(
             f"no rank answers (rank 0: {' '.join(group.state(0))}) to say how much "
             "memory its device has; give device_bytes (%dist_estimate --memory GIB), "
@@ -451,13 +448,13 @@ class Lab:
         """End all that this lab started; does nothing the second time."""
         with interrupts.held():
             for run in self.runs:
-                run.interrupt(timeout=STOP_S)
+                run.interrupt(timeout=timeouts.END_RUN_S)
             ranks, self._ranks = self._ranks, None
             if ranks is not None:
                 ranks.stop()
             for run in self.runs:
                 if run.job is not None:
-                    run.job.join(STOP_S)
+                    run.job.join(timeouts.END_RUN_S)
             render_process.close()
 
     # ---- one cell ----

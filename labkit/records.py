@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from labkit import timeouts
+
 KEY = "labkit"
 """The metadata key of a request, the name of a published message, and the prefix of
 the control requests that labkit adds to an engine."""
@@ -79,7 +81,7 @@ class Placement:
     """The process group's backend: "nccl" or "gloo"."""
     num_threads: int | None = 1
     """torch's intra-op threads on this rank; None leaves torch's own choice."""
-    group_timeout_s: float = 1800.0
+    group_timeout_s: float = timeouts.GROUP_S
 
 
 @dataclass(frozen=True)

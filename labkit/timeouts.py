@@ -1,8 +1,98 @@
-"""How long labkit waits for what, in seconds, and why."""
+"""How long labkit waits for what, in seconds, and which wait must outlast which.
 
+A wait that is within another has to end first, or its own answer is never seen: the
+outer one gives up, with a worse word on what is wrong. `ORDER` has these pairs, each
+with its reason; a test holds the numbers to them. Refresh periods of pictures are not
+waits, and stay with what they refresh.
+"""
+
+# ---- looks: how often a waiting loop sees what has happened ----
+
+POLL_S = 0.05
+"""At answers, ends and interrupts."""
+LOOK_S = 0.25
+"""At the engines' processes, between cells; a death in mid-cell is noticed at once."""
+
+# ---- a lab: its processes and its group ----
+
+START_S = 120.0
+"""The engines start, and then load torch: each of the two."""
+END_S = 10.0
+"""A killed engine ends."""
+REAP_S = 2.0
+"""The exit code of an ended engine is known."""
+OOM_KILL_S = 10.0
+"""A process that the kernel killed for memory gives it back, and ends."""
+CONNECT_S = 10.0
+"""A rank reaches the store of a group that rank 0 hosts."""
+RELEASE_S = 0.5
+"""A rank waits for others in a group that is not formed, until it is released."""
+PROOF_S = 2.0
+"""The all-reduce that shows whether a group is of use."""
+GROUP_S = 1800.0
+"""A collective of the user's, by default: the process group's own timeout."""
+
+# ---- questions to ranks, and calls of labkit's own ----
+
+ANSWER_S = 5.0
+"""A rank's control thread answers, also while a cell runs."""
+STACK_S = 2.0
+"""The same for its stack; one that has not by then holds the GIL in native code, and is
+sent a signal that writes the stack."""
+DUMP_S = 0.3
+"""It has written that."""
 CALL_S = 60.0
-"""A call that ranks answer quickly: to install, to join a group, to look up a name."""
-SILENCE_S = 60.0
-"""A call of any length ends where its rank has answered nothing else for so long."""
+"""A call that takes no time of its own: to install, to join a group, to find a name."""
 ASK_S = 1.0
-"""From one answer of such a rank to the next question."""
+"""From an answer to the next question, while a call without a limit goes on."""
+SILENCE_S = 60.0
+"""Such a call ends where its rank has answered no question for so long."""
+
+# ---- a cell that is to stop ----
+
+GRACE_S = 0.2
+"""How long the others may run on after the first failure; a rank that failed at the
+same line needs no interrupt, and the group then stays as it is."""
+REPEAT_S = 0.5
+"""A rank that answered, and has not stopped, is asked again after so long."""
+ASK_AGAIN_S = 2.0
+"""And one that did not even answer after so long."""
+SECOND_AFTER_S = 2.5
+AGAIN_S = 0.5
+"""A second interrupt kills what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
+from the first one: a key may be pressed twice, and a rank about to end by itself."""
+KILL_AFTER_S = 30.0
+"""A rank that still runs so long after the first request is killed."""
+FORECAST_S = 10.0
+"""A rank that ran out of memory works out what would fit."""
+HOLD_S = 10.0
+"""A rank that holds before a step hears after which one it is to stop."""
+OUTCOME_AFTER_S = 10.0
+"""The outcome of a cell comes, after the rank is done with it."""
+END_RUN_S = 4.0
+"""A run in the background ends well, before `Lab.stop` ends its ranks."""
+
+# ---- a cell that does not go on ----
+
+HANG_AFTER_S = 30.0
+"""Nothing has happened in a cell: a note says where its ranks stand."""
+
+ORDER = [
+    ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
+    ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),
+    ("REPEAT_S", "ASK_AGAIN_S", "no answer may mean that one is on its way"),
+    ("ASK_AGAIN_S", "SECOND_AFTER_S", "a rank is asked twice before a key kills it"),
+    ("SECOND_AFTER_S", "KILL_AFTER_S", "a second interrupt is for the impatient"),
+    ("FORECAST_S", "KILL_AFTER_S", "a rank is not killed while it writes its report"),
+    ("HOLD_S", "KILL_AFTER_S", "a rank that holds is not taken for one that hangs"),
+    ("ANSWER_S", "HOLD_S", "all ranks have said their step while the first one holds"),
+    ("DUMP_S", "STACK_S", "a stack that was dumped is there with those that came"),
+    ("STACK_S", "HANG_AFTER_S", "stacks are there before the next note is due"),
+    ("HANG_AFTER_S", "GROUP_S", "the note comes before the collective gives up"),
+    ("RELEASE_S", "ANSWER_S", "a rank that is released is waited for"),
+    ("PROOF_S", "CALL_S", "that a group is of no use is an answer, and no error"),
+    ("CONNECT_S", "CALL_S", "a rank itself says that it cannot reach the store"),
+    ("ASK_S", "SILENCE_S", "a rank is silent only where it was asked"),
+    ("ANSWER_S", "SILENCE_S", "a rank that is slow is not silent"),
+]
+"""(shorter, longer, why)"""

@@ -16,10 +16,10 @@ from kernels import wait_until
 
 from labkit import Lab
 from labkit import RankError
+from labkit import timeouts
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import read_dump
 from labkit.notebook.execution import errors
-from labkit.notebook.execution import stop_policy
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
@@ -214,7 +214,7 @@ def test_a_rank_that_cannot_say_where_it_is_is_still_watched(
 def test_a_rank_that_holds_the_gil_is_restarted(
     lab: Lab, until_noted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_policy, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(timeouts, "ASK_AGAIN_S", 0.2)
     pids = lab.status()["pid"]
     lab.run("kept = 1")
     text = until_noted(lambda: lab.run(HOLD_THE_GIL, hang_after=0.6))
@@ -289,7 +289,7 @@ def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
 def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_policy, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(timeouts, "ASK_AGAIN_S", 0.2)
     code = "if rank == 0: raise ValueError('on purpose')" + HOLD_THE_GIL
     with pytest.raises(RankError) as caught:
         lab.run(code)

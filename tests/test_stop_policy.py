@@ -6,18 +6,18 @@ from itertools import pairwise
 import pytest
 
 from labkit.notebook.execution.cell_execution import Tally
-from labkit.notebook.execution.stop_policy import AGAIN_S
-from labkit.notebook.execution.stop_policy import ASK_AGAIN_S
-from labkit.notebook.execution.stop_policy import GRACE_S
-from labkit.notebook.execution.stop_policy import KILL_AFTER_S
 from labkit.notebook.execution.stop_policy import NUM_ASKED
 from labkit.notebook.execution.stop_policy import NUM_ASKED_ALONE
-from labkit.notebook.execution.stop_policy import OUTCOME_AFTER_S
-from labkit.notebook.execution.stop_policy import REPEAT_S
-from labkit.notebook.execution.stop_policy import SECOND_AFTER_S
 from labkit.notebook.execution.stop_policy import Actions
 from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.records import Outcome
+from labkit.timeouts import AGAIN_S
+from labkit.timeouts import ASK_AGAIN_S
+from labkit.timeouts import GRACE_S
+from labkit.timeouts import KILL_AFTER_S
+from labkit.timeouts import OUTCOME_AFTER_S
+from labkit.timeouts import REPEAT_S
+from labkit.timeouts import SECOND_AFTER_S
 
 NOTHING = Actions()
 RANKS = (0, 1)

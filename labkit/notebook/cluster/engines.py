@@ -44,11 +44,6 @@ _CONTROLLER_ARGS = [
 _LOAD = "labkit.rank.engine.rpc:load"
 _TAKEN = "Address already in use"
 _START_TRIES = 3
-_START_TIMEOUT_S = 120
-_LOOK_S = 0.25
-"""How often the processes are looked at; a death in mid-cell is noticed at once."""
-_END_S = 10.0
-_POLL_S = 0.05
 
 OnMessage = Callable[[str, dict[str, Any]], None]
 OnLateOutput = Callable[[int, str, dict[str, Any]], None]
@@ -211,7 +206,7 @@ class Cluster:
 
         The controller may still list a dead engine among those that were `known`.
         """
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + timeouts.START_S
 
         def new() -> list[int]:
             return sorted(set(self._client.ids) - known)
@@ -236,14 +231,14 @@ class Cluster:
         on_progress("loading torch on the engines")
         loading = self._client[engines].apply_async(call_by_name, _LOAD, ())
         try:
-            self._wait(loading, started, _START_TIMEOUT_S)
+            self._wait(loading, started, timeouts.START_S)
             return dict(zip(loading.get(), engines, strict=True))
         except (RankDiedError, TimeoutError, ipyparallel.error.IPythonError) as error:
             raise failed(f"an engine did not load torch: {error}") from error
 
     def _look_after(self) -> None:
         """In a thread: look at every process now and then; keep the watchdog."""
-        while not self._is_ending.wait(_LOOK_S):
+        while not self._is_ending.wait(timeouts.LOOK_S):
             for each in [self._controller, *self._engines.values()]:
                 if each is not None:
                     each.look()
@@ -380,7 +375,7 @@ class Cluster:
     def _wait(self, reply: Any, engines: Iterable[Watched], timeout_s: float) -> None:
         """Wait for an AsyncResult, but not for the dead."""
         deadline = time.monotonic() + timeout_s
-        while not reply.wait(_POLL_S):
+        while not reply.wait(timeouts.POLL_S):
             interrupts.check()
             self._check(engines)
             if time.monotonic() > deadline:
@@ -389,7 +384,7 @@ class Cluster:
     def _wait_while_answering(self, reply: Any, ranks: Sequence[int]) -> None:
         """Wait for an AsyncResult for as long as all of `ranks` answer."""
         watch = SilenceWatch(ranks, lambda rank: self.ask(rank, "describe"))
-        while not reply.wait(_POLL_S):
+        while not reply.wait(timeouts.POLL_S):
             interrupts.check()
             self._check([self._engines[rank] for rank in ranks])
             for rank in watch.silent():
@@ -480,7 +475,7 @@ class Cluster:
         for rank in ranks:
             self.kill(rank)
         for rank in ranks:
-            compat.waiter_of(self._engines[rank].launcher).join(_END_S)
+            compat.waiter_of(self._engines[rank].launcher).join(timeouts.END_S)
             if self._engines[rank].is_alive:
                 raise UserError(f"rank {rank} does not end; use %dist_stop")
         # Each engine leads a session, which its DataLoader's workers belong to.

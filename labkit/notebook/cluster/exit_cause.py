@@ -13,13 +13,12 @@ from typing import Any
 
 import psutil
 
+from labkit import timeouts
 from labkit.compat.ipyparallel import waiter_of
 from labkit.records import format_bytes
 
 _STOPPED = "received signal 15, stopping"
 """What ipyparallel's engine says of a SIGTERM."""
-OOM_KILL_S = 10.0
-"""How long a process that was killed may take to give its memory back, and end."""
 _NO_LIMIT = 2**60
 """Control groups without a limit tell a number near 2**63, or "max"."""
 
@@ -101,7 +100,7 @@ class Watched:
     def death(self) -> Death:
         """How it ended. Waits 2 s at most for the system to say so."""
         # The code is told once: ipyparallel's thread takes it, and keeps it there.
-        waiter_of(self.launcher).join(2)
+        waiter_of(self.launcher).join(timeouts.REAP_S)
         if self.is_alive:
             return Death(self.pid, "out of the controller's sight", time.time(), None)
         with self._lock:
@@ -131,7 +130,7 @@ class Watched:
         if not self._num_oom_kills:
             return f"by hand, or by the system when memory ran out; {had}"
         self._count_oom_kills(self._num_oom_kills)
-        if time.monotonic() - self._oom_kill_at > OOM_KILL_S:
+        if time.monotonic() - self._oom_kill_at > timeouts.OOM_KILL_S:
             return f"by a program or by hand, not for want of memory; {had}"
         if self._limit_bytes is not None:
             had += f", and its control group may have {format_bytes(self._limit_bytes)}"

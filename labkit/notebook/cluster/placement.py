@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from labkit import timeouts
 from labkit.checks import UserError
 from labkit.checks import check_choice
 from labkit.checks import check_count
@@ -51,7 +52,7 @@ def place_ranks(
     backend: str = "auto",
     device: str = "auto",
     threads: int | None = None,
-    group_timeout_s: float = 1800.0,
+    group_timeout_s: float = timeouts.GROUP_S,
     num_gpus: int | None = None,
 ) -> list[Placement]:
     """One placement a rank: a GPU each with NCCL, or the CPU with gloo.

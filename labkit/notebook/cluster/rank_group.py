@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
+from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.engines import Cluster
@@ -19,11 +20,7 @@ from labkit.notebook.kernel import interrupts
 from labkit.records import Outcome
 from labkit.records import Placement
 
-PROOF_TIMEOUT_S = 2.0
-RELEASE_S = 0.5
-"""How often ranks that wait for others are released, before a group is formed."""
 NUM_RELEASES = 30
-ANSWER_S = 5.0
 
 _CALLS = "labkit.rank.engine.rpc"
 
@@ -250,7 +247,7 @@ class RankGroup:
         for _ in range(NUM_RELEASES):
             try:
                 self.cluster.call(
-                    f"{_CALLS}:load", ranks=self.everyone, timeout_s=RELEASE_S
+                    f"{_CALLS}:load", ranks=self.everyone, timeout_s=timeouts.RELEASE_S
                 )
             except RankDiedError:
                 raise
@@ -258,7 +255,7 @@ class RankGroup:
                 asked = [self.cluster.ask(rank, "release") for rank in self.everyone]
                 for answer in asked:  # one that came late would break the next group
                     with contextlib.suppress(CancelledError, TimeoutError):
-                        answer.result(ANSWER_S)
+                        answer.result(timeouts.ANSWER_S)
             else:
                 return
 
@@ -269,7 +266,7 @@ class RankGroup:
             return False
         sums = self.cluster.call(
             f"{_CALLS}:prove_group",
-            PROOF_TIMEOUT_S,
+            timeouts.PROOF_S,
             after_failure,
             ranks=self.everyone,
         )

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from labkit import timeouts
 from labkit.notebook.cluster.engines import Cluster
 from labkit.rank_spec import format_ranks
 from labkit.records import Call
@@ -17,12 +18,6 @@ from labkit.records import Frame
 from labkit.records import Position
 from labkit.records import format_bytes
 from labkit.records import shorten
-
-ANSWER_S = 2.0
-"""A rank that has not answered by then runs native code that holds the GIL."""
-
-_DUMP_S = 0.3
-"""What such a rank is given to write its stack."""
 
 # A collective of these has the same size on all ranks of its group.
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
@@ -126,11 +121,11 @@ class StackRequest:
         """Whether all has been said that will be; does not wait."""
         now = time.monotonic()
         if self._dumped_at is not None:
-            return now - self._dumped_at > _DUMP_S
+            return now - self._dumped_at > timeouts.DUMP_S
         silent = [rank for rank, answer in self._answers.items() if not answer.done()]
         if not silent:
             return True
-        if now - self._asked_at < ANSWER_S:
+        if now - self._asked_at < timeouts.STACK_S:
             return False
         self._silent, self._dumped_at = silent, now
         for rank in silent:

@@ -8,10 +8,8 @@ from concurrent.futures import wait
 
 import pandas as pd
 
+from labkit import timeouts
 from labkit.notebook.cluster.rank_group import RankGroup
-
-ANSWER_S = 5.0
-LOOK_S = 0.1
 
 
 def status_table(
@@ -22,13 +20,13 @@ def status_table(
     cluster = group.cluster
     answers = [cluster.ask(rank, "describe") for rank in group.everyone]
     facts = {}
-    deadline = time.monotonic() + ANSWER_S
+    deadline = time.monotonic() + timeouts.ANSWER_S
     for rank, answer in enumerate(answers):
         # A rank may be dead, die while it is asked, or be deep in native code.
         while (
             not answer.done() and cluster.is_alive(rank) and time.monotonic() < deadline
         ):
-            wait([answer], LOOK_S)
+            wait([answer], timeouts.POLL_S)
         with contextlib.suppress(CancelledError, TimeoutError):
             facts[rank] = answer.result(0)
     rows = []

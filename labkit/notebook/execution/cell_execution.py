@@ -12,20 +12,17 @@ from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from typing import Any
 
+from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
 from labkit.notebook.diagnostics.hang_detector import HangWatch
-from labkit.notebook.execution.stop_policy import GRACE_S
 from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import Outcome
-
-ANSWER_S = 5.0
-_TICK_S = 0.05
 
 
 class CellListener:
@@ -187,7 +184,7 @@ class CellExecution:
             return  # dead ones are being brought back: it ends where that does
         replies = [self._cluster.ask(rank, "hold") for rank in ranks]
         try:
-            steps = [reply.result(timeout=ANSWER_S) for reply in replies]
+            steps = [reply.result(timeout=timeouts.ANSWER_S) for reply in replies]
         except (TimeoutError, CancelledError) as error:
             raise UserError("a rank does not say at which step it is") from error
         for rank in ranks:
@@ -243,14 +240,14 @@ class CellExecution:
         def hear(answer: "Future[Any]") -> None:
             self.stop_policy.answered(rank)
 
-        answer = self._cluster.interrupt(rank, release_after_s=GRACE_S)
+        answer = self._cluster.interrupt(rank, release_after_s=timeouts.GRACE_S)
         answer.add_done_callback(hear)
 
     # ---- from the ranks ----
 
     def _take_events(self) -> None:
         """Handle what has come; wait for the first event, but not long."""
-        timeout = _TICK_S
+        timeout = timeouts.POLL_S
         while self._tally.running:
             try:
                 rank, kind, content = self._events.get(timeout=timeout)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from typing import TypeVar
 
+from labkit import timeouts
 from labkit.checks import check_count
 from labkit.checks import check_folder
 from labkit.checks import check_hang_after
@@ -31,9 +32,6 @@ from labkit.train_options import option
 from labkit.train_options import option_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-HANG_AFTER_S = 30.0
-"""How long nothing may happen in a cell before a note says where its ranks stand."""
 
 
 def check_view(what: str, value: Any) -> None:
@@ -89,12 +87,12 @@ class RunOptions(TrainOptions):
         None, "stop the cell after this many seconds", check_timeout, metavar="SECONDS"
     )
     hang_after: float = option(
-        HANG_AFTER_S,
+        timeouts.HANG_AFTER_S,
         "say where every rank stands when nothing has happened for this many seconds; "
         "0 for never",
         check_hang_after,
         metavar="SECONDS",
-        default_text=f"{HANG_AFTER_S:g}",
+        default_text=f"{timeouts.HANG_AFTER_S:g}",
     )
     live: bool | str = option(
         True,

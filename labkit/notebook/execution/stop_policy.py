@@ -4,27 +4,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from dataclasses import field
 
-GRACE_S = 0.2
-"""How long the others may run on after the first failure; a rank that failed at the
-same line needs no interrupt, and the group then stays as it is."""
+from labkit import timeouts
 
-REPEAT_S = 0.5
-"""A rank that answered, and has not stopped, is asked again after so long."""
-KILL_AFTER_S = 30.0
-"""A rank that still runs so long after the first request is killed."""
-ASK_AGAIN_S = 2.0
 NUM_ASKED = 5
-"""And so is one that does not even answer, asked so often: native code there holds the
-GIL. What counts is not the time alone, which passes for a whole machine that sleeps."""
+"""A rank that does not even answer, asked so often, is killed: native code there holds
+the GIL. The time alone does not count, which passes for a whole machine that sleeps."""
 NUM_ASKED_ALONE = 2
 """From then on it gets a signal too: ipyparallel's channels may be stuck."""
-SECOND_AFTER_S = 2.5
-AGAIN_S = 0.5
-"""A second interrupt kills what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
-from the first one: a key may be pressed twice, and a rank about to end by itself."""
-
-OUTCOME_AFTER_S = 10.0
-"""How long the outcome of a cell may take to come, after the rank is done with it."""
 
 
 @dataclass
@@ -70,7 +56,7 @@ class StopPolicy:
     def fail(self, now: float) -> None:
         """A rank has failed; the others may wait for it."""
         if self._stop_at is None:
-            self._stop_from(now + GRACE_S)
+            self._stop_from(now + timeouts.GRACE_S)
 
     def stop(self, now: float) -> None:
         """The ranks are to stop, whatever they do."""
@@ -81,7 +67,9 @@ class StopPolicy:
         if self._interrupted_at is None:
             self._interrupted_at = now
         elif self._kill_at is None:
-            self._kill_at = max(now + AGAIN_S, self._interrupted_at + SECOND_AFTER_S)
+            self._kill_at = max(
+                now + timeouts.AGAIN_S, self._interrupted_at + timeouts.SECOND_AFTER_S
+            )
         self.was_interrupted = True
 
     def answered(self, rank: int) -> None:
@@ -122,7 +110,7 @@ class StopPolicy:
         actions = Actions(kill=kill)
         if now < self._next_look:
             return actions
-        self._next_look = now + REPEAT_S
+        self._next_look = now + timeouts.REPEAT_S
         for rank in running:
             num_asked = self._num_asked.get(rank, 0)
             if rank in kill or (num_asked and not self._is_unanswered(rank, now)):
@@ -136,14 +124,14 @@ class StopPolicy:
 
     def is_silent(self, rank: int, now: float) -> bool:
         """Whether the rank, done with the cell, will not say any more how it ended."""
-        return now - self._heard_at.get(rank, now) > OUTCOME_AFTER_S
+        return now - self._heard_at.get(rank, now) > timeouts.OUTCOME_AFTER_S
 
     def _stop_from(self, when: float) -> None:
         if self._stop_at is None or when < self._stop_at:
             self._stop_at = self._next_look = when
 
     def _is_unanswered(self, rank: int, now: float) -> bool:
-        return now - self._asked_at[rank] > ASK_AGAIN_S
+        return now - self._asked_at[rank] > timeouts.ASK_AGAIN_S
 
     def _is_past_stopping(self, rank: int, now: float) -> bool:
         """Whether nothing will stop the rank but the end of its process."""
@@ -151,6 +139,6 @@ class StopPolicy:
         num_asked = self._num_asked.get(rank, 0)
         return (
             (num_asked >= NUM_ASKED and self._is_unanswered(rank, now))
-            or now - self._stop_at > KILL_AFTER_S
+            or now - self._stop_at > timeouts.KILL_AFTER_S
             or (self._kill_at is not None and now > self._kill_at)
         )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from labkit import timeouts
 from labkit.checkpoint import abandon_saves
 from labkit.compat.c10d import abort_groups
 from labkit.compat.c10d import num_groups_made
@@ -35,7 +36,6 @@ from labkit.records import Placement
 _torch_init_process_group = dist.init_process_group
 _torch_rendezvous = rendezvous_of("env")
 
-CONNECT_S = 10.0
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
 """How the variables begin by which torchrun and MPI tell a process its rank."""
 
@@ -192,7 +192,10 @@ class RankProcessGroup:
         if placement.rank != 0:
             # Rank 0 listens already, unless it has died: torch would go on trying.
             self._store = dist.TCPStore(
-                "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=CONNECT_S)
+                "127.0.0.1",
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=timeouts.CONNECT_S),
             )
             self._store.set_timeout(self.timeout)
         assert self._store is not None, "rank 0 hosts the store before it joins"

@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from labkit import timeouts
 from labkit.compat.torch import tree_leaves
 from labkit.estimate import forecast
 from labkit.estimate.trace import fake_copy
@@ -28,9 +29,6 @@ from labkit.records import COMPONENTS
 from labkit.records import format_bytes
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
-
-FORECAST_S = 10.0
-"""How long the forecast may take, while the user waits."""
 
 NUM_VARIABLES = 5
 WORTH_A_LINE_BYTES = 2**20
@@ -176,7 +174,7 @@ def what_would_fit(
         return []
     shares = world_size if device.type == "cpu" else 1
     options = step.options
-    with contextlib.suppress(Exception), at_most(FORECAST_S):
+    with contextlib.suppress(Exception), at_most(timeouts.FORECAST_S):
         _, sentence = forecast(
             step.plain,
             step.inputs,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from labkit import timeouts
 from labkit.checkpoint import Checkpoint
 from labkit.checkpoint import Pending
 from labkit.checkpoint import SaveError
@@ -32,7 +33,6 @@ from labkit.step_folders import step_folder
 
 SEED_STRIDE = 1_000_003
 
-_POLL_S = 0.05
 
 _GAUSS = struct.Struct("<?d")
 """The normal number that a generator has in hand: whether it has one, and which."""
@@ -228,7 +228,7 @@ class RunCheckpointer:
             while self._pending and not self._pending.done():
                 if is_interrupted():
                     raise KeyboardInterrupt
-                futures.wait([self._pending], _POLL_S)
+                futures.wait([self._pending], timeouts.POLL_S)
             self._wait()
 
     def _wait(self) -> None:

@@ -2,8 +2,7 @@
 
 import threading
 
-HOLD_S = 10.0
-"""How long a rank that was asked to hold waits for word of where to stop."""
+from labkit import timeouts
 
 
 class Stopped(KeyboardInterrupt):
@@ -44,7 +43,7 @@ class StopPoint:
         if not self._is_holding:
             return
         with self._told:
-            self._told.wait_for(lambda: self._stop_after is not None, HOLD_S)
+            self._told.wait_for(lambda: self._stop_after is not None, timeouts.HOLD_S)
             if self._stop_after is None:
                 self._is_holding = False  # whoever asked is gone
             elif num_steps >= self._stop_after:
