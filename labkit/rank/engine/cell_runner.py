@@ -313,7 +313,7 @@ class CellRunner:
             options=TrainOptions(**spec.options, config=self.config),
             checkpoints=plan,
             report=lambda report: self._publish("report", report),
-            after_step=self._stop_point.passed,
+            observers=[self._stop_point],
         )
         self._session = session
         self._contexts.enter_context(session.running())

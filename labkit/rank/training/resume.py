@@ -25,6 +25,7 @@ from labkit.rank.data.loader import Position
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.cell_checkpoints import prefix
+from labkit.rank.training.observers import Observer
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.rank.training.optimizer import watching_schedulers
 from labkit.records import CheckpointPlan
@@ -38,7 +39,7 @@ _GAUSS = struct.Struct("<?d")
 """The normal number that a generator has in hand: whether it has one, and which."""
 
 
-class RunCheckpointer:
+class RunCheckpointer(Observer):
     """One rank's side of the checkpoints of one run.
 
     A run that goes on from a checkpoint runs its cell from the first line. Model and
@@ -155,13 +156,10 @@ class RunCheckpointer:
         if loader.num_epochs >= loader.resume_at.epoch:
             self._go_on()
 
-    def before_batch(self, loader: RankLoader, step: int) -> None:
-        """A loop has ended its work on a batch: `step` steps are taken."""
-        self._active = self._loaders.index(loader)
-        self.between_steps(step)
-
-    def between_steps(self, step: int) -> None:
+    def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         """Take a checkpoint if it is time to."""
+        if loader is not None:
+            self._active = self._loaders.index(loader)
         if self._plan is None:
             return
         if self.is_replaying:

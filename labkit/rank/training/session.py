@@ -2,12 +2,12 @@
 
 import _thread
 import contextlib
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
 from labkit.checks import shown
-from labkit.compat.torch import is_profiled
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
@@ -45,13 +44,15 @@ from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.loss_hooks import snapshot
 from labkit.rank.loop.loss_kind import LossWatch
 from labkit.rank.loop.loss_kind import is_looked_at
+from labkit.rank.loop.step_data import StepData
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.oom_report import Forecastable
 from labkit.rank.telemetry.oom_report import bare_copy
 from labkit.rank.telemetry.oom_report import plain_copy
-from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
-from labkit.rank.telemetry.step_profiler import StepProbe
+from labkit.rank.training.observers import Observer
+from labkit.rank.training.observers import ReplicaObserver
+from labkit.rank.training.observers import StepSampler
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.rank.training.optimizer import watching_zero_grad
 from labkit.rank.training.resume import RunCheckpointer
@@ -66,17 +67,14 @@ from labkit.records import STEP_TAKEN
 from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
-from labkit.strategies.autograd.backward import release_former
 from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
 from labkit.strategies.model.materialize import until_set
 from labkit.strategies.options import BatchNorm
-from labkit.strategies.options import checkpoint_activations
-from labkit.strategies.options import compile_blocks
 from labkit.strategies.options import has_own_statistics
 from labkit.strategies.options import keep_stand_ins_out
-from labkit.strategies.options import replace_batchnorm
+from labkit.strategies.parallelize import parallelize
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.unsupported import check_supported
@@ -89,19 +87,11 @@ RESERVED = frozenset(
         NOTICED_LOSS,
     }
 )
-
-UNMEASURED = (
-    "memory and collectives were not measured in the remaining steps: a profiler "
-    "is active and would record labkit's own measurement"
-)
-
-DRAWN_BEFORE = (
-    "the loop trains with batches that it has drawn before (a list of them, or a "
-    "prefetcher), and a backward pass is weighted by the batch that was drawn last. "
-    "Ranks' parts of some are unequal, so the result is not that of one process. Draw "
-    "each batch right before its backward pass, or make all parts equal: "
-    "drop_last=True, a batch size that is a multiple of the number of ranks, no "
-    "--accumulate"
+EXTRA_WORK = (
+    "{work}: with --accumulate {count} the loop body runs {count} times per step and "
+    "does this each time, where one process with whole batches does it once. Put what "
+    "is to be done once per step after optimizer.step(), under "
+    "`if not optimizer.held_back:` (but clip gradients before the step)"
 )
 
 
@@ -120,7 +110,7 @@ class Session:
         options: TrainOptions,
         checkpoints: CheckpointPlan | None = None,
         report: Callable[[Any], None] = lambda measured: None,
-        after_step: Callable[[int], None] = lambda num_steps: None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.strategy = strategy
         self.code = ""
@@ -136,10 +126,6 @@ class Session:
         self._noticer.on_backward = self._on_backward
         self._noticer.check_loss = self._check_loss
         self._report = report
-        self._after_step = after_step
-        self._probe: StepProbe | None = None
-        self._is_probe_due = False
-        self._watch = ReplicaWatch()
         self._keeper = RunCheckpointer(
             checkpoints,
             rank=rank,
@@ -161,36 +147,29 @@ class Session:
         self._checks.install(self._noticer)
         self.forecastable: Forecastable | None = None
         """Of the model that was prepared last."""
+        self._replicas = ReplicaObserver(
+            self._optimizers,
+            report=report,
+            num_backwards=(lambda: self._noticer.num_backwards)
+            if strategy.is_by_hand
+            else None,
+        )
+        sampler = StepSampler(self.prepared, device, report=report, note=self.note)
+        # A step that is stopped at has been saved before; it is timed last.
+        self._observers = [self._keeper, *observers, self._replicas, sampler]
+        self._data = StepData(
+            self._noticer, accumulate=options.accumulate, note=self.note
+        )
         self._undo: list[Callable[[], None]] = []
         self._has_ended = False
         """Whether its loaders may be in another cell's hands."""
-        self._num_samples: int | None = None
-        """Of this step so far; None in a loop over data of its own."""
-        self._num_tokens = 0
-        """Of this step so far; 0 where samples are no sequences of tokens."""
         self._loss_watch: LossWatch | None = None
         """Until it has found something to note."""
-        self._share: Share | None = None
-        """What the loop has at the moment; None in one over data of its own."""
-        self._num_unused = 0
-        """Batches of this pass less the backward passes in it."""
-        self._is_uneven = False
-        """Whether some batch of this pass is not weighted as one outside of it is."""
-        self._loader: RankLoader | None = None
-        """Which gave the batch that the loop has."""
-        self._loss_weight: float | None = None
-        """Of this step so far; None where losses count by the number of samples."""
-        self._step_ended: float | None = None
-        """When the step before this one did; None in the first of an epoch."""
-        self._weight_outside = 1.0
-        """What a backward pass is scaled by in a loop over data of its own."""
         self._noted: set[str] = set()
         self.refusal: UnsupportedLoopError | None = None
         """Of what a thread of the cell does; the next signal raises it in the cell."""
         self._optimizer_steps = 0
         self._steps_by_optimizer: Counter[int] = Counter()
-        self._is_first_microbatch = True
-        """Whether the loop's next one is of another global batch."""
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
 
@@ -200,23 +179,20 @@ class Session:
         seed_everything(self.seed)
         with (
             self._noticer.watching(),
-            self._keeper.watching(),
             watching_zero_grad(self._optimizers),
             warnings.catch_warnings(),
-            self._watch.watching_loaders(lambda: self._noticer.num_backwards)
-            if self.strategy.is_by_hand
-            else contextlib.nullcontext(),
+            contextlib.ExitStack() as watching,
         ):
+            for observer in self._observers:
+                watching.enter_context(observer.watching())
             # DeepSpeed calls collectives by names that torch is about to change.
             warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")
             # A 1x1 convolution's gradient, which is copied once.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:
                 yield
-                if self._is_probe_due and self._probe is None:
-                    self.note(UNMEASURED)
-                self._check_replicas()
-                self._report(self._watch.notes())
+                for observer in self._observers:
+                    observer.end(self._optimizer_steps)
             finally:
                 self._end()
 
@@ -229,7 +205,8 @@ class Session:
 
     def _end(self) -> None:
         """Let go of the models; the cell's own variables may be used on."""
-        self._end_probe(is_complete=False)
+        for observer in self._observers:
+            observer.close()
         for undo in reversed(self._undo):
             undo()
         for optimizer in self._optimizers:
@@ -282,114 +259,25 @@ class Session:
 
         After it, the plain PyTorch loop is the same under every strategy.
         """
-        if self.strategy.is_by_hand:
-            raise ValueError(
-                f"{self.strategy.name} leaves everything to the cell; for prepare and "
-                "fit use another strategy, as %%dist_train ddp"
-            )
-        if unnamed:
-            raise ValueError(
-                f"prepare got {shown(unnamed[0])} after the dataset; pass it by name, "
-                "as prepare(model, optimizer, dataset, batch_size=64)"
-            )
-        if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
-            optimizer = optimizer.prepared.optimizer
-        check_prepared(model, optimizer)
-        check_supported(
-            model,
-            self.strategy,
-            num_ranks=self.world_size,
-            precision=self.options.precision,
-        )
-        self._checks.check_ownership(model, optimizer)
-        self._checks.check_rank_guards(self.code)
+        optimizer = self._checked(model, optimizer, unnamed)
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
-        options = self.options
-        is_own = has_own_statistics(model, synchronize=options.sync_batchnorm)
-        dealer = Dealer(
-            self.peers,
-            accumulate=options.accumulate,
-            least=2 if is_own else 1,  # samples, of which BatchNorm has a variance
-            is_sum=reduction == "sum",
-        )
+        dealer = self._dealer(model, is_sum=reduction == "sum")
         loader, batches = deal_out(
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
+        # From here on the model changes.
         step = Forecastable(
-            plain_copy(model), bare_copy(optimizer), batches.batch_size, options
+            plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
         )
-        for name in replace_batchnorm(
-            model,
-            synchronize=options.sync_batchnorm,
-            is_fp32=options.precision == "fp32",
-        ):
-            self.note(
-                f"{name} has a forward of its own, so labkit leaves it as it is: under "
-                f"--precision {options.precision} its statistics are not in fp32, as "
-                "those of torch's BatchNorm would be"
-            )
-        if options.activation_checkpointing:
-            self._undo += checkpoint_activations(model)
-        if options.compile:
-            self._undo += compile_blocks(model)
-        if is_from_meta(model):
-            # Others than those of a model that was prepared before.
-            seed_everything(self.seed + len(self._optimizers))
-            self.note(FROM_META)
-        technique = self.strategy.load()
-        release_former(model.parameters())
-        prepared = technique(self.strategy, model, optimizer, self.device, options)
-        prepared.note = self.note
-        self._undo.append(prepared.close)
-        if unset:
-            check = model.register_forward_pre_hook(until_set(model, unset))
-            self._undo.append(check.remove)
-        note = model.register_forward_pre_hook(step.note_input)
-        self._undo.append(note.remove)
-        self._undo += keep_stand_ins_out(model)
-        self.forecastable = step
-        self._watch.group = prepared.replica_group
-        self._noticer.scale = prepared.scale
-        self._noticer.weight = self._weight_outside = dealer.weight_outside
-        self._noticer.is_sum = dealer.is_sum
-        if self.world_size * options.accumulate > 1 and weigh is None:
-            self._loss_watch = None if dealer.is_sum else LossWatch()
-        stepping = PreparedOptimizer(prepared, self._take_step)
-        stepping.mean_loss = self._mean_over_ranks
-        stepping.num_ranks = self.world_size
-        self._noticer.number_of(stepping)
-        self._optimizers.append(stepping)
-        speak_as_ddp(model)
-        if options.accumulate > 1:
-            if work := extra_work(self.code):
-                self.note(
-                    f"{work.removesuffix(':')}: with --accumulate "
-                    f"{options.accumulate} the loop body runs {options.accumulate} "
-                    "times per step and does this each "
-                    "time, where one process with whole batches does it once. Put what "
-                    "is to be done once per step after optimizer.step(), under "
-                    "`if not optimizer.held_back:` (but clip gradients before the step)"
-                )
-            # Not the method itself, which a copy of the model would copy, with us.
-            vars(model)["zero_grad"] = lambda *a, **kw: stepping.zero_grad(*a, **kw)
-            self._undo.append(lambda: vars(model).pop("zero_grad", None))
+        prepared = self._parallelized(model, optimizer)
+        self._hook(model, step, unset)
+        self._weigh_losses(prepared, dealer, is_mean_of_samples=weigh is None)
+        stepping = self._stepping(model, prepared)
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
-        rank_loader = RankLoader(
-            loader,
-            batches,
-            self.device,
-            on_epoch=lambda epoch: self._begin_epoch(epoch, batches),
-            before_batch=lambda: self._before_batch(rank_loader),
-            on_batch=lambda share: self._begin_batch(share, rank_loader),
-            on_end=self._end_batches,
-            on_drawn=self._watch.note_draw,
-            weigh=weigh,
-        )
-        rank_loader.on_evaluated = self._agree
-        rank_loader.refuse = self._refuse
+        rank_loader = self._rank_loader(loader, batches, weigh)
         self._keeper.add(stepping, rank_loader)
         if not self._optimizer_steps:
             self._optimizer_steps = self._keeper.first_step
@@ -489,33 +377,150 @@ class Session:
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
 
+    # ---- the phases of `prepare` ----
+
+    def _checked(
+        self, model: Any, optimizer: Any, unnamed: Sequence[Any]
+    ) -> torch.optim.Optimizer:
+        """The user's own optimizer; ValueError and UnsupportedLoopError for what
+        `prepare` cannot take. Nothing has changed."""
+        if self.strategy.is_by_hand:
+            raise ValueError(
+                f"{self.strategy.name} leaves everything to the cell; for prepare and "
+                "fit use another strategy, as %%dist_train ddp"
+            )
+        if unnamed:
+            raise ValueError(
+                f"prepare got {shown(unnamed[0])} after the dataset; pass it by name, "
+                "as prepare(model, optimizer, dataset, batch_size=64)"
+            )
+        if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
+            optimizer = optimizer.prepared.optimizer
+        check_prepared(model, optimizer)
+        check_supported(
+            model,
+            self.strategy,
+            num_ranks=self.world_size,
+            precision=self.options.precision,
+        )
+        self._checks.check_ownership(model, optimizer)
+        self._checks.check_rank_guards(self.code)
+        own: torch.optim.Optimizer = optimizer
+        return own
+
+    def _dealer(self, model: nn.Module, *, is_sum: bool) -> Dealer:
+        """Deals the samples of a global batch out to ranks and microbatches."""
+        is_own = has_own_statistics(model, synchronize=self.options.sync_batchnorm)
+        return Dealer(
+            self.peers,
+            accumulate=self.options.accumulate,
+            least=2 if is_own else 1,  # samples, of which BatchNorm has a variance
+            is_sum=is_sum,
+        )
+
+    def _parallelized(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Prepared:
+        """Both under the strategy of the run. Collective."""
+        if is_from_meta(model):
+            # Others than those of a model that was prepared before.
+            seed_everything(self.seed + len(self._optimizers))
+            self.note(FROM_META)
+        return parallelize(
+            self.strategy,
+            model,
+            optimizer,
+            self.device,
+            self.options,
+            note=self.note,
+            undo=self._undo,
+        )
+
+    def _hook(self, model: nn.Module, step: Forecastable, unset: list[str]) -> None:
+        """See the model's forward passes as long as the run lasts."""
+        if unset:
+            check = model.register_forward_pre_hook(until_set(model, unset))
+            self._undo.append(check.remove)
+        note = model.register_forward_pre_hook(step.note_input)
+        self._undo.append(note.remove)
+        self._undo += keep_stand_ins_out(model)
+        self.forecastable = step
+
+    def _weigh_losses(
+        self, prepared: Prepared, dealer: Dealer, *, is_mean_of_samples: bool
+    ) -> None:
+        """Have backward passes begin with this rank's part of the whole batch's
+        loss."""
+        self._replicas.watch.group = prepared.replica_group
+        self._noticer.scale = prepared.scale
+        self._noticer.weight = self._data.weight_outside = dealer.weight_outside
+        self._noticer.is_sum = dealer.is_sum
+        if self.world_size * self.options.accumulate > 1 and is_mean_of_samples:
+            self._loss_watch = None if dealer.is_sum else LossWatch()
+
+    def _stepping(self, model: nn.Module, prepared: Prepared) -> PreparedOptimizer:
+        """The optimizer that the loop sees."""
+        stepping = PreparedOptimizer(prepared, self._take_step)
+        stepping.mean_loss = self._mean_over_ranks
+        stepping.num_ranks = self.world_size
+        self._noticer.number_of(stepping)
+        self._optimizers.append(stepping)
+        speak_as_ddp(model)
+        if self.options.accumulate > 1:
+            if work := extra_work(self.code):
+                count = self.options.accumulate
+                self.note(EXTRA_WORK.format(work=work.removesuffix(":"), count=count))
+            # Not the method itself, which a copy of the model would copy, with us.
+            vars(model)["zero_grad"] = lambda *a, **kw: stepping.zero_grad(*a, **kw)
+            self._undo.append(lambda: vars(model).pop("zero_grad", None))
+        return stepping
+
+    def _rank_loader(
+        self,
+        loader: DataLoader[Any],
+        batches: GlobalBatches | Stream,
+        weigh: Weigh | None,
+    ) -> RankLoader:
+        """This rank's part of the batches; the session sees each."""
+        rank_loader = RankLoader(
+            loader,
+            batches,
+            self.device,
+            on_epoch=lambda epoch: self._begin_epoch(epoch, batches),
+            before_batch=lambda: self._before_batch(rank_loader),
+            on_batch=lambda share: self._begin_batch(share, rank_loader),
+            on_end=self._end_epoch,
+            on_drawn=self._replicas.watch.note_draw,
+            weigh=weigh,
+        )
+        rank_loader.on_evaluated = self._agree
+        rank_loader.refuse = self._refuse
+        return rank_loader
+
     # ---- what the loop tells the session ----
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
-        self._num_unused, self._is_uneven = 0, False
+        self._data.begin_epoch()
         if self._loss_watch is not None:
             self._loss_watch.begin_pass()
-        self._is_first_microbatch = True
         for optimizer in self._optimizers:
             optimizer.drop_held()
-        self._keeper.begin_epoch()
+        for observer in self._observers:
+            observer.begin_epoch()
         self._note_progress(epoch=epoch)
         with contextlib.suppress(TypeError):  # a sampler or stream without a length
             self._note_progress(steps_per_epoch=batches.num_batches)
 
     def _before_batch(self, loader: RankLoader) -> None:
-        if self._has_ended:
-            return
-        self._num_samples = self._num_samples or 0
-        self._keeper.before_batch(loader, self._optimizer_steps)
-        self._pass_boundary()
-        if self._step_ended is not None:
-            self._step_ended = time.perf_counter()
+        if not self._has_ended:
+            self._data.ask()
+            self._between_steps(loader)
 
-    def _pass_boundary(self) -> None:
+    def _between_steps(self, loader: RankLoader | None = None) -> None:
         """Between two steps, where every rank can stop."""
         try:
-            self._after_step(self._optimizer_steps)
+            for observer in self._observers:
+                observer.between_steps(self._optimizer_steps, loader)
         except StoppedAtStep:
             self._keeper.finish(self._optimizer_steps)
             raise
@@ -523,54 +528,26 @@ class Session:
     def _begin_batch(self, share: Share, loader: RankLoader) -> None:
         if self._has_ended:
             return
-        assert self._num_samples is not None
-        is_zipped = self._share is not None and loader is not self._loader
-        if is_zipped and share.weight != self._noticer.weight:
-            self.note(
-                "the loop takes batches of two loaders at once, and this rank's parts "
-                "are not the same fraction of both, so the mean over the ranks is not "
-                "that of one process. Give both a batch size that is a multiple of the "
-                "number of ranks, and drop_last=True"
-            )
-        self._loader = loader
-        self._noticer.begin_microbatch(is_first=self._is_first_microbatch)
-        self._is_first_microbatch = share.is_last  # is the next one
-        self._num_samples += share.num_samples
-        self._num_tokens += share.num_tokens
-        self._num_unused += 1
-        self._is_uneven |= share.weight != self._weight_outside
-        self._noticer.weight = share.weight
-        self._noticer.is_sum = share.is_sum
-        self._share = share
-        if share.loss_weight is not None:
-            self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
-        BatchNorm.counts_here = share.num_samples > 0
+        self._data.give(share, loader)
         for optimizer in self._optimizers:
             optimizer.prepared.num_batches += 1
             optimizer.begin_microbatch(share.is_last)
-        if self._probe is None and is_sampled(
-            self._optimizer_steps + 1 - self._keeper.first_step
-        ):
-            self._is_probe_due = True
-        if self._probe is None and self._is_probe_due and not is_profiled():
-            self._begin_probe()
+        number = self._optimizer_steps + 1 - self._keeper.first_step
+        for observer in self._observers:
+            observer.begin_microbatch(number)
 
-    def _end_batches(self) -> None:
-        self._num_samples = None
-        self._num_tokens = 0
-        self._loss_weight = self._share = None
-        self._step_ended = None
-        BatchNorm.counts_here = True
-        self._noticer.weight = self._weight_outside
-
-    # ---- what a strategy cannot do ----
+    def _end_epoch(self) -> None:
+        self._data.end_epoch()
+        for observer in self._observers:
+            observer.end_epoch()
 
     def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
         """Note a loss that is not the mean of those of ranks and microbatches."""
         number, is_on_gpu = self._noticer.microbatch, loss.device.type != "cpu"
         if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
             return
-        num_samples = None if self._share is None else self._share.num_samples
+        share = self._data.share
+        num_samples = None if share is None else share.num_samples
         if num_samples == 0:  # a stand-in
             return
         if text := self._loss_watch.look(loss, num_samples, number, seed):
@@ -610,61 +587,25 @@ class Session:
                 "gradient_norm", norm, self._optimizer_steps, self._read_memory()
             )
 
-    def _check_replicas(self) -> None:
-        replicas: dict[str, torch.Tensor] = {}
-        for number, each in enumerate(self._optimizers):
-            of_which = f" of model {number + 1}" if number else ""
-            found = each.prepared.replicas() | each.forward_state.replicas
-            for name, tensor in found.items():
-                replicas[name + of_which] = tensor
-        self._watch.check(self._optimizer_steps, replicas)
-
-    def _begin_probe(self) -> None:
-        self._is_probe_due = False
-        self._probe = StepProbe(self.prepared(), self.device, began=self._step_ended)
-        self._probe.start()
-
     def _on_backward(self, begins: bool) -> None:
         """Before and after every backward pass."""
-        if begins and self._share is not None:
-            self._num_unused -= 1
-        elif begins:
-            self._note_own_data()
-        for optimizer in self._optimizers if begins else ():
-            optimizer.begin_backward()
-        if self._probe is not None and begins:
-            self._probe.begin_backward()
-        elif self._probe is not None:
-            self._probe.end_backward()
-        for optimizer in self._optimizers if not begins else ():
-            optimizer.end_backward()
-
-    def _note_own_data(self) -> None:
-        """A backward pass begins that is of no batch of a loader."""
-        if self._is_uneven and self._num_unused > 0:
-            self.note(DRAWN_BEFORE)
-        elif self._optimizers and self.options.accumulate > 1:
-            count = self.options.accumulate
-            self.note(
-                "the loop does not take its batches from the loader that prepare "
-                f"returned; with --accumulate {count} it steps once in {count} "
-                "backward passes, where one process steps after each. Take them from "
-                f"that loader, which splits each of its batches into {count}, or have "
-                f"the loop run {count} times as often"
-            )
-
-    def _end_probe(self, *, is_complete: bool = True) -> None:
-        if self._probe is None:
-            return
-        if measured := self._probe.stop():
-            self._probe = None
-            if is_complete:
-                self._report(measured)
+        if begins:
+            self._data.begin_backward(is_prepared=bool(self._optimizers))
+            for optimizer in self._optimizers:
+                optimizer.begin_backward()
+            for observer in self._observers:
+                observer.begin_backward()
+        else:
+            for observer in self._observers:
+                observer.end_backward()
+            for optimizer in self._optimizers:
+                optimizer.end_backward()
 
     def _after_optimizer_step(self, loss: Loss | None, number: int) -> None:
         """The optimizer of this number has taken a step. Where there are several, the
         run has taken as many as the one that has taken most."""
-        self._end_probe()
+        for observer in self._observers:
+            observer.optimizer_stepped()
         self._steps_by_optimizer[number] += 1
         taken = self._steps_by_optimizer[number] + self._keeper.first_step
         is_next = taken > self._optimizer_steps
@@ -677,21 +618,12 @@ class Session:
             self._emitter.put(name, loss, taken, memory_bytes)
         if not is_next:
             return
-        if self._watch.is_due(step):
-            self._check_replicas()
-        if self._num_samples is not None:
-            self._emitter.put("samples", self._num_samples, step, memory_bytes)
-            self._num_samples = 0
-        if self._num_tokens:
-            self._emitter.put("tokens", self._num_tokens, step, memory_bytes)
-            self._num_tokens = 0
-        if self._loss_weight is not None:
-            self._emitter.put(LOSS_WEIGHT, self._loss_weight, step, memory_bytes)
-            self._loss_weight = None
-        self._step_ended = time.perf_counter()
-        if self._num_samples is None:  # in a loop over data of its own
-            self._keeper.between_steps(step)
-            self._pass_boundary()
+        for count_of, count in self._data.take_counts().items():
+            self._emitter.put(count_of, count, step, memory_bytes)
+        for observer in self._observers:
+            observer.step_taken(step)
+        if self._data.is_own:
+            self._between_steps()
 
     def _note_progress(self, **changes: int) -> None:
         """Note what changed of `records.Progress`."""
@@ -720,12 +652,3 @@ def speak_as_ddp(model: nn.Module) -> None:
     for name, value in {"module": model, "no_sync": contextlib.nullcontext}.items():
         if not hasattr(model, name):
             vars(model)[name] = value  # no child: that would make it a part of itself
-
-
-def is_sampled(step: int) -> bool:
-    """Whether a run's optimizer step `step`, counted from 1, is measured.
-
-    The first, in which state is made; the third, for DDP arranges its buckets anew in
-    the second; then the 10th, 100th, ..., so that it costs nothing.
-    """
-    return step == 3 or str(step).rstrip("0") == "1"

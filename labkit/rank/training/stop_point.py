@@ -3,6 +3,8 @@
 import threading
 
 from labkit import timeouts
+from labkit.rank.data.loader import RankLoader
+from labkit.rank.training.observers import Observer
 
 
 class Stopped(KeyboardInterrupt):
@@ -17,7 +19,7 @@ class StoppedAtStep(Stopped):
     """Raised between the same two optimizer steps on every rank."""
 
 
-class StopPoint:
+class StopPoint(Observer):
     """Stops a run after the same step on every rank, wherever each is when it is asked.
 
     First all ranks are asked to `hold`: each says how many steps it has taken, and
@@ -35,18 +37,17 @@ class StopPoint:
         """Taken so far."""
         return self._num_steps
 
-    def passed(self, num_steps: int) -> None:
-        """The main thread has taken `num_steps`; raises StoppedAtStep if that
-        is enough."""
+    def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
+        """Raises StoppedAtStep if `step` steps are enough."""
         # In this order: `hold` writes and reads them in the other.
-        self._num_steps = num_steps
+        self._num_steps = step
         if not self._is_holding:
             return
         with self._told:
             self._told.wait_for(lambda: self._stop_after is not None, timeouts.HOLD_S)
             if self._stop_after is None:
                 self._is_holding = False  # whoever asked is gone
-            elif num_steps >= self._stop_after:
+            elif step >= self._stop_after:
                 raise StoppedAtStep
 
     def hold(self) -> int:

@@ -1,0 +1,122 @@
+"""What a loop has been given since its last step, and what its losses weigh by it."""
+
+from collections.abc import Callable
+
+from labkit.rank.data.dealing import Share
+from labkit.rank.data.loader import RankLoader
+from labkit.rank.loop.loss_hooks import LossHooks
+from labkit.records import LOSS_WEIGHT
+from labkit.strategies.options import BatchNorm
+
+DRAWN_BEFORE = (
+    "the loop trains with batches that it has drawn before (a list of them, or a "
+    "prefetcher), and a backward pass is weighted by the batch that was drawn last. "
+    "Ranks' parts of some are unequal, so the result is not that of one process. Draw "
+    "each batch right before its backward pass, or make all parts equal: "
+    "drop_last=True, a batch size that is a multiple of the number of ranks, no "
+    "--accumulate"
+)
+ZIPPED = (
+    "the loop takes batches of two loaders at once, and this rank's parts are not the "
+    "same fraction of both, so the mean over the ranks is not that of one process. "
+    "Give both a batch size that is a multiple of the number of ranks, and "
+    "drop_last=True"
+)
+OWN_DATA = (
+    "the loop does not take its batches from the loader that prepare returned; with "
+    "--accumulate {count} it steps once in {count} backward passes, where one process "
+    "steps after each. Take them from that loader, which splits each of its batches "
+    "into {count}, or have the loop run {count} times as often"
+)
+
+
+class StepData:
+    """The batches of one run's loop, as its loaders give them."""
+
+    def __init__(
+        self, hooks: LossHooks, *, accumulate: int, note: Callable[[str], None]
+    ) -> None:
+        self.share: Share | None = None
+        """What the loop has at the moment; None in one over data of its own."""
+        self.weight_outside = 1.0
+        """What a backward pass is scaled by in a loop over data of its own."""
+        self._hooks = hooks
+        self._accumulate = accumulate
+        self._note = note
+        self._loader: RankLoader | None = None
+        """Which gave the batch that the loop has."""
+        self._is_first_microbatch = True
+        """Whether the loop's next one is of another global batch."""
+        self._num_unused = 0
+        """Batches of this pass less the backward passes in it."""
+        self._is_uneven = False
+        """Whether some batch of this pass is not weighted as one outside of it is."""
+        self._num_samples: int | None = None
+        """Of this step so far; None in a loop over data of its own."""
+        self._num_tokens = 0
+        """Of this step so far; 0 where samples are no sequences of tokens."""
+        self._loss_weight: float | None = None
+        """Of this step so far; None where losses count by the number of samples."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loop is over data of its own."""
+        return self._num_samples is None
+
+    def begin_epoch(self) -> None:
+        self._num_unused, self._is_uneven = 0, False
+        self._is_first_microbatch = True
+
+    def ask(self) -> None:
+        """The loop asks a loader for a batch."""
+        self._num_samples = self._num_samples or 0
+
+    def give(self, share: Share, loader: RankLoader) -> None:
+        """It gets this rank's part of it, or of a microbatch."""
+        assert self._num_samples is not None
+        is_zipped = self.share is not None and loader is not self._loader
+        if is_zipped and share.weight != self._hooks.weight:
+            self._note(ZIPPED)
+        self._loader = loader
+        self._hooks.begin_microbatch(is_first=self._is_first_microbatch)
+        self._is_first_microbatch = share.is_last  # is the next one
+        self._num_samples += share.num_samples
+        self._num_tokens += share.num_tokens
+        self._num_unused += 1
+        self._is_uneven |= share.weight != self.weight_outside
+        self._hooks.weight = share.weight
+        self._hooks.is_sum = share.is_sum
+        self.share = share
+        if share.loss_weight is not None:
+            self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
+        BatchNorm.counts_here = share.num_samples > 0
+
+    def begin_backward(self, *, is_prepared: bool) -> None:
+        """A backward pass begins; `is_prepared` where the run has a model."""
+        if self.share is not None:
+            self._num_unused -= 1
+        elif self._is_uneven and self._num_unused > 0:
+            self._note(DRAWN_BEFORE)
+        elif is_prepared and self._accumulate > 1:
+            self._note(OWN_DATA.format(count=self._accumulate))
+
+    def take_counts(self) -> dict[str, float]:
+        """Those of the step that is taken, by the name of their record."""
+        counts: dict[str, float] = {}
+        if self._num_samples is not None:
+            counts["samples"] = self._num_samples
+            self._num_samples = 0
+        if self._num_tokens:
+            counts["tokens"] = self._num_tokens
+            self._num_tokens = 0
+        if self._loss_weight is not None:
+            counts[LOSS_WEIGHT] = self._loss_weight
+            self._loss_weight = None
+        return counts
+
+    def end_epoch(self) -> None:
+        """The loader has no more."""
+        self._num_samples = self._loss_weight = self.share = None
+        self._num_tokens = 0
+        BatchNorm.counts_here = True
+        self._hooks.weight = self.weight_outside

@@ -1,0 +1,175 @@
+"""What watches a run: every observer sees the same events, and keeps its own."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from labkit.compat.torch import is_profiled
+from labkit.rank.data.loader import RankLoader
+from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
+from labkit.rank.telemetry.step_profiler import StepProbe
+from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.strategies.prepared import Prepared
+
+UNMEASURED = (
+    "memory and collectives were not measured in the remaining steps: a profiler "
+    "is active and would record labkit's own measurement"
+)
+
+
+class Observer:
+    """The events of a run, in the main thread of its rank. To inherit: what is not
+    written does nothing."""
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Entered for as long as the cell runs."""
+        return contextlib.nullcontext()
+
+    def begin_epoch(self) -> None:
+        """A loader begins a pass."""
+
+    def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
+        """`step` steps are taken, on all ranks; before `loader` gives a batch, if the
+        loop takes its batches from one."""
+
+    def begin_microbatch(self, number: int) -> None:
+        """The loop has a batch, or a part of one, of the run's step of this number,
+        counted from 1."""
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+
+    def end_backward(self) -> None:
+        """It has ended, or failed."""
+
+    def optimizer_stepped(self) -> None:
+        """One of the run's optimizers has taken a step."""
+
+    def step_taken(self, step: int) -> None:
+        """The run has taken `step` steps: as many as the optimizer that has taken
+        most."""
+
+    def end_epoch(self) -> None:
+        """A loader has no more batches."""
+
+    def end(self, step: int) -> None:
+        """The cell has ended well, after `step` steps."""
+
+    def close(self) -> None:
+        """It has ended, well or not."""
+
+
+class StepSampler(Observer):
+    """Measures memory and collectives in some of a run's steps."""
+
+    def __init__(
+        self,
+        prepared: Callable[[], list[Prepared]],
+        device: torch.device,
+        *,
+        report: Callable[[Any], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._prepared = prepared
+        self._device = device
+        self._report = report
+        self._note = note
+        self._probe: StepProbe | None = None
+        self._is_due = False
+        self._began: float | None = None
+        """When the step did; None in the first of an epoch."""
+
+    def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
+        if self._began is not None:
+            self._began = time.perf_counter()  # after what others do here
+
+    def begin_microbatch(self, number: int) -> None:
+        if self._probe is not None:
+            return
+        self._is_due |= is_sampled(number)
+        if self._is_due and not is_profiled():
+            self._is_due = False
+            self._probe = StepProbe(self._prepared(), self._device, began=self._began)
+            self._probe.start()
+
+    def begin_backward(self) -> None:
+        if self._probe is not None:
+            self._probe.begin_backward()
+
+    def end_backward(self) -> None:
+        if self._probe is not None:
+            self._probe.end_backward()
+
+    def optimizer_stepped(self) -> None:
+        self._stop(is_complete=True)
+
+    def step_taken(self, step: int) -> None:
+        self._began = time.perf_counter()
+
+    def end_epoch(self) -> None:
+        self._began = None
+
+    def end(self, step: int) -> None:
+        if self._is_due and self._probe is None:
+            self._note(UNMEASURED)
+
+    def close(self) -> None:
+        self._stop(is_complete=False)
+
+    def _stop(self, *, is_complete: bool) -> None:
+        if self._probe is not None and (measured := self._probe.stop()):
+            self._probe = None
+            if is_complete:
+                self._report(measured)
+
+
+class ReplicaObserver(Observer):
+    """Compares what ranks hold replicas of, and the samples that they draw."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[PreparedOptimizer],
+        *,
+        report: Callable[[Any], None],
+        num_backwards: Callable[[], int] | None,
+    ) -> None:
+        """`num_backwards()` so far, where every DataLoader of the cell is watched."""
+        self.watch = ReplicaWatch()
+        self._optimizers = optimizers
+        self._report = report
+        self._num_backwards = num_backwards
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        if self._num_backwards is None:
+            return contextlib.nullcontext()
+        return self.watch.watching_loaders(self._num_backwards)
+
+    def step_taken(self, step: int) -> None:
+        if self.watch.is_due(step):
+            self._check(step)
+
+    def end(self, step: int) -> None:
+        self._check(step)
+        self._report(self.watch.notes())
+
+    def _check(self, step: int) -> None:
+        replicas: dict[str, torch.Tensor] = {}
+        for number, each in enumerate(self._optimizers):
+            of_which = f" of model {number + 1}" if number else ""
+            found = each.prepared.replicas() | each.forward_state.replicas
+            for name, tensor in found.items():
+                replicas[name + of_which] = tensor
+        self.watch.check(step, replicas)
+
+
+def is_sampled(step: int) -> bool:
+    """Whether a run's optimizer step `step`, counted from 1, is measured.
+
+    The first, in which state is made; the third, for DDP arranges its buckets again in
+    the second; then the 10th, 100th, ..., so that it costs nothing.
+    """
+    return step == 3 or str(step).rstrip("0") == "1"
