@@ -138,9 +138,12 @@ def saved_number(node: Any, name: str) -> Any:
 
 def saved_value(node: Any, name: str) -> Any:
     """A tensor or number that is saved for the backward pass; None where hooks keep
-    it, which may compute it again."""
+    it, which may compute it again.
+
+    Old versions, as 2.8, do not say whether hooks do: there these are asked.
+    """
     saved = getattr(node, f"_raw_saved_{name}", None)
-    if saved is None:
+    if saved is None or not hasattr(saved, "unpack_hook"):
         return getattr(node, f"_saved_{name}", None)
     return saved.data if saved.unpack_hook is None else None
 
