@@ -4,6 +4,7 @@ What is here is read from the source; two subprocesses see that it holds.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -258,6 +259,130 @@ def test_every_module_says_its_purpose_in_its_first_line() -> None:
         and not ast.get_docstring(ast.parse(source))
     ]
     assert silent == []
+
+
+# ---- private names of libraries ----
+
+DOCUMENTED = {
+    # IPython's display protocol and the names that it gives a user.
+    *("_render_traceback_", "_repr_html_", "_repr_mimebundle_", "_repr_png_", "_oh"),
+    *("_esm", "_css"),  # of anywidget
+    *("_getframe", "_current_frames"),  # of sys
+    "_thread",
+}
+"""Names that begin with an underscore, and are public all the same."""
+TEXT = {
+    ("notebook/diagnostics/stacks.py", "_try_get_data"),
+    ("notebook/diagnostics/stacks.py", "_get_data"),
+    ("rank/engine/hints.py", "_cuda_setDevice"),
+}
+"""What is looked for in a stack or in a message, where it may be absent as well."""
+LIBRARIES = "torch|deepspeed|IPython|ipykernel|ipyparallel|matplotlib|pandas|accelerate"
+PATH = re.compile(rf"({LIBRARIES})(\.\w+)*\._(?!_)\w+")
+PARTS_OF_WORDS = {"removeprefix", "removesuffix", "replace", "startswith", "endswith"}
+
+
+def is_private(name: str) -> bool:
+    return (
+        name.isidentifier()
+        and name.startswith("_")
+        and not name.startswith("__")
+        and name.strip("_") != ""
+        and name not in DOCUMENTED
+    )
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """The private names that a module gives to what is its own."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_")}
+
+
+def is_our_own(owner: ast.expr) -> bool:
+    """Whether an attribute is one of `self`, `cls` or `super()`."""
+    if isinstance(owner, ast.Call):
+        owner = owner.func
+    return isinstance(owner, ast.Name) and owner.id in ("self", "cls", "super")
+
+
+def private_names(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and name of each private name in a module that is not one of `own`."""
+    exempt: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            exempt |= set(node.values)
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else ""
+            exempt |= set(node.args) if name in PARTS_OF_WORDS else set()
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute):
+            is_ours = is_our_own(node.value) or node.attr in own
+            found = [] if is_ours else [node.attr]
+        elif isinstance(node, ast.Import):
+            found = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            found = [alias.name for alias in node.names]
+            found += str(node.module).split(".")
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value not in own
+            and node not in exempt
+        ):
+            is_path = PATH.fullmatch(node.value) is not None
+            found = [node.value.split(".")[-1] if is_path else node.value]
+        yield from ((node.lineno, name) for name in found if is_private(name))
+
+
+def test_no_private_name_of_a_library_is_used_elsewhere() -> None:
+    """Own private names are those of the modules of one folder."""
+    paths = [p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE / "compat"]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    own: dict[Path, set[str]] = {}
+    for path, tree in trees.items():
+        own.setdefault(path.parent, set()).update(own_names(tree))
+    wrong = [
+        f"{place}:{line} uses {name}, which belongs into labkit/compat"
+        for path, tree in trees.items()
+        for line, name in private_names(tree, own[path.parent])
+        if ((place := path.relative_to(PACKAGE).as_posix()), name) not in TEXT
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch._dynamo", ["_dynamo"]),
+        ("from torch.utils._pytree import tree_map", ["_pytree"]),
+        ("from torch.a import _b as b", ["_b"]),
+        ("torch._C._will(node)", ["_C", "_will"]),
+        ("getattr(model, '_hooks', None)", ["_hooks"]),
+        ("vars(model)['_hooks']", ["_hooks"]),
+        ("import_module('torch._dynamo')", ["_dynamo"]),
+        ("self._a = cls._b + super()._c()", []),
+        ("_known = 1\nother._known", []),
+        ("name.removesuffix('_bytes') + '__main__' + f'{x}_y'", []),
+    ],
+)
+def test_the_search_finds_private_names(code: str, found: list[str]) -> None:
+    tree = ast.parse(code)
+    names = [name for _, name in private_names(tree, own_names(tree))]
+    assert sorted(names) == sorted(found)
 
 
 # ---- in a process of its own ----

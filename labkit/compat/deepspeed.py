@@ -19,6 +19,7 @@ _STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _BASE = "deepspeed.runtime.base_optimizer"
 
 ATTRIBUTES = (
@@ -26,6 +27,7 @@ ATTRIBUTES = (
     f"{_STAGE_2}.averaged_gradients",
     f"{_STAGE_2}.ipg_buckets",
     f"{_STAGE_2}.reduce_ready_partitions_and_remove_grads",
+    f"{_STAGE_2}.set_gradient_accumulation_boundary",
     f"{_STAGE_2}.single_partition_of_fp32_groups",
     f"{_STAGE_2}.update_lp_params",
     f"{_STAGE_3}.fp16_groups",
@@ -104,6 +106,27 @@ def prepare_backward(engine: Any, zero: Any) -> None:
 def call_before_reduction(zero: Any, function: Callable[..., None]) -> None:
     """Have a function called when a pass has ended, before what DeepSpeed does then."""
     zero._backward_hook_state._grad_acc_post_hooks.insert(0, function)
+
+
+@GATE.needs(f"{_BASE}:ZeROOptimizer._backward_hook_state")
+def forget_backward(zero: Any) -> None:
+    """Let another step begin after a backward pass that did not end."""
+    state = zero._backward_hook_state
+    state.backward_active_depth = state.remaining_grad_acc_hooks = 0
+    state.reset_for_new_step()
+
+
+@GATE.needs(f"{_STAGE_2}._release_ipg_buffers")
+def release_buckets(zero: Any) -> None:
+    """Free the buckets that stages 1 and 2 reduce gradients in."""
+    zero._release_ipg_buffers()
+
+
+@GATE.needs(f"{_COORDINATOR}:PartitionedParameterCoordinator._invalidate_trace")
+def drop_trace(coordinator: Any) -> None:
+    """Have stage 3 record again in which order a pass uses parameters, or it would
+    take half of a pass for a whole one."""
+    coordinator._invalidate_trace()
 
 
 @GATE.needs("deepspeed.utils.groups:_WORLD_GROUP")

@@ -92,6 +92,9 @@ class FSDP(Prepared):
                 dist.broadcast(tensor.detach(), src=0)  # as DDP and DeepSpeed do
             special = at_root if part is self.module else {}
             self._root = fully_shard(part, **{**settings, **special})
+            if self.device.type == "cpu" and torch.__version__ < "2.13":
+                # Gloo took the mean of a reduce-scatter for a sum, at least in 2.8.
+                self._root.set_force_sum_reduction_for_comms(True)
             release(tensors, part)
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())

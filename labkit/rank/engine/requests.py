@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from labkit.compat.ipython import cell_numbers
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.group.process_group import RankProcessGroup
@@ -74,7 +75,7 @@ class ControlRequests:
         """Where the main thread is: a `records.Position`, as a dict."""
         found = position(
             self._group.rank,
-            self._shell.compile._filename_map,
+            cell_numbers(self._shell),
             is_running=self._interrupts.is_running,
             since_ns=self._group.formed_at_ns,
             waits_on_device=self._group.backend == "nccl",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from labkit.compat.deepspeed import GATE as DEEPSPEED
+from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_world_group
 from labkit.compat.deepspeed import module_count
 from labkit.compat.torch import drop_hooks_of
@@ -80,7 +81,7 @@ def drop_gathers(offload: Any) -> None:
     in_flight.clear()
     offload.partition_all_parameters()
     if coordinator.is_record_trace():
-        coordinator._invalidate_trace()  # or half of a pass would be taken for a whole
+        drop_trace(coordinator)
 
 
 def agree_on_ids(device: torch.device) -> None:

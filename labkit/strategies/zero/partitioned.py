@@ -13,6 +13,7 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import call_before_reduction
+from labkit.compat.deepspeed import forget_backward
 from labkit.compat.deepspeed import prepare_backward
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
@@ -220,9 +221,7 @@ class ZeRO(Prepared):
     def _drop_gradients(self) -> None:
         """Forget those of this step, of which some are averaged over the ranks and
         others not. Local: the other ranks may be gone."""
-        state = self._zero._backward_hook_state
-        state.backward_active_depth = state.remaining_grad_acc_hooks = 0
-        state.reset_for_new_step()
+        forget_backward(self._zero)
         with self._gradients.ours():
             self._reset_reduction()
         self._clear()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.compat.deepspeed import release_buckets
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.zero.engines import buckets
@@ -64,7 +65,7 @@ class ZeRO1And2(ZeRO):
             bucket.clear()
         zero.extra_large_param_to_reduce.clear()
         zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
-        zero._release_ipg_buffers()
+        release_buckets(zero)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
         self._zero.process_gradients(parameter, self._group_of[id(parameter)])
