@@ -35,7 +35,7 @@ _BUSY = 0.2
 """Of the time looked at; one that waits for a collective uses next to none."""
 
 _TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
-_LABKIT = str(Path(__file__).parents[1])
+_LABKIT = str(Path(__file__).parents[2])
 _LIBRARIES = [
     *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")},
     str(Path(_LABKIT).parent),
