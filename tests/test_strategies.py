@@ -596,6 +596,53 @@ def test_more_microbatches_than_samples_are_refused(lab: Lab) -> None:
         train(lab, "ddp", cell("mlp"), accumulate=10)
 
 
+# ---- by hand ----
+
+BY_HAND = """
+import copy
+from torch.distributed.device_mesh import init_device_mesh
+from labkit.models import mlp
+from labkit.strategies.ddp import apply_ddp
+from labkit.strategies.fsdp import apply_fsdp
+
+torch.manual_seed(rank)
+given = mlp()
+plain = copy.deepcopy(given)
+for parameter in plain.parameters():
+    dist.broadcast(parameter.data, 0)
+x, y = torch.ones(4, 64) * (rank + 1), torch.arange(4)
+shapes = {"dp_replicate": {"dp_replicate": 2}, "dp_shard": {"dp_shard": 2},
+          "both": {"dp_replicate": 1, "dp_shard": 2},
+          "replicas": {"dp_replicate": 2, "dp_shard": 1}}
+
+def gradients(model):
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each
+            for each in found]
+
+expected = gradients(plain)
+for each in expected:
+    dist.all_reduce(each)
+    each /= world_size
+differences = {}
+for name, sizes in shapes.items():
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    apply = apply_ddp if name == "dp_replicate" else apply_fsdp
+    found = gradients(apply(copy.deepcopy(given), mesh))
+    differences[name] = max(
+        float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)
+    )
+"""
+
+
+def test_techniques_are_functions_of_a_model_and_a_mesh(lab: Lab) -> None:
+    lab.run(BY_HAND)
+    for differences in lab.pull("differences", "all"):
+        assert list(differences) == ["dp_replicate", "dp_shard", "both", "replicas"]
+        assert max(differences.values()) < 1e-6
+
+
 # ---- one run after another ----
 
 

@@ -8,7 +8,7 @@ from labkit.estimate.plans import Plan
 from labkit.estimate.trace import Moment
 from labkit.estimate.trace import Trace
 from labkit.strategies import Strategy
-from labkit.strategies.fsdp import default_sizes
+from labkit.strategies.mesh import default_sizes
 
 
 def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:

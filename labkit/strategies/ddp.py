@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checks import UnsupportedLoopError
@@ -53,16 +54,7 @@ class DDP(Prepared):
                 "ddp has nothing to do: no parameter requires a gradient; call "
                 "requires_grad_(True) on those to train, before prepare"
             )
-        self._settings: dict[str, Any] = {
-            # Gradients live in the buckets: one copy less of them in memory.
-            "gradient_as_bucket_view": True,
-            **self.options.config,
-        }
-        for module in self.module.modules():
-            for name, buffer in buffers_of(module).items():
-                # It broadcasts them, which one of several elements in a place bars.
-                if buffer is not None and 0 in buffer.stride():
-                    buffers_of(module)[name] = buffer.contiguous()
+        self._settings: dict[str, Any] = dict(self.options.config)
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._make_reducer()
         # Not the method itself, which a copy of the model would copy, with us.
@@ -75,7 +67,7 @@ class DDP(Prepared):
 
     def _make_reducer(self) -> None:
         """For the parameters that require gradients now. Collective."""
-        self._ddp = DistributedDataParallel(self.module, **self._settings)
+        self._ddp = apply_ddp(self.module, **self._settings)
         # Later ones are made within a backward pass, which has saved the parameters.
         self._settings["init_sync"] = False
         self._has_failed = False
@@ -170,6 +162,31 @@ class DDP(Prepared):
 
     def replicas(self) -> dict[str, torch.Tensor]:
         return self.counted() | dict(self.module.named_parameters())
+
+
+def apply_ddp(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    gradient_as_bucket_view: bool = True,
+    **settings: Any,
+) -> DistributedDataParallel:
+    """`model`, which has the values of its first rank, with gradients averaged along
+    the one axis of `mesh`; over all ranks without it. Collective.
+
+    Gradients live in the buckets: one copy less of them in memory. `settings` are
+    arguments of `DistributedDataParallel`.
+    """
+    if mesh is not None:
+        settings["process_group"] = mesh.get_group()
+    for module in model.modules():
+        for name, buffer in buffers_of(module).items():
+            # It broadcasts them, which one of several elements in a place bars.
+            if buffer is not None and 0 in buffer.stride():
+                buffers_of(module)[name] = buffer.contiguous()
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=gradient_as_bucket_view, **settings
+    )
 
 
 def is_tensor(root: Any) -> bool:

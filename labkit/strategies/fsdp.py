@@ -5,7 +5,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -33,6 +32,8 @@ from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.mesh import broadcast
+from labkit.strategies.mesh import build_mesh
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.materialize import release
@@ -74,28 +75,15 @@ class FSDP(Prepared):
         check_keys(self.options.config, known, "fully_shard")
         settings = dict(self.options.config)
         axes = self.strategy.variant["axes"]
-        settings["mesh"] = mesh = build_mesh(axes, settings.get("mesh"), self.device)
+        mesh = build_mesh(axes, settings.pop("mesh", None), self.device)
         self.num_shards = mesh.size(-1)
         self.replica_group = mesh.get_local_rank(-1) if mesh.ndim > 1 else 0
-        at_root = {}
-        if self.options.precision != "fp32" and "mp_policy" not in settings:
-            # Gradients are summed over the ranks in fp32, and the loss computed in it.
-            policy = MixedPrecisionPolicy(self.dtype, torch.float32)
-            settings["mp_policy"] = policy
-            at_root["mp_policy"] = replace(policy, output_dtype=torch.float32)
         if self.options.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type)
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
-        for part, tensors in parts(self.module, units(self.module)):
-            for tensor in tensors:
-                move(tensor, self.device)
-                dist.broadcast(tensor.detach(), src=0)  # as DDP and DeepSpeed do
-            special = at_root if part is self.module else {}
-            self._root = fully_shard(part, **{**settings, **special})
-            if self.device.type == "cpu" and torch.__version__ < "2.13":
-                # Gloo took the mean of a reduce-scatter for a sum, at least in 2.8.
-                self._root.set_force_sum_reduction_for_comms(True)
-            release(tensors, part)
+        self._root: Any = apply_fsdp(
+            self.module, mesh, device=self.device, dtype=self.dtype, **settings
+        )
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
         self._shapes = {n: local_part(p).shape for n, p in self._shards.items()}
@@ -204,6 +192,44 @@ class FSDP(Prepared):
                 }
 
 
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> FSDPModule:
+    """Shard `model` in place along the last axis of `mesh`, with the values of its
+    first rank; along an axis before it there are replicas. Collective.
+
+    A block at a time comes to `device`, from the meta device too, and is sharded before
+    the next: no rank ever has the whole model on it. The blocks are gathered and
+    computed in `dtype`; parameters and reduced gradients are fp32, as is the output.
+    `settings` are arguments of `fully_shard`. The optimizer is to be made after it.
+    """
+    device = device or torch.device(mesh.device_type)
+    at_root = {}
+    if dtype is not torch.float32 and "mp_policy" not in settings:
+        # Gradients are summed over the ranks in fp32, and the loss computed in it.
+        policy = MixedPrecisionPolicy(dtype, torch.float32)
+        settings["mp_policy"] = policy
+        at_root["mp_policy"] = replace(policy, output_dtype=torch.float32)
+    root: Any = model
+    for part, tensors in parts(model, units(model)):  # the whole comes last
+        for tensor in tensors:
+            move(tensor, device)
+            broadcast(tensor.detach(), mesh)  # as DDP and DeepSpeed do
+        special = at_root if part is model else {}
+        root = fully_shard(part, mesh=mesh, **{**settings, **special})
+        if device.type == "cpu" and torch.__version__ < "2.13":
+            # Gloo took the mean of a reduce-scatter for a sum, at least in 2.8.
+            root.set_force_sum_reduction_for_comms(True)
+        release(tensors, part)
+    sharded: FSDPModule = root
+    return sharded
+
+
 def run_on_route(
     route: Route, number: int, group: Any, pre_forward: Callable[..., Any], *args: Any
 ) -> Any:
@@ -276,50 +302,6 @@ def patch_dtensor() -> None:
         for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
             setattr(DTensor, name, of_whole(getattr(torch.Tensor, name)))
         setattr(DTensor, "data", property(plain.__get__, set_data))  # noqa: B010
-
-
-def build_mesh(
-    axes: tuple[str, ...],
-    sizes: DeviceMesh | Sequence[int] | None,
-    device: torch.device,
-) -> DeviceMesh:
-    """All ranks, along `axes`; of `sizes` if there are any. Collective."""
-    if isinstance(sizes, DeviceMesh):
-        return sizes
-    world_size = dist.get_world_size()
-    shape = mesh_shape(axes, sizes or default_sizes(axes, world_size), world_size)
-    return mesh_of(dist.group.WORLD, device.type, shape, axes)
-
-
-@lru_cache(maxsize=4)
-def mesh_of(
-    world: Any, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]
-) -> DeviceMesh:
-    """The mesh over the default group `world`: its groups are made once. Collective."""
-    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
-
-
-def default_sizes(axes: tuple[str, ...], world_size: int) -> tuple[int, ...]:
-    """Of a mesh where `--config` has none: all ranks on one axis; where there are
-    replicas two of half of the ranks, one where they are odd in number."""
-    if len(axes) == 1:
-        return (world_size,)
-    num_replicas = 2 if world_size % 2 == 0 else 1
-    return num_replicas, world_size // num_replicas
-
-
-def mesh_shape(
-    axes: tuple[str, ...], sizes: Sequence[int], world_size: int
-) -> tuple[int, ...]:
-    """`sizes` as a mesh's shape; ValueError if it does not hold all ranks."""
-    shape = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
-    if len(shape) != len(axes) or torch.Size(shape).numel() != world_size:
-        kind = "(replicate, shard)" if len(axes) == 2 else "(shard,)"
-        raise ValueError(
-            f'--config: "mesh" is {shape}; it must be {kind} sizes whose product is '
-            f"the number of ranks, {world_size}"
-        )
-    return shape
 
 
 def groups(model: nn.Module) -> Iterator[Any]:

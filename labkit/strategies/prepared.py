@@ -42,6 +42,9 @@ Closure = Callable[[], Any]
 Tensors = Iterable[torch.Tensor | int | None]
 """Tensors that there are, and bytes of some that are out of reach."""
 
+Score = Callable[[nn.Module, Any], dict[str, torch.Tensor]]
+"""Computes a model's scores of a batch, by name: "loss", and metrics."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -144,6 +147,16 @@ class Prepared:
 
     def end_backward(self, *, has_failed: bool) -> None:
         """It has ended, or failed half-way."""
+
+    # ---- what `fit` asks for ----
+
+    def train_batch(self, score: Score, batch: Any) -> None:
+        """The forward and backward pass of a batch, or of a microbatch of it."""
+        score(self.module, batch)["loss"].backward()
+
+    def eval_batch(self, score: Score, batch: Any) -> dict[str, torch.Tensor]:
+        """The scores of a batch, by name."""
+        return score(self.module, batch)
 
     # ---- the step ----
 

@@ -16,6 +16,7 @@ from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import deal_out
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.orders import Peers
+from labkit.strategies.prepared import Prepared
 
 LossFunction = Callable[..., torch.Tensor]
 """`f(output, y)`, or `f(output)`: a batch's mean."""
@@ -70,7 +71,7 @@ def takes_one(function: Callable[..., Any]) -> bool:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    prepared: Prepared,
     source: Dataset[Any] | DataLoader[Any],
     functions: Mapping[str, LossFunction],
     *,
@@ -89,6 +90,7 @@ def evaluate(
     )
     shares: list[Share] = []
     scores = Scores(functions)
+    model = prepared.module
     was_training = model.training
     model.eval()
     sums = torch.zeros(len(functions) + 1, dtype=torch.float64, device=peers.device)
@@ -101,7 +103,7 @@ def evaluate(
         on_end=lambda: None,
     ):
         num_samples = shares[-1].num_samples
-        values = [float(value) for value in scores(model, batch).values()]
+        values = [float(each) for each in prepared.eval_batch(scores, batch).values()]
         if num_samples:
             sums += num_samples * torch.tensor([*values, 1.0], device=peers.device)
     model.train(was_training)

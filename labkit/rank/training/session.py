@@ -321,20 +321,20 @@ class Session:
             weigh=weigh,
             reduction=reduction,
         )
+        prepared = self._optimizers[-1].prepared
         self._note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
         functions = {"loss": loss_fn, **(metrics or {})}
         for _ in range(epochs):
             model.train()
             for batch in loader:
-                loss = score(model, batch)["loss"]
-                loss.backward()
+                prepared.train_batch(score, batch)
                 optimizer.step()
                 optimizer.zero_grad()
             if validate is not None and not self._keeper.is_replaying:
                 size = batch_size or loader.batches.batch_size
                 found = evaluate(
-                    model,
+                    prepared,
                     validate,
                     functions,
                     batch_size=size,

@@ -1,0 +1,64 @@
+"""The device mesh of a run; its axes are named as torchtitan names them.
+
+In this order, outermost first: `pp` (stages), `dp_replicate` and `dp_shard` (replicas,
+and shards of each), `tp` (parts of a layer).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def build_mesh(
+    axes: tuple[str, ...],
+    sizes: DeviceMesh | Sequence[int] | None,
+    device: torch.device,
+) -> DeviceMesh:
+    """All ranks, along `axes`; of `sizes` if there are any. Collective."""
+    if isinstance(sizes, DeviceMesh):
+        return sizes
+    world_size = dist.get_world_size()
+    shape = mesh_shape(axes, sizes or default_sizes(axes, world_size), world_size)
+    return mesh_of(dist.group.WORLD, device.type, shape, axes)
+
+
+@lru_cache(maxsize=4)
+def mesh_of(
+    world: Any, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> DeviceMesh:
+    """The mesh over the default group `world`: its groups are made once. Collective."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
+
+
+def default_sizes(axes: tuple[str, ...], world_size: int) -> tuple[int, ...]:
+    """Of a mesh where `--config` has none: all ranks on one axis; where there are
+    replicas two of half of the ranks, one where they are odd in number."""
+    if len(axes) == 1:
+        return (world_size,)
+    num_replicas = 2 if world_size % 2 == 0 else 1
+    return num_replicas, world_size // num_replicas
+
+
+def mesh_shape(
+    axes: tuple[str, ...], sizes: Sequence[int], world_size: int
+) -> tuple[int, ...]:
+    """`sizes` as a mesh's shape; ValueError if it does not hold all ranks."""
+    shape = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
+    if len(shape) != len(axes) or torch.Size(shape).numel() != world_size:
+        kind = "(replicate, shard)" if len(axes) == 2 else "(shard,)"
+        raise ValueError(
+            f'--config: "mesh" is {shape}; it must be {kind} sizes whose product is '
+            f"the number of ranks, {world_size}"
+        )
+    return shape
+
+
+def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Give all ranks of `mesh` the values of its first, one axis after the other."""
+    for axis in reversed(range(mesh.ndim)):
+        dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)
