@@ -1,6 +1,6 @@
 # `make lab` opens JupyterLab on the notebooks, `make test` runs every test.
-# Both make the environment that they need in .venv, once. `make test-third-party` has
-# one of its own.
+# Both make the environment that they need in .venv, once, with the versions in
+# constraints.txt. `make test-third-party` and `make test-oldest` have their own.
 
 PYTHON ?= python3
 PORT ?=
@@ -9,26 +9,30 @@ ARGS ?=
 WORKERS ?= 2
 BIN := .venv/bin
 THIRD_PARTY := .venv-third-party
+OLDEST := .venv-oldest
+INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab test test-third-party lint browser format notebooks conformance clean
+.PHONY: help lab test test-third-party test-oldest lock lint browser format notebooks conformance clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make test [WORKERS=4]                      lint, types, tests, notebooks"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
+	@echo "make test-oldest                           tests with the lowest versions"
+	@echo "make lock                                  write .venv to constraints.txt"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make conformance                           regenerate docs/conformance.md"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "labkit needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
 	    "Name another one: make lab PYTHON=python3.12"; exit 1; }
 	@echo "Making .venv with $$($(PYTHON) -V); the first time takes a few minutes."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[test]"
+	$(BIN)/$(INSTALL) -c constraints.txt -e ".[test]"
 	@touch $@
 
 lab: .venv/installed
@@ -38,15 +42,31 @@ lab: .venv/installed
 test: .venv/installed lint browser
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=20
 
-$(THIRD_PARTY)/installed: pyproject.toml
+$(THIRD_PARTY)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(THIRD_PARTY)
-	$(THIRD_PARTY)/bin/python -m pip install --disable-pip-version-check \
-	  -e ".[test,third-party]"
+	$(THIRD_PARTY)/bin/$(INSTALL) -c constraints.txt -e ".[test,third-party]"
 	@touch $@
 
 # Not part of `make test`: scripts and libraries of others, on real ranks.
 test-third-party: $(THIRD_PARTY)/installed
 	$(THIRD_PARTY)/bin/pytest tests/third_party
+
+# The least that pyproject.toml allows. Its torch is a CUDA build of some GB.
+$(OLDEST)/installed: pyproject.toml tests/lower_bounds.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) tests/lower_bounds.py > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/$(INSTALL) -c $(OLDEST)/constraints.txt -e ".[test]"
+	@touch $@
+
+# Not part of `make test`.
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/pytest -n $(WORKERS) --dist loadfile tests
+
+# To upgrade: install in .venv what is to be newer, run the tests, then this.
+lock: .venv/installed
+	{ echo "# Versions of \`make lab\` and \`make test\`; \`make lock\` writes this file."; \
+	  $(BIN)/python -m pip freeze --exclude-editable | grep -v ' @ ' | sed 's/+.*//'; \
+	} > constraints.txt
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -80,4 +100,4 @@ conformance: .venv/installed
 	$(BIN)/python -m tests.conformance --out docs/conformance.md
 
 clean:
-	rm -rf .venv $(THIRD_PARTY) test-artifacts
+	rm -rf .venv $(THIRD_PARTY) $(OLDEST) test-artifacts

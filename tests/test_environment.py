@@ -4,12 +4,13 @@ import ast
 import re
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
+from lower_bounds import lower_bounds
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -19,6 +20,11 @@ import labkit
 ROOT = Path(__file__).parents[1]
 # Written in two parts: this file is searched as well.
 ELSEWHERE = ["/" + "work/", "/" + "tmp/bash", "/" + "root/"]
+LOCK = [
+    line
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|(?:src|href)=["']([^"']+)""")
 
 
@@ -42,6 +48,14 @@ def requirements(project: dict[str, Any]) -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked_versions() -> list[tuple[str, str]]:
+    return [(name, version) for name, _, version in (x.partition("==") for x in LOCK)]
+
+
 def config_files() -> list[Path]:
     """What could name a version: all but code, prose and what is built."""
     patterns = ("*", ".ci/*", ".github/**/*", "benchmarks/*")
@@ -56,7 +70,8 @@ def test_conda_installs_the_project_itself_with_an_extra_that_exists(
     project: dict[str, Any], conda: list[Any]
 ) -> None:
     [pip] = [each["pip"] for each in conda if isinstance(each, dict)]
-    [installed] = pip
+    locked, installed = pip
+    assert locked == "-c constraints.txt"
     match = re.fullmatch(r"-e \.\[([\w,]+)\]", installed)
     assert match, f"{installed!r} is not this project with extras"
     assert set(match[1].split(",")) <= set(project["project"]["optional-dependencies"])
@@ -64,7 +79,7 @@ def test_conda_installs_the_project_itself_with_an_extra_that_exists(
 
 def test_conda_adds_nothing_but_python_and_pip(conda: list[Any]) -> None:
     names = [re.split(r"[<>=! ]", each)[0] for each in conda if isinstance(each, str)]
-    assert sorted(names) == ["pip", "python"], "versions live in pyproject.toml"
+    assert sorted(names) == ["pip", "python"], "versions live elsewhere"
 
 
 def test_python_versions_agree(project: dict[str, Any], conda: list[Any]) -> None:
@@ -79,21 +94,64 @@ def test_python_versions_agree(project: dict[str, Any], conda: list[Any]) -> Non
     assert f"({lowest.major}, {lowest.minor})" in (ROOT / "Makefile").read_text()
 
 
-def test_torch_is_pinned_in_one_place() -> None:
+def test_torch_has_one_version_in_one_place() -> None:
     pins = [
         f"{path.name}: {line.strip()}"
         for path in config_files()
         for line in path.read_text().splitlines()
-        if re.search(r"\btorch\s*[=<>~!]=", line)
+        if re.search(r"\btorch\s*==", line)
     ]
     assert len(pins) == 1, pins
-    assert re.match(r'pyproject\.toml: "torch==\d+\.\d+\.\d+"', pins[0])
+    assert re.fullmatch(r"constraints\.txt: torch==\d+\.\d+\.\d+", pins[0])
 
 
-def test_torch_here_is_the_pinned_one(project: dict[str, Any]) -> None:
-    [pin] = [each for each in requirements(project) if each.name == "torch"]
+def test_the_lock_has_plain_versions_only() -> None:
+    """No paths, registries or local versions, which other machines have not."""
+    assert [line for line in LOCK if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)] == []
+
+
+def test_the_lock_is_within_the_ranges(project: dict[str, Any]) -> None:
+    locked = {canonical(name): version for name, version in locked_versions()}
+    extras = project["project"]["optional-dependencies"]
+    lines = [*project["project"]["dependencies"]]
+    lines += [x for name in ("tensorboard", "widget", "test") for x in extras[name]]
+    ranges = [each for each in map(Requirement, lines) if each.name != "labkit"]
+    wrong = [
+        f"{each} with {locked.get(canonical(each.name), 'nothing')} in the lock"
+        for each in ranges
+        if not each.specifier.contains(locked.get(canonical(each.name), "0"))
+    ]
+    assert wrong == [], "run make lock"
+
+
+def test_libraries_with_private_names_end_below_their_next_major(
+    project: dict[str, Any],
+) -> None:
+    ends = {
+        each.name: [x.version for x in each.specifier if x.operator == "<"]
+        for each in map(Requirement, project["project"]["dependencies"])
+    }
+    for name in ("deepspeed", "ipykernel", "ipyparallel", "ipython", "torch"):
+        assert ends[name], f"{name} has no upper bound"
+
+
+def test_every_lower_bound_is_tested(project: dict[str, Any]) -> None:
+    bounds = lower_bounds()
+    for each in map(Requirement, project["project"]["dependencies"]):
+        assert each.specifier.contains(bounds[each.name]), (
+            f"{each} has no lowest version"
+        )
+
+
+@pytest.mark.skipif(
+    Path(sys.prefix).name != ".venv", reason="make test has the lock, others need not"
+)
+def test_what_is_installed_here_is_the_lock(project: dict[str, Any]) -> None:
+    names = [Requirement(line).name for line in project["project"]["dependencies"]]
+    locked = {canonical(name): version for name, version in locked_versions()}
     # The local part, as +cpu, tells builds of one version apart.
-    assert pin.specifier.contains(Version(torch.__version__).public)
+    found = {name: Version(metadata.version(name)).public for name in names}
+    assert found == {name: locked[canonical(name)] for name in names}
 
 
 def test_every_third_party_import_of_the_package_is_a_dependency(
