@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.checks import shown
+from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.rank_guards import lonely_use
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.unsupported import check_supported
 from labkit.train_options import TrainOptions
 
 
@@ -45,6 +49,31 @@ class LoopChecks:
         hooks.check_inputs = self.check_inputs
         hooks.check_graph = self.check_graph
         hooks.check_scaler = self.check_scaler
+
+    def check_prepare(
+        self, model: Any, optimizer: Any, unnamed: Sequence[Any], code: str
+    ) -> None:
+        """ValueError and UnsupportedLoopError for what `prepare` cannot take, or what
+        `code`, the cell, cannot do after it."""
+        if self._strategy.is_by_hand:
+            raise ValueError(
+                f"{self._strategy.name} leaves everything to the cell; for prepare and "
+                "fit use another strategy, as %%dist_train ddp"
+            )
+        if unnamed:
+            raise ValueError(
+                f"prepare got {shown(unnamed[0])} after the dataset; pass it by name, "
+                "as prepare(model, optimizer, dataset, batch_size=64)"
+            )
+        check_prepared(model, optimizer)
+        check_supported(
+            model,
+            self._strategy,
+            num_ranks=self._world_size,
+            precision=self._options.precision,
+        )
+        self.check_ownership(model, optimizer)
+        self.check_rank_guards(code)
 
     def check_ownership(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

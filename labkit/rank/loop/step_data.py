@@ -2,9 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
+
+from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.loop.loss_hooks import LossHooks
+from labkit.rank.loop.loss_kind import LossWatch
+from labkit.rank.loop.loss_kind import is_looked_at
 from labkit.records import LOSS_WEIGHT
 from labkit.strategies.options import BatchNorm
 
@@ -41,6 +46,9 @@ class StepData:
         self.weight_outside = 1.0
         """What a backward pass is scaled by in a loop over data of its own."""
         self._hooks = hooks
+        self._hooks.check_loss = self._check_loss
+        self._loss_watch: LossWatch | None = None
+        """Until it has found something to note."""
         self._accumulate = accumulate
         self._note = note
         self._loader: RankLoader | None = None
@@ -63,7 +71,29 @@ class StepData:
         """Whether the loop is over data of its own."""
         return self._num_samples is None
 
+    def weigh_losses(self, dealer: Dealer, *, is_mean_of_samples: bool) -> None:
+        """Have backward passes begin with this rank's part of the whole batch's
+        loss."""
+        self._hooks.weight = self.weight_outside = dealer.weight_outside
+        self._hooks.is_sum = dealer.is_sum
+        if dealer.peers.world_size * self._accumulate > 1 and is_mean_of_samples:
+            self._loss_watch = None if dealer.is_sum else LossWatch()
+
+    def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
+        """Note a loss that is not the mean of those of ranks and microbatches."""
+        number, is_on_gpu = self._hooks.microbatch, loss.device.type != "cpu"
+        if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
+            return
+        num_samples = None if self.share is None else self.share.num_samples
+        if num_samples == 0:  # a stand-in
+            return
+        if text := self._loss_watch.look(loss, num_samples, number, seed):
+            self._note(text)
+            self._loss_watch = None
+
     def begin_epoch(self) -> None:
+        if self._loss_watch is not None:
+            self._loss_watch.begin_pass()
         self._num_unused, self._is_uneven = 0, False
         self._is_first_microbatch = True
 

@@ -3,7 +3,6 @@
 import _thread
 import contextlib
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -20,7 +19,6 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
-from labkit.checks import shown
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
@@ -34,19 +32,15 @@ from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.data.orders import Peers
 from labkit.rank.loop.arguments import check_functions
-from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import check_reduction
-from labkit.rank.loop.arguments import describe
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.loss_hooks import Loss
 from labkit.rank.loop.loss_hooks import LossHooks
-from labkit.rank.loop.loss_hooks import snapshot
-from labkit.rank.loop.loss_kind import LossWatch
-from labkit.rank.loop.loss_kind import is_looked_at
+from labkit.rank.loop.run_records import RESERVED
+from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
 from labkit.rank.telemetry.emitter import Emitter
-from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.oom_report import Forecastable
 from labkit.rank.telemetry.oom_report import bare_copy
 from labkit.rank.telemetry.oom_report import plain_copy
@@ -59,11 +53,6 @@ from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.stop_point import StoppedAtStep
 from labkit.records import CHECKPOINT
-from labkit.records import LOSS_WEIGHT
-from labkit.records import NOTES
-from labkit.records import NOTICED_LOSS
-from labkit.records import PROGRESS
-from labkit.records import STEP_TAKEN
 from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
@@ -77,16 +66,8 @@ from labkit.strategies.options import keep_stand_ins_out
 from labkit.strategies.parallelize import parallelize
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
-from labkit.strategies.unsupported import check_supported
 from labkit.train_options import TrainOptions
 
-RESERVED = frozenset(
-    {
-        *("rank", "seconds", "memory_bytes", "samples", "tokens", LOSS_WEIGHT),
-        *NOTES,
-        NOTICED_LOSS,
-    }
-)
 EXTRA_WORK = (
     "{work}: with --accumulate {count} the loop body runs {count} times per step and "
     "does this each time, where one process with whole batches does it once. Put what "
@@ -120,20 +101,16 @@ class Session:
         self.device = device
         self.seed = seed
         self.options = options
-        self._emitter = emitter
-        self._read_memory = memory_reader(device)
+        self._records = RunRecords(emitter, device)
         self._noticer = LossHooks(self._after_optimizer_step)
         self._noticer.on_backward = self._on_backward
-        self._noticer.check_loss = self._check_loss
         self._report = report
         self._keeper = RunCheckpointer(
             checkpoints,
             rank=rank,
             device=device,
             seed=seed,
-            on_checkpoint=lambda step: self._emitter.put(
-                CHECKPOINT, step, step, self._read_memory()
-            ),
+            on_checkpoint=lambda step: self._records.put(CHECKPOINT, step, step),
             note=self.note,
         )
         self._optimizers: list[PreparedOptimizer] = []
@@ -163,15 +140,9 @@ class Session:
         self._undo: list[Callable[[], None]] = []
         self._has_ended = False
         """Whether its loaders may be in another cell's hands."""
-        self._loss_watch: LossWatch | None = None
-        """Until it has found something to note."""
         self._noted: set[str] = set()
         self.refusal: UnsupportedLoopError | None = None
         """Of what a thread of the cell does; the next signal raises it in the cell."""
-        self._optimizer_steps = 0
-        self._steps_by_optimizer: Counter[int] = Counter()
-        self._log_calls: dict[str, int] = {}
-        self._progress: dict[str, int] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -192,7 +163,7 @@ class Session:
             try:
                 yield
                 for observer in self._observers:
-                    observer.end(self._optimizer_steps)
+                    observer.end(self._records.num_steps)
             finally:
                 self._end()
 
@@ -201,7 +172,7 @@ class Session:
 
         Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
         """
-        self._keeper.finish(self._optimizer_steps, is_interrupted)
+        self._keeper.finish(self._records.num_steps, is_interrupted)
 
     def _end(self) -> None:
         """Let go of the models; the cell's own variables may be used on."""
@@ -259,7 +230,9 @@ class Session:
 
         After it, the plain PyTorch loop is the same under every strategy.
         """
-        optimizer = self._checked(model, optimizer, unnamed)
+        if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
+            optimizer = optimizer.prepared.optimizer
+        self._checks.check_prepare(model, optimizer, unnamed, self.code)
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
@@ -273,14 +246,15 @@ class Session:
         )
         prepared = self._parallelized(model, optimizer)
         self._hook(model, step, unset)
-        self._weigh_losses(prepared, dealer, is_mean_of_samples=weigh is None)
+        self._replicas.watch.group = prepared.replica_group
+        self._noticer.scale = prepared.scale
+        self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
         rank_loader = self._rank_loader(loader, batches, weigh)
         self._keeper.add(stepping, rank_loader)
-        if not self._optimizer_steps:
-            self._optimizer_steps = self._keeper.first_step
+        self._records.resume(self._keeper.first_step)
         return model, stepping, rank_loader
 
     def fit(
@@ -322,7 +296,7 @@ class Session:
             reduction=reduction,
         )
         prepared = self._optimizers[-1].prepared
-        self._note_progress(epochs=epochs)
+        self._records.note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
         functions = {"loss": loss_fn, **(metrics or {})}
         for _ in range(epochs):
@@ -359,54 +333,9 @@ class Session:
             )
         if self._keeper.is_replaying:
             return  # it was logged when it happened
-        memory_bytes = self._read_memory()
-        for name, value in metrics.items():
-            if step is not None:
-                at = step
-            elif self._optimizer_steps:
-                at = self._optimizer_steps
-            else:
-                at = self._log_calls.get(name, 0)
-                self._log_calls[name] = at + 1
-            try:
-                scalar = snapshot(value)
-            except (ArithmeticError, TypeError, ValueError, RuntimeError):
-                raise ValueError(
-                    f"log({name}=...) takes a number or a tensor of one element; "
-                    f"found {describe(value)}"
-                ) from None
-            self._emitter.put(name, scalar, at, memory_bytes)
+        self._records.log(metrics, step)
 
     # ---- the phases of `prepare` ----
-
-    def _checked(
-        self, model: Any, optimizer: Any, unnamed: Sequence[Any]
-    ) -> torch.optim.Optimizer:
-        """The user's own optimizer; ValueError and UnsupportedLoopError for what
-        `prepare` cannot take. Nothing has changed."""
-        if self.strategy.is_by_hand:
-            raise ValueError(
-                f"{self.strategy.name} leaves everything to the cell; for prepare and "
-                "fit use another strategy, as %%dist_train ddp"
-            )
-        if unnamed:
-            raise ValueError(
-                f"prepare got {shown(unnamed[0])} after the dataset; pass it by name, "
-                "as prepare(model, optimizer, dataset, batch_size=64)"
-            )
-        if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
-            optimizer = optimizer.prepared.optimizer
-        check_prepared(model, optimizer)
-        check_supported(
-            model,
-            self.strategy,
-            num_ranks=self.world_size,
-            precision=self.options.precision,
-        )
-        self._checks.check_ownership(model, optimizer)
-        self._checks.check_rank_guards(self.code)
-        own: torch.optim.Optimizer = optimizer
-        return own
 
     def _dealer(self, model: nn.Module, *, is_sum: bool) -> Dealer:
         """Deals the samples of a global batch out to ranks and microbatches."""
@@ -445,18 +374,6 @@ class Session:
         self._undo.append(note.remove)
         self._undo += keep_stand_ins_out(model)
         self.forecastable = step
-
-    def _weigh_losses(
-        self, prepared: Prepared, dealer: Dealer, *, is_mean_of_samples: bool
-    ) -> None:
-        """Have backward passes begin with this rank's part of the whole batch's
-        loss."""
-        self._replicas.watch.group = prepared.replica_group
-        self._noticer.scale = prepared.scale
-        self._noticer.weight = self._data.weight_outside = dealer.weight_outside
-        self._noticer.is_sum = dealer.is_sum
-        if self.world_size * self.options.accumulate > 1 and is_mean_of_samples:
-            self._loss_watch = None if dealer.is_sum else LossWatch()
 
     def _stepping(self, model: nn.Module, prepared: Prepared) -> PreparedOptimizer:
         """The optimizer that the loop sees."""
@@ -501,15 +418,13 @@ class Session:
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._data.begin_epoch()
-        if self._loss_watch is not None:
-            self._loss_watch.begin_pass()
         for optimizer in self._optimizers:
             optimizer.drop_held()
         for observer in self._observers:
             observer.begin_epoch()
-        self._note_progress(epoch=epoch)
+        self._records.note_progress(epoch=epoch)
         with contextlib.suppress(TypeError):  # a sampler or stream without a length
-            self._note_progress(steps_per_epoch=batches.num_batches)
+            self._records.note_progress(steps_per_epoch=batches.num_batches)
 
     def _before_batch(self, loader: RankLoader) -> None:
         if not self._has_ended:
@@ -520,9 +435,9 @@ class Session:
         """Between two steps, where every rank can stop."""
         try:
             for observer in self._observers:
-                observer.between_steps(self._optimizer_steps, loader)
+                observer.between_steps(self._records.num_steps, loader)
         except StoppedAtStep:
-            self._keeper.finish(self._optimizer_steps)
+            self._keeper.finish(self._records.num_steps)
             raise
 
     def _begin_batch(self, share: Share, loader: RankLoader) -> None:
@@ -532,7 +447,7 @@ class Session:
         for optimizer in self._optimizers:
             optimizer.prepared.num_batches += 1
             optimizer.begin_microbatch(share.is_last)
-        number = self._optimizer_steps + 1 - self._keeper.first_step
+        number = self._records.num_steps + 1 - self._records.first_step
         for observer in self._observers:
             observer.begin_microbatch(number)
 
@@ -540,19 +455,6 @@ class Session:
         self._data.end_epoch()
         for observer in self._observers:
             observer.end_epoch()
-
-    def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
-        """Note a loss that is not the mean of those of ranks and microbatches."""
-        number, is_on_gpu = self._noticer.microbatch, loss.device.type != "cpu"
-        if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
-            return
-        share = self._data.share
-        num_samples = None if share is None else share.num_samples
-        if num_samples == 0:  # a stand-in
-            return
-        if text := self._loss_watch.look(loss, num_samples, number, seed):
-            self.note(text)
-            self._loss_watch = None
 
     def _refuse(self, refusal: UnsupportedLoopError) -> None:
         """Raise it in the cell, which waits for the thread that calls this."""
@@ -583,9 +485,7 @@ class Session:
         step = optimizer.prepared.step
         norm = self._noticer.step(optimizer, lambda: step(closure))
         if norm is not None:
-            self._emitter.put(
-                "gradient_norm", norm, self._optimizer_steps, self._read_memory()
-            )
+            self._records.put("gradient_norm", norm)
 
     def _on_backward(self, begins: bool) -> None:
         """Before and after every backward pass."""
@@ -602,37 +502,16 @@ class Session:
                 optimizer.end_backward()
 
     def _after_optimizer_step(self, loss: Loss | None, number: int) -> None:
-        """The optimizer of this number has taken a step. Where there are several, the
-        run has taken as many as the one that has taken most."""
+        """The optimizer of this number has taken a step."""
         for observer in self._observers:
             observer.optimizer_stepped()
-        self._steps_by_optimizer[number] += 1
-        taken = self._steps_by_optimizer[number] + self._keeper.first_step
-        is_next = taken > self._optimizer_steps
-        step = self._optimizer_steps = max(self._optimizer_steps, taken)
-        memory_bytes = self._read_memory()
-        if loss is None:
-            self._emitter.put(STEP_TAKEN, taken, taken, memory_bytes)
-        else:
-            name = f"loss {number + 1}" if number else NOTICED_LOSS
-            self._emitter.put(name, loss, taken, memory_bytes)
+        is_next = self._records.count_step(loss, number, self._data.take_counts)
         if not is_next:
             return
-        for count_of, count in self._data.take_counts().items():
-            self._emitter.put(count_of, count, step, memory_bytes)
         for observer in self._observers:
-            observer.step_taken(step)
+            observer.step_taken(self._records.num_steps)
         if self._data.is_own:
             self._between_steps()
-
-    def _note_progress(self, **changes: int) -> None:
-        """Note what changed of `records.Progress`."""
-        for field, value in changes.items():
-            if self._progress.get(field) != value:
-                self._progress[field] = value
-                self._emitter.put(
-                    PROGRESS[field], value, self._optimizer_steps, self._read_memory()
-                )
 
 
 def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:

@@ -1,0 +1,100 @@
+"""The records of one rank's run: its steps are counted here."""
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from labkit.rank.loop.arguments import describe
+from labkit.rank.loop.loss_hooks import Loss
+from labkit.rank.loop.loss_hooks import snapshot
+from labkit.rank.telemetry.emitter import Emitter
+from labkit.rank.telemetry.memory import memory_reader
+from labkit.records import LOSS_WEIGHT
+from labkit.records import NOTES
+from labkit.records import NOTICED_LOSS
+from labkit.records import PROGRESS
+from labkit.records import STEP_TAKEN
+
+RESERVED = frozenset(
+    {
+        *("rank", "seconds", "memory_bytes", "samples", "tokens", LOSS_WEIGHT),
+        *NOTES,
+        NOTICED_LOSS,
+    }
+)
+
+
+class RunRecords:
+    """Sends what a run logs, and what is noticed of its steps."""
+
+    def __init__(self, emitter: Emitter, device: torch.device) -> None:
+        self._emitter = emitter
+        self._read_memory = memory_reader(device)
+        self.num_steps = 0
+        """Taken so far, those before a checkpoint that the run resumes from too."""
+        self.first_step = 0
+        """Optimizer steps that were taken before this run."""
+        self._steps_by_optimizer: Counter[int] = Counter()
+        self._log_calls: dict[str, int] = {}
+        self._progress: dict[str, int] = {}
+
+    def put(self, name: str, value: Loss, step: int | None = None) -> None:
+        """Send one; of the step taken last unless `step` says otherwise."""
+        at = self.num_steps if step is None else step
+        self._emitter.put(name, value, at, self._read_memory())
+
+    def resume(self, first_step: int) -> None:
+        """The run goes on after `first_step` steps, if it has not begun."""
+        self.first_step = first_step
+        if not self.num_steps:
+            self.num_steps = first_step
+
+    def count_step(
+        self, loss: Loss | None, number: int, counts: Callable[[], Mapping[str, float]]
+    ) -> bool:
+        """The optimizer of this number has taken a step, with this loss; whether that
+        is another step of the run, which has taken as many as the optimizer that has
+        taken most. `counts()` are then those of its data."""
+        self._steps_by_optimizer[number] += 1
+        taken = self._steps_by_optimizer[number] + self.first_step
+        is_next = taken > self.num_steps
+        self.num_steps = max(self.num_steps, taken)
+        memory_bytes = self._read_memory()
+        if loss is None:
+            self._emitter.put(STEP_TAKEN, taken, taken, memory_bytes)
+        else:
+            name = f"loss {number + 1}" if number else NOTICED_LOSS
+            self._emitter.put(name, loss, taken, memory_bytes)
+        for name, count in counts().items() if is_next else ():
+            self._emitter.put(name, count, self.num_steps, memory_bytes)
+        return is_next
+
+    def log(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """What a cell logs; ValueError for what is no scalar."""
+        memory_bytes = self._read_memory()
+        for name, value in metrics.items():
+            if step is not None:
+                at = step
+            elif self.num_steps:
+                at = self.num_steps
+            else:
+                at = self._log_calls.get(name, 0)
+                self._log_calls[name] = at + 1
+            try:
+                scalar = snapshot(value)
+            except (ArithmeticError, TypeError, ValueError, RuntimeError):
+                raise ValueError(
+                    f"log({name}=...) takes a number or a tensor of one element; "
+                    f"found {describe(value)}"
+                ) from None
+            self._emitter.put(name, scalar, at, memory_bytes)
+
+    def note_progress(self, **changes: int) -> None:
+        """Send what changed of `records.Progress`."""
+        for field, value in changes.items():
+            if self._progress.get(field) != value:
+                self._progress[field] = value
+                self.put(PROGRESS[field], value)
