@@ -13,11 +13,14 @@ OLDEST := .venv-oldest
 INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab test test-third-party test-oldest lock lint browser format notebooks conformance clean
+.PHONY: help lab check test test-long test-third-party test-oldest lock lint browser
+.PHONY: format notebooks conformance clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
+	@echo "make check                                 lint, types, tests without engines"
 	@echo "make test [WORKERS=4]                      lint, types, tests, notebooks"
+	@echo "make test-long                             chaos, 4 ranks, long matrices"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
 	@echo "make lock                                  write .venv to constraints.txt"
@@ -39,8 +42,16 @@ lab: .venv/installed
 	@echo "Starting JupyterLab; open the URL with the token that it prints."
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=20
+
+check: .venv/installed lint
+	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long" tests
+
 test: .venv/installed lint browser
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=20
+	$(PYTEST) -m "not long"
+
+test-long: .venv/installed browser
+	$(PYTEST) -m long
 
 $(THIRD_PARTY)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(THIRD_PARTY)

@@ -7,6 +7,21 @@ import pytest
 
 from labkit import Lab
 
+ENGINE_FIXTURES = {"shared_lab", "kernel", "server", "browser", "terminal"}
+STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "throw_all"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts engines, kernels or other programs: `make check` runs the rest.
+
+    They are known by the fixtures that a test uses, and by the names in it.
+    """
+    for item in items:
+        code = getattr(getattr(item, "function", None), "__code__", None)
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if code is None or fixtures & ENGINE_FIXTURES or STARTERS & {*code.co_names}:
+            item.add_marker("engine")
+
 
 @pytest.fixture(scope="session")
 def shared_lab() -> Iterator[Lab]:

@@ -16,6 +16,7 @@ KINDS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_session_survives_whatever_is_thrown_at_it() -> None:
     kinds = {kind.name: kind for kind in chaos.KINDS}

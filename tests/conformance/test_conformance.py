@@ -1,13 +1,12 @@
 """Every loop under every strategy: right, refused or noted, and as the page says.
 
-A loop is run once under each strategy, each time with another option, so that all
-loops take minutes, and not a quarter of an hour; with LABKIT_CONFORMANCE=whole it is
-run with each option. `make conformance` does that too, and writes the page.
+In `make test` a loop is run under two of the strategies, in `make test-long` under the
+others, each time with another option; `make conformance` runs the whole table, and
+writes the page.
 """
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +23,6 @@ from .table import ALL_STRATEGIES
 from .table import LOOPS
 from .table import MARKS
 from .table import OPTIONS
-from .table import ROW
 from .table import Place
 from .table import code_of
 from .table import expected
@@ -35,6 +33,9 @@ from .table import warm_up
 
 pytestmark = pytest.mark.timeout(300)
 
+NUM_SHORT = 2
+"""Strategies under which a loop is run in `make test`."""
+
 
 @pytest.fixture(scope="module")
 def warm_lab(shared_lab: Lab) -> Iterator[Lab]:
@@ -44,14 +45,15 @@ def warm_lab(shared_lab: Lab) -> Iterator[Lab]:
 
 
 def places(loop: str) -> list[Place]:
-    """Where in its row a loop is run."""
-    if os.environ.get("LABKIT_CONFORMANCE") == "whole":
-        return ROW
+    """Each strategy, with an option that differs from loop to loop; those first that
+    the loops before it do not have there."""
     options, first = list(OPTIONS), list(LOOPS).index(loop)
-    return [
+    row = [
         (strategy, options[(first + number) % len(options)])
         for number, strategy in enumerate(ALL_STRATEGIES)
     ]
+    shift = NUM_SHORT * first % len(row)
+    return row[shift:] + row[:shift]
 
 
 def loops_on_page() -> list[str]:
@@ -61,7 +63,18 @@ def loops_on_page() -> list[str]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop(warm_lab: Lab, lab: Lab, loop: str) -> None:
-    cells = list(run_cells(lab, loop, places(loop)))
+    check(lab, loop, places(loop)[:NUM_SHORT])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_under_the_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> None:
+    check(lab, loop, places(loop)[NUM_SHORT:])
+
+
+def check(lab: Lab, loop: str, places: list[Place]) -> None:
+    """A loop is accepted in all these places, and there as the page says."""
+    cells = list(run_cells(lab, loop, places))
     assert not [cell for cell in cells if cell.kind not in ACCEPTED]
     found = {(cell.strategy, cell.option): MARKS[cell.kind] for cell in cells}
     on_page = marks_on_page(loop)
