@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from labkit import Lab
 
-ENGINE_FIXTURES = {"shared_lab", "kernel", "server", "browser", "terminal"}
+# Workers and ranks share the cores: threads of each would wait for those of others.
+torch.set_num_threads(1)
+
+ENGINE_FIXTURES = {"lab", "shared_lab", "kernel", "server", "browser", "terminal"}
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "throw_all"}
 
 
