@@ -1,18 +1,27 @@
 """The process that draws live pictures, through a real kernel."""
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 from kernels import Kernel
 from kernels import running_kernel
+from test_runs import make_run
 
+from labkit.notebook.live.live_view import LAST_PICTURE_S
+from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.live.render_process import NICENESS
+from labkit.notebook.live.render_process import paint
+from labkit.notebook.plots.run_plot import RunPlot
 
 LOOP = """%%dist_train raw
-import os, time
+import os, signal, time
 layer = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.001)
 for step in range(300):
@@ -43,6 +52,9 @@ def test_pictures_are_drawn_elsewhere_and_give_way(kernel: Kernel) -> None:
     painter = int(kernel.run(PID).stdout)
     if sys.platform == "linux":
         assert os.sched_getscheduler(painter) == os.SCHED_IDLE
+        group = Path(f"/proc/{painter}/autogroup")  # where the kernel has them
+        if group.exists() and os.getsid(painter) == painter:
+            assert group.read_text().endswith(f"nice {NICENESS}\n")
     else:
         assert psutil.Process(painter).nice() == NICENESS
     loaded = kernel.run("import sys; print('matplotlib.figure' in sys.modules)")
@@ -57,6 +69,46 @@ def test_a_painter_that_dies_is_replaced(kernel: Kernel) -> None:
     kernel.run("import labkit, base64; figure = labkit.current_lab().runs[-1].plot()")
     drawn_here = kernel.run("print(base64.b64encode(figure._repr_png_()).decode())")
     assert reply.updates[-1]["image/png"].strip() == drawn_here.stdout.strip()
+
+
+def test_it_keeps_no_figure_of_a_run_that_has_ended() -> None:
+    plots: dict[int, RunPlot] = {}
+    for _ in range(3):
+        run = make_run({0: [3.0, 2.0], 1: [3.0, 2.0]})
+        view = LiveView(run)
+        paint(view._request(), plots)
+        run.collector.restart(1, 0.5)  # which another figure is made for
+        paint(view._request(), plots)
+        assert len(plots) == 1
+        view._restart_painting()  # as for the last picture
+        assert paint(replace(view._request(), is_final=True), plots)
+        assert not plots
+
+
+def test_a_picture_that_failed_does_not_take_the_last_one_away(kernel: Kernel) -> None:
+    kernel.run(
+        "from labkit.notebook.live.live_view import LiveView\n"
+        "take = LiveView._take_picture\n"
+        "def fail(view): raise OSError('no way')\n"
+        "LiveView._take_picture = fail"
+    )
+    reply = kernel.run(LOOP.format(at_step_100="pass"))
+    kernel.run("LiveView._take_picture = take")
+    assert reply.stderr == "labkit: the live picture stopped: OSError('no way')\n"
+    assert [set(each) for each in reply.displays] == [{"image/png", "text/plain"}]
+
+
+def test_the_last_picture_does_not_wait_for_a_painter_without_a_core(
+    kernel: Kernel,
+) -> None:
+    pid = int(kernel.run(PID).stdout)
+    began = time.monotonic()
+    reply = kernel.run(LOOP.format(at_step_100=f"os.kill({pid}, signal.SIGSTOP)"))
+    seconds = time.monotonic() - began
+    os.kill(pid, signal.SIGCONT)
+    assert reply.status == "ok"
+    assert reply.updates
+    assert seconds < 30.0 + LAST_PICTURE_S  # of 3 s, on a machine that is not busy
 
 
 def test_it_ends_with_the_lab(kernel: Kernel) -> None:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.runs.catalog import list_runs
+from labkit.notebook.runs.comparison import compare_runs
 from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -116,15 +118,17 @@ def test_steps_a_second_are_unknown_before_the_second_step(
 
 
 def test_summary_has_a_row_for_each_rank() -> None:
-    summary = make_run({0: [3.0, 2.0, 1.0], 1: [5.0, 4.0]}).summary()
+    run = make_run({0: [3.0, 2.0, 1.0], 1: [5.0, 4.0]})
+    run.end("finished")
+    summary = run.summary()
     assert summary.index.name == "rank"
     assert summary.to_dict("index") == {
         0: {
             "steps": 3,
             "first_loss": 3.0,
             "last_loss": 1.0,
-            "seconds": 2.5,
-            "steps_per_s": pytest.approx(3 / 2.5),
+            "seconds": run.seconds,
+            "steps_per_s": pytest.approx(2.0),
             "peak_memory_mib": 3.0,
             "behind": pytest.approx(float("nan"), nan_ok=True),
         },
@@ -132,8 +136,8 @@ def test_summary_has_a_row_for_each_rank() -> None:
             "steps": 2,
             "first_loss": 5.0,
             "last_loss": 4.0,
-            "seconds": 2.0,
-            "steps_per_s": pytest.approx(2 / 2.0),
+            "seconds": run.seconds,
+            "steps_per_s": pytest.approx(2.0),
             "peak_memory_mib": 2.0,
             "behind": pytest.approx(float("nan"), nan_ok=True),
         },
@@ -150,7 +154,24 @@ def test_summary_of_an_empty_run_has_no_numbers() -> None:
     summary = make_run(EMPTY).summary()
     assert list(summary.index) == [0, 1]
     assert list(summary["steps"]) == [0, 0]
-    assert summary.drop(columns="steps").isna().all(axis=None)
+    assert summary.drop(columns=["steps", "seconds"]).isna().all(axis=None)
+
+
+def test_seconds_and_steps_a_second_mean_the_same_everywhere() -> None:
+    run = make_run({0: [1.0] * 21, 1: [1.0] * 21}, seconds_a_step=0.25)
+    run.collector.records(1)["seconds"] *= 2  # and is the slowest
+    run.end("finished")
+    run.seconds = 59.5  # with what comes before the first step and after the last
+    run.info["began"] = 0.0
+    [row] = compare_runs([run]).to_dict("records")
+    [listed] = list_runs("no folder", own=[run]).to_dict("records")
+    assert list(run.summary()["steps_per_s"]) == pytest.approx([4.0, 2.0])
+    assert list(run.summary()["seconds"]) == [59.5, 59.5]
+    for table in (row, listed):
+        assert table["steps_per_s"] == pytest.approx(run.steps_per_s()) == 2.0
+        assert table["seconds"] == 59.5
+    assert "2 steps/s" in run.status_line()
+    assert "59.5 s" in run.status_line()
 
 
 def test_history_is_that_of_the_collector() -> None:

@@ -27,7 +27,9 @@ MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
 MAX_FAILURES = 2
 """How often the painter's process may die in a run."""
-LAST_PICTURE_S = 60.0
+LAST_PICTURE_S = 5.0
+"""On cores that others fill the painter, which gives way, may not get to the last
+picture; then it is drawn here."""
 
 _paintings = itertools.count()
 
@@ -55,7 +57,9 @@ class LiveView:
         self._in_terminal = not self._in_notebook and sys.stdout.isatty()
         self._line_width = 0
         """Of the line of text that is on the terminal now."""
-        self._forget_painter()
+        self._ended_paintings: list[int] = []
+        """Those that the painter may forget."""
+        self._start_painting()
 
     def tick(self) -> None:
         """Show a picture that is ready, or ask for one if it is time to and there is
@@ -67,8 +71,9 @@ class LiveView:
             self._try(self._refresh)
 
     def close(self) -> None:
-        """Show the last state."""
+        """Show the last state, also where a picture before could not be drawn."""
         self._num_drawn = -1
+        self._has_failed = False
         self._try(self._refresh)
         if self._line_width:
             print()
@@ -121,7 +126,7 @@ class LiveView:
             self._asked_at = time.monotonic()
             self._picture = painter().draw(self._request())
             return
-        self._forget_painter()
+        self._restart_painting()
         request = replace(
             self._request(), is_final=True, bars=self.run.memory_beside_theory()
         )
@@ -136,13 +141,14 @@ class LiveView:
         """The next picture, with what its painter has not been told yet."""
         collector = self.run.collector
         if collector.num_restarts != self._num_restarts:
-            self._forget_painter()  # the curves go back some steps
+            self._restart_painting()  # the curves go back some steps
         records, names = {}, {}
         for rank in collector.ranks:
             all_records = collector.records(rank)
             names[rank] = collector.metrics(rank)  # of these records, and maybe more
             records[rank] = all_records[self._num_sent[rank] :]
             self._num_sent[rank] = len(all_records)
+        ended, self._ended_paintings = self._ended_paintings, []
         return Request(
             self._painting,
             collector.ranks,
@@ -153,6 +159,7 @@ class LiveView:
             remarks(self.run),
             planned_steps(self.run),
             marks(self.run),
+            ended_views=ended,
         )
 
     def _take_picture(self) -> None:
@@ -164,14 +171,18 @@ class LiveView:
             self._num_failures += 1
             if self._num_failures > MAX_FAILURES:
                 raise
-            self._forget_painter()  # its process has died; there will be another
+            self._restart_painting()  # its process has died; there will be another
             return
         wait_s = max(self.refresh_s, found.cpu_s / MAX_LOAD)
         self._next_draw = self._asked_at + wait_s
         self._show({"image/png": found.png})
 
-    def _forget_painter(self) -> None:
-        """Whoever draws next begins anew, with all records."""
+    def _restart_painting(self) -> None:
+        """The next picture is of all records, whatever was drawn before."""
+        self._ended_paintings.append(self._painting)
+        self._start_painting()
+
+    def _start_painting(self) -> None:
         self._painting = next(_paintings)
         self._num_sent = dict.fromkeys(self.run.collector.ranks, 0)
         self._num_restarts = self.run.collector.num_restarts

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from labkit.notebook.plots.run_plot import RunPlot
 
 NICENESS = 19
-"""Where the system has no SCHED_IDLE."""
+"""Of the process where the system has no SCHED_IDLE, and of its session."""
 
 GONE = (EOFError, OSError, CancelledError, pickle.UnpicklingError)
 """What asking a painter raises whose process has ended, at whatever moment."""
@@ -56,6 +57,8 @@ class Request:
     is_final: bool = False
     bars: "pd.DataFrame | None" = None
     """Of the final picture: see `plots.stack_memory`. The last row is theory."""
+    ended_views: Sequence[int] = ()
+    """Those that ask for no more pictures."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,10 @@ def give_way() -> None:
     At a low priority alone it would still be given a time slice while a rank waits to
     be woken, and all the others would wait for that rank.
     """
+    # With autogroup, sessions share the cores whatever the policies in them are: that
+    # of the painter's own session has to give way.
+    with contextlib.suppress(OSError):  # Linux has it, where it is on
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):  # Linux has it
@@ -178,10 +185,13 @@ def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
     from labkit.notebook.plots.run_plot import RunPlot
     from labkit.notebook.plots.run_plot import stack_memory
 
+    for view in request.ended_views:
+        plots.pop(view, None)
     plot = plots.get(request.view)
     if plot is None:
-        collector = Collector(request.ranks)
-        plot = plots[request.view] = RunPlot(collector, log_scale=request.log_scale)
+        plot = RunPlot(Collector(request.ranks), log_scale=request.log_scale)
+    if not request.is_final:
+        plots[request.view] = plot
     collector = plot.collector
     for rank, records in request.records.items():
         sequence = collector.num_received[rank]
@@ -193,8 +203,6 @@ def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
         marks=request.marks,
         is_final=request.is_final,
     )
-    if request.is_final:
-        del plots[request.view]
     if request.bars is not None:
         stack_memory(plot.add_bars(), request.bars, theory=[len(request.bars) - 1])
     return plot.png()

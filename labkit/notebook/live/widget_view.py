@@ -46,7 +46,6 @@ class WidgetView(LiveView):
 
     def close(self) -> None:
         """Put the picture of the last state in the widget's place."""
-        self._has_failed = False  # what failed while it ran is not to stay
         super().close()
         if self._widget is not None:
             if self._has_failed:

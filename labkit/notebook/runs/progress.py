@@ -1,6 +1,7 @@
 """Says how far a run has come, and what is not as it should be, in one line."""
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,14 +91,19 @@ def planned_steps(run: "Run") -> int | None:
     return None
 
 
-def steps_per_s(collector: Collector, num_steps: int | None = None) -> float | None:
-    """Optimizer steps a second of the slowest rank, of all steps or of about the last
-    `num_steps`; None before the second step.
+def steps_per_s(
+    collector: Collector,
+    ranks: Iterable[int] | None = None,
+    num_steps: int | None = None,
+) -> float | None:
+    """Optimizer steps a second of the slowest of `ranks` (all by default), of all steps
+    or of about the last `num_steps`; None before the second step.
 
     By the median step: some are slow because they are measured, the first or a
     validation.
     """
-    found = [step_seconds(collector, rank, num_steps) for rank in collector.ranks]
+    ranks = collector.ranks if ranks is None else ranks
+    found = [step_seconds(collector, rank, num_steps) for rank in ranks]
     medians = [float(np.median(seconds)) for seconds in found if len(seconds)]
     paces = [seconds for seconds in medians if seconds > 0]
     return 1.0 / max(paces) if paces else None
@@ -105,7 +111,7 @@ def steps_per_s(collector: Collector, num_steps: int | None = None) -> float | N
 
 def rates(collector: Collector, num_steps: int | None) -> list[str]:
     """Steps, samples and tokens a second of all ranks together, where known."""
-    rate = steps_per_s(collector, num_steps)
+    rate = steps_per_s(collector, num_steps=num_steps)
     if rate is None:
         return []
     parts = [f"{significant(rate)} steps/s"]

@@ -1,6 +1,7 @@
 """A training run: what was run, how it ended, and its history."""
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -315,32 +316,31 @@ class Run:
 
     def steps_per_s(self) -> float | None:
         """Optimizer steps a second, by the median step of the slowest rank; None before
-        the second step."""
+        the second step. So in `summary`, in tables of runs and under the picture, where
+        those of a run that goes on are of its newest steps."""
         return steps_per_s(self.collector)
 
     def summary(self) -> pd.DataFrame:
         """One row per rank: steps, first and last loss, seconds, steps/s, peak memory.
 
-        `behind` is by what share the rank's own step takes longer than the median of
+        `seconds` is how long the cell ran (or runs by now), the same for all ranks, and
+        `steps_per_s` by the rank's median step. `behind` is by what share the rank's own step takes longer than the median of
         the others; NaN where that is not known.
         """
         rows = []
+        seconds = self.elapsed()
         lags = lag_by_rank(self.collector)
         for rank in self.collector.ranks:
             losses = self.collector.series(rank, "loss")
             records = self.collector.records(rank)
-            seconds = float(records["seconds"][-1]) if len(records) else float("nan")
-            steps = self.collector.steps[rank]
             rows.append(
                 {
                     "rank": rank,
-                    "steps": steps,
+                    "steps": self.collector.steps[rank],
                     "first_loss": losses["value"][0] if len(losses) else float("nan"),
                     "last_loss": losses["value"][-1] if len(losses) else float("nan"),
                     "seconds": seconds,
-                    "steps_per_s": (steps - (self.resumed_from or 0)) / seconds
-                    if seconds
-                    else float("nan"),
+                    "steps_per_s": steps_per_s(self.collector, [rank]) or math.nan,
                     "peak_memory_mib": records["memory_bytes"].max() / 2**20
                     if len(records)
                     else float("nan"),
