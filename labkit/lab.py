@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.plots.estimate_plot import Forecast
-    from labkit.notebook.plots.run_plot import RunFigure
+    from labkit.notebook.plots.figure import RunFigure
     from labkit.notebook.runs.run import Run
 
 _TRANSFER = "labkit.rank.engine.transfer"

@@ -381,6 +381,9 @@ def shorten(text: str, num_characters: int) -> str:
     return text[: num_characters - 3] + "..."
 
 
+MIB = 2**20
+
+
 def format_bytes(num_bytes: float) -> str:
     """Bytes in GiB or MiB, to three digits."""
     if num_bytes >= 2**30:

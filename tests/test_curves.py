@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.history.curves import Curve
 from labkit.notebook.history.curves import by_step
 from labkit.notebook.history.curves import is_noisy
 from labkit.notebook.history.curves import over_ranks
 from labkit.notebook.history.curves import smooth
+from labkit.notebook.history.thinning import MAX_POINTS
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch

@@ -68,7 +68,8 @@ def test_a_painter_that_dies_is_replaced(kernel: Kernel) -> None:
     assert int(kernel.run(PID).stdout) != pid
     kernel.run("import labkit, base64; figure = labkit.current_lab().runs[-1].plot()")
     drawn_here = kernel.run("print(base64.b64encode(figure._repr_png_()).decode())")
-    assert reply.updates[-1]["image/png"].strip() == drawn_here.stdout.strip()
+    last = [*reply.displays, *reply.updates][-1]
+    assert last["image/png"].strip() == drawn_here.stdout.strip()
 
 
 def test_it_keeps_no_figure_of_a_run_that_has_ended() -> None:
@@ -107,7 +108,7 @@ def test_the_last_picture_does_not_wait_for_a_painter_without_a_core(
     seconds = time.monotonic() - began
     os.kill(pid, signal.SIGCONT)
     assert reply.status == "ok"
-    assert reply.updates
+    assert reply.displays
     assert seconds < 30.0 + LAST_PICTURE_S  # of 3 s, on a machine that is not busy
 
 

@@ -8,11 +8,11 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.thinning import MAX_POINTS
+from labkit.notebook.history.thinning import thin
+from labkit.notebook.plots.figure import to_png
 from labkit.notebook.plots.run_plot import RunPlot
-from labkit.notebook.plots.run_plot import thin
-from labkit.notebook.plots.run_plot import to_png
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs.run import Run

@@ -16,8 +16,8 @@ from kernels import running_kernel
 
 from labkit import Lab
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.thinning import MAX_POINTS
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.live.widget_frames import Frame
 from labkit.notebook.live.widget_frames import FrameEncoder

@@ -6,28 +6,24 @@ A refresh of the picture pays for what is new, not for all that there is.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from labkit.notebook.history.thinning import MAX_POINTS
+from labkit.notebook.history.thinning import Points
+from labkit.notebook.history.thinning import extremes
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
 
-if TYPE_CHECKING:
-    from labkit.notebook.history.collector import Collector
-
 MAX_RANK_LINES = 8
 """More ranks are drawn as a band."""
-MAX_POINTS = 1000
-"""Points of one curve: three for each pixel that a panel is wide."""
 UNSEEN = frozenset({"samples", "tokens", LOSS_WEIGHT})
 """Metrics that the session puts to count by. They are not drawn, nor are
 those with a name in parentheses."""
 MEMORY = "(memory)"
 """What the bytes in use, the greatest of each step, go by here; no metric can be called
 so."""
-
-Points = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -182,10 +178,23 @@ class Spread:
         return np.concatenate([self._kept, rest], axis=1)
 
 
+class Records(Protocol):
+    """What curves are made of: a `Collector`."""
+
+    ranks: list[int]
+    steps: dict[int, int]
+
+    def records(self, rank: int) -> np.ndarray:
+        """All records of a rank so far."""
+
+    def metrics(self, rank: int) -> list[str]:
+        """The names of a rank's metrics, by the id that its records have."""
+
+
 class Curves:
     """The curves of a run: by rank and metric, and over the ranks."""
 
-    def __init__(self, collector: "Collector") -> None:
+    def __init__(self, collector: Records) -> None:
         self._collector = collector
         self.ranks = collector.ranks
         self.lock = threading.RLock()
@@ -307,21 +316,6 @@ def are_finite(values: np.ndarray) -> np.ndarray:
 def non_finite_at(step: int, value: float, *, lasts: bool = False) -> NonFinite:
     """What begins with a value that is not finite."""
     return NonFinite(int(step), "NaN" if np.isnan(value) else "infinite", lasts)
-
-
-def extremes(x: np.ndarray, y: np.ndarray, stretch: int) -> Points:
-    """The least and the greatest of each `stretch` points, in order; NaN where there is
-    no other. `x` and `y` are (n * stretch,), the results (2 * n,)."""
-    if stretch == 2 or not len(y):
-        return x, y
-    blocks = y.reshape(-1, stretch)
-    is_nan = np.isnan(blocks)
-    low = np.where(is_nan, np.inf, blocks).argmin(axis=1)
-    # The last of the greatest, so that a flat stretch is as long as it was.
-    high = np.where(is_nan, -np.inf, blocks)[:, ::-1].argmax(axis=1)
-    places = np.sort(np.stack([low, stretch - 1 - high], axis=1), axis=1)
-    places = (places + np.arange(0, len(y), stretch)[:, None]).ravel()
-    return x[places], y[places]
 
 
 def over_ranks(steps: np.ndarray, values: np.ndarray) -> np.ndarray:

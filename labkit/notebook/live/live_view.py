@@ -15,6 +15,7 @@ from labkit.notebook.live.render_process import GONE
 from labkit.notebook.live.render_process import Picture
 from labkit.notebook.live.render_process import Request
 from labkit.notebook.live.render_process import painter
+from labkit.notebook.live.unsent import Unsent
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line
@@ -27,7 +28,7 @@ MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
 MAX_FAILURES = 2
 """How often the painter's process may die in a run."""
-LAST_PICTURE_S = 5.0
+LAST_PICTURE_S = 10.0
 """On cores that others fill the painter, which gives way, may not get to the last
 picture; then it is drawn here."""
 
@@ -138,23 +139,17 @@ class LiveView:
         self._show({"image/png": png})
 
     def _request(self) -> Request:
-        """The next picture, with what its painter has not been told yet."""
-        collector = self.run.collector
-        if collector.num_restarts != self._num_restarts:
-            self._restart_painting()  # the curves go back some steps
-        records, names = {}, {}
-        for rank in collector.ranks:
-            all_records = collector.records(rank)
-            names[rank] = collector.metrics(rank)  # of these records, and maybe more
-            records[rank] = all_records[self._num_sent[rank] :]
-            self._num_sent[rank] = len(all_records)
+        """The next picture, with what its painter does not have yet."""
+        new, continues = self._unsent.take()
+        if not continues:
+            self._restart_painting()
+            new, _ = self._unsent.take()
         ended, self._ended_paintings = self._ended_paintings, []
         return Request(
             self._painting,
-            collector.ranks,
+            self.run.collector.ranks,
             self.run.log_scale,
-            names,
-            records,
+            new,
             progress_line(self.run),
             remarks(self.run),
             planned_steps(self.run),
@@ -184,8 +179,7 @@ class LiveView:
 
     def _start_painting(self) -> None:
         self._painting = next(_paintings)
-        self._num_sent = dict.fromkeys(self.run.collector.ranks, 0)
-        self._num_restarts = self.run.collector.num_restarts
+        self._unsent = Unsent(self.run.collector)
 
     def _show(self, data: dict[str, Any]) -> None:
         """Put `data`, by mime type, in the view's one place in the output."""

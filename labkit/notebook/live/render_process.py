@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-import numpy as np
-
 from labkit.records import Batch
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from labkit.notebook.live.unsent import New
     from labkit.notebook.plots.run_plot import RunPlot
 
 NICENESS = 19
@@ -45,10 +44,7 @@ class Request:
     view: int
     ranks: Sequence[int]
     log_scale: bool
-    names: dict[int, list[str]]
-    """The metrics of each rank, by id."""
-    records: dict[int, np.ndarray]
-    """(num_new,) of `records.RECORD` of each rank."""
+    new: "New"
     title: str
     remarks: list[str]
     num_steps: int | None
@@ -56,7 +52,7 @@ class Request:
     """By step: see `progress.marks`."""
     is_final: bool = False
     bars: "pd.DataFrame | None" = None
-    """Of the final picture: see `plots.stack_memory`. The last row is theory."""
+    """Of the final picture: see `memory_bars.stack_memory`. The last row is theory."""
     ended_views: Sequence[int] = ()
     """Those that ask for no more pictures."""
 
@@ -182,8 +178,8 @@ def give_way() -> None:
 def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
     """The picture as a PNG; `plots` are those of the views by now."""
     from labkit.notebook.history.collector import Collector
+    from labkit.notebook.plots.memory_bars import stack_memory
     from labkit.notebook.plots.run_plot import RunPlot
-    from labkit.notebook.plots.run_plot import stack_memory
 
     for view in request.ended_views:
         plots.pop(view, None)
@@ -193,9 +189,9 @@ def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
     if not request.is_final:
         plots[request.view] = plot
     collector = plot.collector
-    for rank, records in request.records.items():
+    for rank, (names, records) in request.new.items():
         sequence = collector.num_received[rank]
-        collector.add(rank, Batch(sequence, request.names[rank], records))
+        collector.add(rank, Batch(sequence, names, records))
     plot.update(
         request.title,
         remarks=request.remarks,

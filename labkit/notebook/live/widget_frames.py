@@ -7,8 +7,9 @@ import numpy as np
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.history.curves import UNSEEN
-from labkit.notebook.plots.run_plot import MIB
-from labkit.notebook.plots.run_plot import thin
+from labkit.notebook.history.thinning import thin
+from labkit.notebook.live.unsent import Unsent
+from labkit.records import MIB
 
 Series = tuple[int, str, np.ndarray, np.ndarray]
 """Rank, name, steps and values."""
@@ -32,35 +33,26 @@ class FrameEncoder:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._sequence = 0
-        self._num_sent = dict.fromkeys(collector.ranks, 0)
-        self._names: dict[int, list[str]] = {rank: [] for rank in collector.ranks}
-        self._num_restarts = collector.num_restarts
+        self._unsent = Unsent(collector)
 
     def delta(self) -> Frame | None:
-        """What came since the last delta; None where that cannot be told by more
-        records, and a keyframe is due: what a metric is called may change, and a run
-        that is restarted goes back some steps."""
+        """What came since the last delta; None where more records cannot tell it, and a
+        keyframe is due."""
         self._sequence += 1
-        series = []
-        was_changed = self._num_restarts != self._collector.num_restarts
-        self._num_restarts = self._collector.num_restarts
-        for rank in self._collector.ranks:
-            # Before the names, to which another thread may add: each is known then.
-            records = self._collector.records(rank)
-            names = self._collector.metrics(rank)
-            was_changed |= names[: len(self._names[rank])] != self._names[rank]
-            self._names[rank] = names
-            series += _split(rank, names, records[self._num_sent[rank] :])
-            self._num_sent[rank] = len(records)
-        return None if was_changed else self._pack(series)
+        new, continues = self._unsent.take()
+        if not continues:
+            return None
+        return self._pack([each for rank in new for each in _split(rank, *new[rank])])
 
     def keyframe(self) -> Frame:
         """What the deltas so far have told, each series thinned where it is long."""
         series = [
             (rank, name, *thin(steps, values))
-            for rank, num_records in self._num_sent.items()
+            for rank, num_records in self._unsent.num_sent.items()
             for rank, name, steps, values in _split(
-                rank, self._names[rank], self._collector.records(rank)[:num_records]
+                rank,
+                self._unsent.names[rank],
+                self._collector.records(rank)[:num_records],
             )
         ]
         return self._pack(series)

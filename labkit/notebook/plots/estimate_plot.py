@@ -8,7 +8,7 @@ from labkit.strategies import recorded_strategy
 if TYPE_CHECKING:
     import pandas as pd
 
-    from labkit.notebook.plots.run_plot import RunFigure
+    from labkit.notebook.plots.figure import RunFigure
 
 STATES = COMPONENTS[:4]
 REST = "activations, buffers"
@@ -56,9 +56,12 @@ class Forecast:
 
     def plot(self) -> "RunFigure":
         """Stacked bars by strategy, one panel a world size, and the device's memory."""
-        from labkit.notebook.plots.run_plot import RunFigure
-        from labkit.notebook.plots.style import RANK_COLOURS
+        from labkit.notebook.plots.figure import RunFigure
+        from labkit.notebook.plots.memory_bars import PART_COLOURS
+        from labkit.notebook.plots.memory_bars import put_legend_beside
+        from labkit.notebook.plots.memory_bars import stack_bars
 
+        colours = {**PART_COLOURS, REST: PART_COLOURS["activations_peak"]}
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
         num_panels = len(world_sizes)
         figure = RunFigure(
@@ -80,19 +83,7 @@ class Forecast:
             parts = {name: here[name] for name in STATES}
             rest = here["total_peak"] - sum(parts.values())
             parts[REST] = rest.clip(lower=0)
-            bottom = here["total_peak"] * 0
-            for (component, values), colour in zip(
-                parts.items(), RANK_COLOURS, strict=False
-            ):
-                panel.bar(
-                    range(len(here)),
-                    values,
-                    bottom=bottom,
-                    color=colour,
-                    width=0.7,
-                    label=component.replace("_", " "),
-                )
-                bottom = bottom + values
+            stack_bars(panel, parts, colours, width=0.7)
             for place, peak in enumerate(here["total_peak"]):
                 if peak > top:
                     panel.text(place, top, f"{peak:.3g}", ha="center", fontsize=7)
@@ -105,7 +96,5 @@ class Forecast:
             panel.set_title(f"{world_size} {noun}", fontsize=10, pad=12)
             panel.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel(f"memory of a rank ({name})", fontsize=9)
-        panels[-1].legend(
-            loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
-        )
+        put_legend_beside(panels[-1])
         return figure

@@ -1,42 +1,28 @@
-"""Draws a run as matplotlib figures: its curves, and its memory by component."""
+"""Draws a run's curves, by rank, as a picture that is kept and updated."""
 
-import io
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from PIL import Image
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.history.curves import MAX_POINTS
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.plots.figure import Palette
+from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.figure import to_png
 from labkit.notebook.plots.panel import Limits
 from labkit.notebook.plots.panel import Panel
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import WARNING_INK
 from labkit.notebook.plots.style import dress
 from labkit.notebook.plots.style import style_of
-from labkit.records import COMPONENTS
+from labkit.records import MIB
 from labkit.records import shorten
-
-PARTS = COMPONENTS[:-1]
-PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#BBBBBB")
-PART_LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "master_parameters": "fp32 master copy",
-    "communication_buffers": "buffers",
-    "activations_peak": "activations",
-}
-MIB = 2**20
 
 # Of a run's picture, in inches.
 WIDTH, HEIGHT, ROW_HEIGHT = 9.0, 3.1, 2.1
@@ -46,13 +32,6 @@ BARS_COLUMNS = 2
 """What the bars and their legend take of a row."""
 MAX_EXTRA = 6
 """Panels beside those of loss and memory."""
-
-
-class RunFigure(Figure):
-    """A figure that any notebook shows as a PNG, without pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        return to_png(self)
 
 
 class RunPlot:
@@ -276,103 +255,3 @@ def roomy(now: Limits, wanted: Limits) -> Limits:
     if now[0] <= low and high <= now[1] and fills_enough:
         return now
     return low, high + (high - low if high > now[1] else 0.0)
-
-
-def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> None:
-    """One bar for each row of `table`, in bytes by component, stacked.
-
-    A black line marks the greatest total, which is less than the sum: components are
-    at their greatest at different moments. Rows in `theory` are drawn pale.
-    """
-    places = np.arange(len(table))
-    bottom = np.zeros(len(table))
-    alphas = np.where(np.isin(places, theory), 0.45, 1.0)
-    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
-        heights = table.get(part, pd.Series(0.0, table.index)).fillna(0.0) / MIB
-        if not heights.any():
-            continue
-        bars = axes.bar(
-            places,
-            heights,
-            0.72,
-            bottom=bottom,
-            color=colour,
-            label=PART_LABELS[part],
-        )
-        for bar, alpha in zip(bars, alphas, strict=True):
-            bar.set_alpha(float(alpha))
-        bottom += heights.to_numpy()
-    if "total_peak" in table:
-        totals = table["total_peak"] / MIB
-        axes.hlines(
-            totals, places - 0.36, places + 0.36, color="black", lw=1.6, label="peak"
-        )
-    axes.set_xticks(places, [shorten(str(label), 14) for label in table.index])
-    axes.set_xlim(-0.6, len(table) - 0.4)
-    axes.grid(visible=False, axis="x")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        fontsize=8,
-    )
-
-
-def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MAX_POINTS` points that keep every peak: the least and greatest of
-    each stretch, in order."""
-    stretch = -(-2 * len(x) // MAX_POINTS)
-    if stretch <= 2:
-        return x, y
-    # The last stretch is filled up with its last value.
-    filled = np.append(y, np.full(-len(y) % stretch, y[-1]))
-    blocks = filled.reshape(-1, stretch)
-    starts = np.arange(0, len(y), stretch)
-    # NaN must not hide a block's other values, and a block of NaN stays one.
-    low = starts + np.argmin(np.where(np.isnan(blocks), np.inf, blocks), axis=1)
-    high = starts + np.argmax(np.where(np.isnan(blocks), -np.inf, blocks), axis=1)
-    keep = np.unique(np.concatenate([low, high, [len(y) - 1]]))
-    keep = keep[keep < len(y)]
-    return x[keep], y[keep]
-
-
-def to_png(figure: Figure) -> bytes:
-    """The figure as a PNG, drawn anew."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba())
-    return Palette(pixels).encode(pixels)
-
-
-class Palette:
-    """The 64 colours that suit a picture best; encodes it and others like it.
-
-    To find them costs more than all the rest of encoding. A PNG with a palette has
-    half the size of a full one.
-    """
-
-    def __init__(self, pixels: np.ndarray) -> None:
-        """`pixels`: (height, width, 4), 8 bits a channel."""
-        image = Image.fromarray(pixels).convert("RGB")
-        found = image.quantize(
-            64, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-        )
-        self._colours = found.getpalette() or []
-        colours = np.array(self._colours, dtype=np.int32).reshape(-1, 3)
-        # The nearest colour to each of 4096: four bits a channel are enough to tell.
-        cube = np.indices((16, 16, 16)).reshape(3, -1, 1) * 17
-        distances = ((cube - colours.T[:, None, :]) ** 2).sum(axis=0)
-        self._nearest = distances.argmin(axis=1).astype(np.uint8)
-
-    def encode(self, pixels: np.ndarray) -> bytes:
-        """`pixels`, (height, width, 4), as a PNG."""
-        rgba = np.ascontiguousarray(pixels).view("<u4")[..., 0]
-        code = (rgba & 0xF0) << 4 | rgba >> 8 & 0xF0 | rgba >> 20 & 0xF
-        image = Image.fromarray(self._nearest[code])
-        image.putpalette(self._colours)
-        buffer = io.BytesIO()
-        image.save(buffer, "png", compress_level=4)
-        return buffer.getvalue()

@@ -7,14 +7,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from labkit.notebook.plots.run_plot import MIB
-from labkit.notebook.plots.run_plot import RunFigure
-from labkit.notebook.plots.run_plot import stack_memory
-from labkit.notebook.plots.run_plot import thin
+from labkit.notebook.history.thinning import thin
+from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.memory_bars import stack_memory
 from labkit.notebook.plots.style import dress
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
+from labkit.records import MIB
 from labkit.records import shorten
 
 _COLUMNS = (

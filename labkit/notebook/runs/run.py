@@ -30,7 +30,7 @@ from labkit.train_options import TrainOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.kernel.background import Job
-    from labkit.notebook.plots.run_plot import RunFigure
+    from labkit.notebook.plots.figure import RunFigure
 
 
 STATES = ("running", "finished", "failed", "interrupted", "lost")
@@ -352,8 +352,8 @@ class Run:
     def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
         """Loss, memory and every other metric per rank, and memory by component, as the
         live picture showed them at the end; `log_scale` sets that of the loss."""
+        from labkit.notebook.plots.memory_bars import stack_memory
         from labkit.notebook.plots.run_plot import RunPlot
-        from labkit.notebook.plots.run_plot import stack_memory
 
         if log_scale is None:
             log_scale = self.log_scale
