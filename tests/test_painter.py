@@ -17,6 +17,7 @@ from test_runs import make_run
 from labkit.notebook.live.live_view import LAST_PICTURE_S
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.live.render_process import NICENESS
+from labkit.notebook.live.render_process import SESSION_NICENESS
 from labkit.notebook.live.render_process import paint
 from labkit.notebook.plots.run_plot import RunPlot
 
@@ -54,7 +55,7 @@ def test_pictures_are_drawn_elsewhere_and_give_way(kernel: Kernel) -> None:
         assert os.sched_getscheduler(painter) == os.SCHED_IDLE
         group = Path(f"/proc/{painter}/autogroup")  # where the kernel has them
         if group.exists() and os.getsid(painter) == painter:
-            assert group.read_text().endswith(f"nice {NICENESS}\n")
+            assert group.read_text().endswith(f"nice {SESSION_NICENESS}\n")
     else:
         assert psutil.Process(painter).nice() == NICENESS
     loaded = kernel.run("import sys; print('matplotlib.figure' in sys.modules)")

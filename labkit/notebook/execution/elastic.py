@@ -12,7 +12,7 @@ from labkit.notebook.execution.cell_execution import CellExecution
 from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import persistence
-from labkit.notebook.runs.run import Restart
+from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
 from labkit.rank_spec import format_ranks
 from labkit.records import CellSpec

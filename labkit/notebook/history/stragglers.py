@@ -3,6 +3,7 @@
 import numpy as np
 
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.pace import step_seconds
 
 LAG = 0.2
 """By how much longer than the others a rank must take for a step to be named."""
@@ -67,16 +68,3 @@ def own_seconds(collector: Collector) -> np.ndarray | None:
     if min(map(len, by_rank)) < NUM_STEPS // 2:
         return None
     return np.maximum([[np.median(seconds)] for seconds in by_rank], 1e-9)
-
-
-def step_seconds(
-    collector: Collector, rank: int, num_steps: int | None = None
-) -> np.ndarray:
-    """Seconds between a rank's steps that left records; of all, or of about the last
-    `num_steps`."""
-    records = collector.records(rank)
-    if num_steps is not None:
-        logged = [n for n in collector.metrics(rank) if not n.startswith("(")]
-        records = records[-num_steps * max(1, len(logged)) :]
-    steps, first = np.unique(records["step"], return_index=True)
-    return np.diff(records["seconds"][first]) / np.diff(steps)

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from labkit.notebook.plots.run_plot import RunPlot
 
 NICENESS = 19
-"""Of the process where the system has no SCHED_IDLE, and of its session."""
+"""Where the system has no SCHED_IDLE."""
+SESSION_NICENESS = 10
+"""Of its session where Linux shares the cores among sessions: a tenth of what a rank
+has. At 19, a seventieth, a busy machine drew one picture in several seconds."""
 
 GONE = (EOFError, OSError, CancelledError, pickle.UnpicklingError)
 """What asking a painter raises whose process has ended, at whatever moment."""
@@ -167,7 +170,7 @@ def give_way() -> None:
     # With autogroup, sessions share the cores whatever the policies in them are: that
     # of the painter's own session has to give way.
     with contextlib.suppress(OSError):  # Linux has it, where it is on
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+        Path("/proc/self/autogroup").write_text(str(SESSION_NICENESS))
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):  # Linux has it

@@ -21,7 +21,7 @@ from labkit.notebook.runs.persistence import runs_folder
 from labkit.notebook.runs.persistence import state_of
 from labkit.notebook.runs.persistence import summarize
 from labkit.notebook.runs.persistence import warn_once
-from labkit.notebook.runs.run import STATES
+from labkit.notebook.runs.record import STATES
 from labkit.notebook.runs.run import Run
 from labkit.strategies import STRATEGIES
 

@@ -16,7 +16,7 @@ import psutil
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import run_files
-from labkit.notebook.runs.run import Restart
+from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import CheckpointPlan

@@ -1,31 +1,26 @@
 """Says how far a run has come, and what is not as it should be, in one line."""
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.pace import seconds_a_step
+from labkit.notebook.history.pace import steps_per_s
 from labkit.notebook.history.stragglers import find_straggler
-from labkit.notebook.history.stragglers import step_seconds
+from labkit.notebook.runs.record import RunRecord
 from labkit.rank_spec import format_ranks
-
-if TYPE_CHECKING:
-    from labkit.notebook.runs.run import Run
 
 MAX_TROUBLES = 2
 RECENT_STEPS = 500
 """How many steps the rate of a run that goes on is taken from."""
 
 
-def status_line(run: "Run") -> str:
+def status_line(run: RunRecord) -> str:
     """All in one line: "run-1: ddp on 2 ranks, epoch 2/3, step 40/69, ..."."""
     return ", ".join([progress_line(run), *remarks(run)])
 
 
-def progress_line(run: "Run") -> str:
+def progress_line(run: RunRecord) -> str:
     """Epoch, step of total, rates, and the time that is left or that it took."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     parts = [f"{run.name}: {run.strategy} on {ranks}"]
@@ -58,7 +53,7 @@ def progress_line(run: "Run") -> str:
     return ", ".join(parts)
 
 
-def remarks(run: "Run") -> list[str]:
+def remarks(run: RunRecord) -> list[str]:
     """What is not as it should be: a slow rank, NaN, lost records."""
     found = []
     straggler = find_straggler(run.collector)
@@ -73,7 +68,7 @@ def remarks(run: "Run") -> list[str]:
     return found
 
 
-def marks(run: "Run") -> dict[int, str]:
+def marks(run: RunRecord) -> dict[int, str]:
     """Where ranks died, by the step that the run went on from, and which."""
     found: dict[int, str] = {}
     for restart in run.restarts:
@@ -83,30 +78,12 @@ def marks(run: "Run") -> dict[int, str]:
     return found
 
 
-def planned_steps(run: "Run") -> int | None:
+def planned_steps(run: RunRecord) -> int | None:
     """Optimizer steps of the whole run, where its loop has said how many."""
     progress = run.collector.progress[run.collector.ranks[0]]
     if progress.epochs and progress.steps_per_epoch:
         return progress.epochs * progress.steps_per_epoch
     return None
-
-
-def steps_per_s(
-    collector: Collector,
-    ranks: Iterable[int] | None = None,
-    num_steps: int | None = None,
-) -> float | None:
-    """Optimizer steps a second of the slowest of `ranks` (all by default), of all steps
-    or of about the last `num_steps`; None before the second step.
-
-    By the median step: some are slow because they are measured, the first or a
-    validation.
-    """
-    ranks = collector.ranks if ranks is None else ranks
-    found = [step_seconds(collector, rank, num_steps) for rank in ranks]
-    medians = [float(np.median(seconds)) for seconds in found if len(seconds)]
-    paces = [seconds for seconds in medians if seconds > 0]
-    return 1.0 / max(paces) if paces else None
 
 
 def rates(collector: Collector, num_steps: int | None) -> list[str]:
@@ -123,17 +100,6 @@ def rates(collector: Collector, num_steps: int | None) -> list[str]:
             if count is not None:
                 parts.append(f"{significant(rate * count)} {metric}/s")
     return parts
-
-
-def seconds_a_step(collector: Collector) -> float | None:
-    """The mean since the first step, with all that lies between: validations too."""
-    paces = []
-    for rank in collector.ranks:
-        records = collector.records(rank)
-        if len(records) and collector.steps[rank] > records["step"][0]:
-            seconds = records["seconds"][-1] - records["seconds"][0]
-            paces.append(seconds / (collector.steps[rank] - records["step"][0]))
-    return float(max(paces)) if paces else None
 
 
 def troubles(collector: Collector) -> list[str]:

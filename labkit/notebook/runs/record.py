@@ -1,0 +1,275 @@
+"""What was recorded of a training run, and the tables that follow from it."""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.consistency import find_mismatches
+from labkit.notebook.history.pace import steps_per_s
+from labkit.notebook.history.stragglers import lag_by_rank
+from labkit.rank_spec import format_ranks
+from labkit.records import COMPONENTS
+from labkit.records import LOSS_WEIGHT
+from labkit.records import Collective
+from labkit.records import ModelFacts
+from labkit.strategies import recorded_strategy
+from labkit.train_options import TrainOptions
+
+STATES = ("running", "finished", "failed", "interrupted", "lost")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """How a run with `--elastic` went on after ranks had died."""
+
+    step: int
+    """Of the checkpoint that it went on from; 0 where there was none."""
+    died_at: int
+    """The steps that had been taken by then."""
+    ranks: list[int]
+    """Those that were brought back."""
+    cause: str
+    """Of the first death."""
+    seconds: float
+    """When it went on, since it began."""
+    time: float
+    """The same, since the epoch."""
+
+    def __str__(self) -> str:
+        return f"{format_ranks(self.ranks)} died; resumed from step {self.step}"
+
+
+class RunRecord:
+    """One training run on all its ranks, as its ranks have told it."""
+
+    def __init__(
+        self,
+        name: str,
+        strategy: str,
+        code: str,
+        collector: Collector,
+        options: TrainOptions | None = None,
+    ) -> None:
+        self.name = name
+        self.strategy = strategy
+        self.code = code
+        self.options = options or TrainOptions()
+        self.state = "running"
+        self.collector = collector
+        self.log_scale = False
+        """Whether its pictures have the loss on one, unless asked otherwise."""
+        self.seconds = 0.0
+        """How long the cell ran."""
+        self.folder: Path | None = None
+        """Where it is on disk, if it is."""
+        self.info: dict[str, Any] = {}
+        """What was run, besides the code: seed, config, devices, backend, versions;
+        when and where; and, once it has ended, its outcome by rank."""
+        self._started = time.monotonic()
+        self._mismatches: list[str] | None = None
+
+    def __repr__(self) -> str:
+        # Nothing here may differ from one run of the notebook to the next.
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        steps = f", {self.num_steps} step{'s' * (self.num_steps != 1)}"
+        return (
+            f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}"
+            f"{steps if self.state != 'running' else ''}>"
+        )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.collector.ranks)
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The step of the checkpoint that it went on from, if it did."""
+        found: int | None = self.info.get("resumed_from")
+        return found
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """Where it went on after ranks had died, oldest first."""
+        return [Restart(**each) for each in self.info.get("restarts", [])]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken, by the rank that took most; those before a checkpoint
+        that it went on from count too."""
+        return max(self.collector.steps.values())
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """One row per rank and step: step, rank, seconds, loss, memory_bytes and
+        metrics."""
+        return self.collector.history()
+
+    def mean_loss(self) -> pd.DataFrame:
+        """The loss of each global batch: step, seconds, loss.
+
+        Ranks count with the number of their samples, where that is known, or by what
+        `prepare(..., weigh=...)` gives. While a run goes on, or where it did not
+        finish, a step that some have yet to come to, or never will, is not in it.
+        """
+        history = self.history.dropna(subset=["loss"])
+        if self.state != "finished":
+            history = self._in_whole_steps(history)
+        weights = pd.Series(1.0, history.index)
+        for metric in ("samples", LOSS_WEIGHT):
+            weights = history.get(metric, weights).fillna(weights)
+        sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
+            "step", as_index=False
+        )
+        table = sums.agg({"seconds": "max", "loss": "sum", "weight": "sum"})
+        return table.assign(loss=table["loss"] / table["weight"]).drop(columns="weight")
+
+    def _in_whole_steps(self, losses: pd.DataFrame) -> pd.DataFrame:
+        """Those of steps that every rank which has losses has come to."""
+        steps = losses.groupby("rank")["step"].max()
+        last = [
+            max(step, self.collector.steps[rank])
+            for rank, step in zip(steps.index.tolist(), steps, strict=True)
+        ]
+        return losses[losses["step"] <= min(last, default=0)]
+
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last global batch; NaN where none was noticed."""
+        losses = self.mean_loss()["loss"]
+        return float(losses.iloc[-1]) if len(losses) else float("nan")
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """Bytes by rank and component, each at its greatest in the measured steps.
+
+        The first step, in which states are only made, counts for the total alone where
+        others were measured. Empty where none was: in `raw` runs.
+        """
+        rows = {
+            rank: {
+                component: max(
+                    found.memory[component]
+                    for found in measured[component != "total_peak" :] or measured
+                )
+                for component in COMPONENTS
+            }
+            for rank, measured in self.collector.measurements.items()
+            if measured
+        }
+        table = pd.DataFrame.from_dict(rows, orient="index", columns=list(COMPONENTS))
+        return table.rename_axis("rank")
+
+    @property
+    def comm(self) -> pd.DataFrame:
+        """Collectives of one optimizer step by rank and kind, as last measured: count,
+        payload_bytes, wire_bytes (what the rank sends in a ring), and seconds, each
+        collective waited for where it begins."""
+        rows = [
+            {"rank": rank, **vars(collective)}
+            for rank, measured in self.collector.measurements.items()
+            for collective in (measured[-1].collectives if measured else [])
+        ]
+        names = ["rank", *(field.name for field in dataclasses.fields(Collective))]
+        return pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
+
+    @property
+    def theory(self) -> dict[str, float]:
+        """What the model states of a rank, by component, and `wire_bytes` should be,
+        by the formulas of `labkit.theory`; empty where nothing was measured."""
+        theory = recorded_strategy(self.strategy).theory
+        total: dict[str, float] = {}
+        for model in self.models:
+            states = theory.model_states(model, self.options)
+            states["wire_bytes"] = theory.wire_bytes(
+                model, self.options, self.world_size
+            )
+            for component, value in states.items():
+                total[component] = total.get(component, 0.0) + value
+        return total
+
+    @property
+    def models(self) -> list[ModelFacts]:
+        """What was prepared in this run."""
+        measured = self.collector.measurements[self.collector.ranks[0]]
+        return measured[-1].models if measured else []
+
+    @property
+    def mismatches(self) -> list[str]:
+        """Where ranks differ that should agree, in sentences; empty if all is well."""
+        if self._mismatches is not None:
+            return self._mismatches
+        is_by_hand = recorded_strategy(self.strategy).is_by_hand
+        return find_mismatches(self.collector.replica_notes, is_by_hand=is_by_hand)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the cell's loop: where its result differs from that of one
+        process, and what labkit did otherwise than the code says."""
+        return list(self.collector.notes)
+
+    @property
+    def not_on_disk(self) -> int:
+        """Records that ranks could not write to disk while they ran, as it was full."""
+        outcomes = self.info.get("outcomes", [])
+        return sum(outcome["num_not_on_disk"] for outcome in outcomes)
+
+    def end(self, state: str) -> None:
+        """The run has ended so."""
+        self.seconds = time.monotonic() - self._started
+        self.state = state
+
+    def elapsed(self) -> float:
+        """Seconds since the run began, or that it took."""
+        if self.state == "running":
+            return time.monotonic() - self._started
+        return self.seconds
+
+    def steps_per_s(self) -> float | None:
+        """Optimizer steps a second, by the median step of the slowest rank; None before
+        the second step. So in `summary`, in tables of runs and under the picture, where
+        those of a run that goes on are of its newest steps."""
+        return steps_per_s(self.collector)
+
+    def summary(self) -> pd.DataFrame:
+        """One row per rank: steps, first and last loss, seconds, steps/s, peak memory.
+
+        `seconds` is how long the cell ran (or runs by now), the same for all ranks, and
+        `steps_per_s` by the rank's median step. `behind` is by what share the rank's
+        own step takes longer than the median of the others; NaN where that is not
+        known.
+        """
+        rows = []
+        seconds = self.elapsed()
+        lags = lag_by_rank(self.collector)
+        for rank in self.collector.ranks:
+            losses = self.collector.series(rank, "loss")
+            records = self.collector.records(rank)
+            rows.append(
+                {
+                    "rank": rank,
+                    "steps": self.collector.steps[rank],
+                    "first_loss": losses["value"][0] if len(losses) else float("nan"),
+                    "last_loss": losses["value"][-1] if len(losses) else float("nan"),
+                    "seconds": seconds,
+                    "steps_per_s": steps_per_s(self.collector, [rank]) or math.nan,
+                    "peak_memory_mib": records["memory_bytes"].max() / 2**20
+                    if len(records)
+                    else float("nan"),
+                    "behind": lags.get(rank, float("nan")),
+                }
+            )
+        return pd.DataFrame(rows).set_index("rank")
+
+    def memory_beside_theory(self) -> pd.DataFrame | None:
+        """Bytes by component of each rank, and in the last row what theory says; None
+        where nothing was measured."""
+        if not any(self.collector.measurements.values()):
+            return None
+        parts = [name for name in COMPONENTS if name in self.theory]
+        theory = pd.DataFrame([self.theory], index=["theory"], columns=parts)
+        return pd.concat([self.memory, theory])
