@@ -72,6 +72,10 @@ OUTCOME_AFTER_S = 10.0
 END_RUN_S = 4.0
 """A run in the background ends well, before `Lab.stop` ends its ranks."""
 
+LAST_PICTURE_S = 10.0
+"""The render process, which gives way to all others, draws the last picture of a run;
+then the kernel does."""
+
 # ---- a cell that does not go on ----
 
 HANG_AFTER_S = 30.0

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from labkit import timeouts
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.live.render_process import GONE
@@ -28,9 +29,6 @@ MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
 MAX_FAILURES = 2
 """How often the painter's process may die in a run."""
-LAST_PICTURE_S = 10.0
-"""On cores that others fill the painter, which gives way, may not get to the last
-picture; then it is drawn here."""
 
 _paintings = itertools.count()
 
@@ -132,7 +130,7 @@ class LiveView:
             self._request(), is_final=True, bars=self.run.memory_beside_theory()
         )
         try:
-            picture = painter().draw(request).result(LAST_PICTURE_S)
+            picture = painter().draw(request).result(timeouts.LAST_PICTURE_S)
             png = picture.png
         except (*GONE, TimeoutError):
             png = self.run.plot()._repr_png_()  # here, for the process has died
