@@ -504,6 +504,45 @@ def current_lab() -> Lab:
     return _current
 
 
+def start_lab(
+    num_ranks: int | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Lab:
+    """The lab that the magics use: a new one, or that which runs if it is as asked for.
+
+    Arguments are as for `Lab`. Raises ValueError where another kind is running, and
+    else as `Lab` and `Lab.check` do.
+    """
+    if _current is None or not _current.is_running:
+        lab = Lab(
+            num_ranks,
+            backend=backend,
+            device=device,
+            threads=threads,
+            on_progress=on_progress,
+        )
+        set_current_lab(lab)
+        return lab
+    lab, place = _current, _current.placements[0]
+    running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
+    if num_ranks not in (None, lab.world_size):
+        raise ValueError(f"{running}one with -n {num_ranks}")
+    if backend not in ("auto", lab.backend) or device not in ("auto", lab.device):
+        raise ValueError(f"{running}another kind")
+    if threads not in (None, place.num_threads):
+        raise ValueError(
+            f"a lab is running whose ranks have {place.num_threads} torch "
+            f"thread{'s' * (place.num_threads != 1)} each; %dist_stop it before you "
+            f"start one with --threads {threads}"
+        )
+    lab.check()
+    return lab
+
+
 def set_current_lab(lab: Lab | None) -> None:
     """Make `lab` the one that the magics use."""
     global _current

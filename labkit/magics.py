@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from labkit.compat.ipython import options_of
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
+from labkit.lab import start_lab
 from labkit.notebook.cluster.placement import BACKENDS
 from labkit.notebook.cluster.placement import DEVICES
 from labkit.notebook.execution.options import RunOptions
@@ -47,6 +49,8 @@ from labkit.strategies import STRATEGIES
 from labkit.train_options import TrainOptions
 from labkit.train_options import flag_of
 from labkit.train_options import option_of
+
+Args = argparse.Namespace
 
 
 def options(cls: type[TrainOptions], *names: str) -> Callable[[Any], Any]:
@@ -120,16 +124,45 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
         raise UsageError(f"{found}; %{magic.__name__}? shows its help") from None
 
 
+def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A magic that takes its parsed arguments, with the cell below it as `cell`.
+
+    `--help` shows its help; what a user can mend is an error in one line.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, line: str, cell: str | None = None) -> Any:
+        magic = getattr(self, method.__name__)
+        if "--help" in line.split():
+            print(magic.parser.format_help().removeprefix("::\n\n"))
+            return None
+        args = parse(magic, line)
+        args.cell = None
+        if cell is not None:
+            args.cell = numbered_like_notebook(method.__name__, line, cell)
+        with usage_errors():
+            return method(self, args)
+
+    return run
+
+
 class ProgressLine:
     """One line that is rewritten while something starts."""
 
     def __init__(self) -> None:
         self._width = 0
 
-    def __call__(self, text: str, end: str = "") -> None:
-        sys.stdout.write("\r" + text.ljust(self._width) + end)
+    def __call__(self, text: str) -> None:
+        sys.stdout.write("\r" + text.ljust(self._width))
         sys.stdout.flush()
         self._width = len(text)
+
+    def end(self, text: str) -> None:
+        """Write its last state; the only one where nothing had to start."""
+        if self._width:
+            self(text + "\n")
+        else:
+            print(text)
 
 
 @magics_class
@@ -163,45 +196,18 @@ class LabMagics(Magics):
         help="torch threads of a CPU rank (default: 1, or OMP_NUM_THREADS)",
     )
     @line_magic
-    def dist_start(self, line: str) -> None:
+    @parsed
+    def dist_start(self, args: Args) -> None:
         """Start a cluster: one engine per rank, all in one process group."""
-        args = parse(self.dist_start, line)
-        with usage_errors():
-            lab = running_lab()
-            if lab is None:
-                progress = ProgressLine()
-                lab = Lab(
-                    args.num_ranks,
-                    backend=args.backend,
-                    device=args.device,
-                    threads=args.threads,
-                    on_progress=progress,
-                )
-                set_current_lab(lab)
-                progress(ready_line(lab), end="\n")
-                return
-            if args.num_ranks not in (None, lab.world_size):
-                raise ValueError(
-                    f"a lab of {lab.describe()} is running; %dist_stop it before you "
-                    f"start one with -n {args.num_ranks}"
-                )
-            if args.backend not in ("auto", lab.backend) or args.device not in (
-                "auto",
-                lab.device,
-            ):
-                raise ValueError(
-                    f"a lab of {lab.describe()} is running; %dist_stop it before you "
-                    "start another kind"
-                )
-            num_threads = lab.placements[0].num_threads
-            if args.threads not in (None, num_threads):
-                raise ValueError(
-                    f"a lab is running whose ranks have {num_threads} torch "
-                    f"thread{'s' * (num_threads != 1)} each; %dist_stop it before you "
-                    f"start one with --threads {args.threads}"
-                )
-            lab.check()
-            print(ready_line(lab))
+        progress = ProgressLine()
+        lab = start_lab(
+            args.num_ranks,
+            backend=args.backend,
+            device=args.device,
+            threads=args.threads,
+            on_progress=progress,
+        )
+        progress.end(ready_line(lab))
 
     @magic_arguments()
     @argument(
@@ -212,14 +218,12 @@ class LabMagics(Magics):
     )
     @options(RunOptions, "timeout", "hang_after")
     @cell_magic
-    def dist(self, line: str, cell: str) -> None:
+    @parsed
+    def dist(self, args: Args) -> None:
         """Run the cell on ranks; they keep their variables from cell to cell."""
-        args = parse(self.dist, line)
-        with usage_errors():
-            code = numbered_like_notebook("dist", line, cell)
-            current_lab().run(
-                code, args.ranks, timeout=args.timeout, hang_after=args.hang_after
-            )
+        current_lab().run(
+            args.cell, args.ranks, timeout=args.timeout, hang_after=args.hang_after
+        )
 
     @magic_arguments()
     @argument("strategy", metavar="STRATEGY", help="one of: " + ", ".join(STRATEGIES))
@@ -233,28 +237,27 @@ class LabMagics(Magics):
     @options(RunOptions)
     @argument("--no-live", action="store_true", help="do not plot while it runs")
     @line_cell_magic
-    def dist_train(self, line: str, cell: str | None = None) -> Any:
+    @parsed
+    def dist_train(self, args: Args) -> Any:
         """Train under a strategy, plotted live; returns the Run."""
-        args = parse(self.dist_train, line)
-        with usage_errors():
-            if args.no_live and args.live is not True:
-                raise ValueError("--live and --no-live: choose one of them")
-            given = {each.name: getattr(args, each.name) for each in fields(RunOptions)}
-            given["live"] = not args.no_live and args.live
-            if args.config is not None:
-                given["config"] = self._variable(args.config)
-            work = self._work_of(args, line, cell)
-            return current_lab().train(args.strategy, work, **given)
+        if args.no_live and args.live is not True:
+            raise ValueError("--live and --no-live: choose one of them")
+        given = {each.name: getattr(args, each.name) for each in fields(RunOptions)}
+        given["live"] = not args.no_live and args.live
+        if args.config is not None:
+            given["config"] = self._variable(args.config)
+        work = self._work_of(args)
+        return current_lab().train(args.strategy, work, **given)
 
-    def _work_of(self, args: argparse.Namespace, line: str, cell: str | None) -> Any:
+    def _work_of(self, args: Args) -> Any:
         """The cell to run, or the notebook's function."""
-        if cell is not None:
+        if args.cell is not None:
             if args.function is not None:
                 raise ValueError(
                     f"%%dist_train runs the cell below it, so {args.function!r} is "
                     "one word too many; a function goes with %dist_train"
                 )
-            return numbered_like_notebook("dist_train", line, cell)
+            return args.cell
         if args.function is None:
             raise ValueError(
                 "%dist_train takes a strategy and a function, as %dist_train ddp f; "
@@ -266,12 +269,11 @@ class LabMagics(Magics):
     @argument("names", nargs="+", metavar="NAME", help="variables of the notebook")
     @argument("--ranks", default="all", help="0, or 0,2, or 1-3; all by default")
     @line_magic
-    def dist_push(self, line: str) -> None:
+    @parsed
+    def dist_push(self, args: Args) -> None:
         """Copy variables from the notebook to ranks."""
-        args = parse(self.dist_push, line)
-        with usage_errors():
-            values = {name: self._variable(name) for name in args.names}
-            current_lab().push(args.ranks, **values)
+        values = {name: self._variable(name) for name in args.names}
+        current_lab().push(args.ranks, **values)
 
     @magic_arguments()
     @argument("name", metavar="NAME", help="a variable that ranks have")
@@ -283,17 +285,16 @@ class LabMagics(Magics):
         help="gather what is sharded; a model gives its whole state dict",
     )
     @line_magic
-    def dist_pull(self, line: str) -> None:
+    @parsed
+    def dist_pull(self, args: Args) -> None:
         """Copy a variable from a rank to the notebook, under the same name."""
-        args = parse(self.dist_pull, line)
-        with usage_errors():
-            if args.all and args.rank is not None:
-                raise ValueError("--all and --rank: choose one of them")
-            ranks = "all" if args.all else args.rank or 0
-            value = current_lab().pull(args.name, ranks, full=args.full)
-            if args.all and current_lab().world_size == 1:
-                value = [value]
-            self.shell.user_ns[args.name] = value
+        if args.all and args.rank is not None:
+            raise ValueError("--all and --rank: choose one of them")
+        ranks = "all" if args.all else args.rank or 0
+        value = current_lab().pull(args.name, ranks, full=args.full)
+        if args.all and current_lab().world_size == 1:
+            value = [value]
+        self.shell.user_ns[args.name] = value
 
     @magic_arguments()
     @argument(
@@ -333,37 +334,35 @@ class LabMagics(Magics):
         help="what a rank's device has (default: that of this lab's)",
     )
     @line_magic
-    def dist_estimate(self, line: str) -> Any:
+    @parsed
+    def dist_estimate(self, args: Args) -> Any:
         """Predict memory per rank under every strategy, before anything runs."""
-        args = parse(self.dist_estimate, line)
-        with usage_errors():
-            if args.memory is not None and not args.memory > 0:
-                raise ValueError(f"--memory {args.memory}: it must be more than 0")
-            model, x, optimizer = args.model, args.input, args.optimizer
-            if model in self.shell.user_ns:
-                model = self._variable(model)
-                x = None if x is None else self._variable(x)
-                optimizer = self.shell.user_ns.get(optimizer, optimizer)
-            return current_lab().estimate(
-                model,
-                x,
-                batch_size=args.batch_size,
-                sequence=args.sequence,
-                optimizer=optimizer,
-                world_sizes=None if args.ranks is None else whole_numbers(args.ranks),
-                precision=args.precision,
-                accumulate=args.accumulate,
-                activation_checkpointing=args.activation_checkpointing,
-                device_bytes=None if args.memory is None else args.memory * 2**30,
-            )
+        if args.memory is not None and not args.memory > 0:
+            raise ValueError(f"--memory {args.memory}: it must be more than 0")
+        model, x, optimizer = args.model, args.input, args.optimizer
+        if model in self.shell.user_ns:
+            model = self._variable(model)
+            x = None if x is None else self._variable(x)
+            optimizer = self.shell.user_ns.get(optimizer, optimizer)
+        return current_lab().estimate(
+            model,
+            x,
+            batch_size=args.batch_size,
+            sequence=args.sequence,
+            optimizer=optimizer,
+            world_sizes=None if args.ranks is None else whole_numbers(args.ranks),
+            precision=args.precision,
+            accumulate=args.accumulate,
+            activation_checkpointing=args.activation_checkpointing,
+            device_bytes=None if args.memory is None else args.memory * 2**30,
+        )
 
     @magic_arguments()
     @line_magic
-    def dist_status(self, line: str) -> Any:
+    @parsed
+    def dist_status(self, args: Args) -> Any:
         """A table by rank: host, pid, device, state, memory, current run and step."""
-        parse(self.dist_status, line)
-        with usage_errors():
-            table = current_lab().status()
+        table = current_lab().status()
         if "cause" in table:  # too long for a column
             for cause, rows in table.groupby(table.pop("cause"), sort=False):
                 if cause:
@@ -377,11 +376,10 @@ class LabMagics(Magics):
     @magic_arguments()
     @argument("--full", action="store_true", help="the libraries' frames as well")
     @line_magic
-    def dist_stack(self, line: str) -> Any:
+    @parsed
+    def dist_stack(self, args: Args) -> Any:
         """Where every rank is: its Python stack, and the collective it sits in."""
-        args = parse(self.dist_stack, line)
-        with usage_errors():
-            return current_lab().stack(full=args.full)
+        return current_lab().stack(full=args.full)
 
     @magic_arguments()
     @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")
@@ -395,10 +393,10 @@ class LabMagics(Magics):
         help="delete these runs from disk, by name or folder; asks nothing",
     )
     @line_magic
-    def dist_runs(self, line: str) -> Any:
+    @parsed
+    def dist_runs(self, args: Args) -> Any:
         """List the runs, also those on disk; with names, compare them in one picture
         and one table."""
-        args = parse(self.dist_runs, line)
         filters = {key: getattr(args, key) for key in ("strategy", "state", "last")}
         filters = {key: value for key, value in filters.items() if value is not None}
         if bool(args.names) + bool(args.delete) + bool(filters) > 1:
@@ -407,16 +405,15 @@ class LabMagics(Magics):
                 "deletes some: give names, or --delete, or what to list"
             )
         own = own_runs()
-        with usage_errors():
-            if args.delete:
-                deleted = delete_runs(*args.delete)
-                # What is gone from disk is gone from the list.
-                own[:] = [run for run in own if run.folder not in deleted]
-                print("deleted " + ", ".join(path.name for path in deleted))
-                return None
-            if args.names:
-                return self._compare(find_runs(args.names, own))
-            table = list_runs(own=own, **filters)
+        if args.delete:
+            deleted = delete_runs(*args.delete)
+            # What is gone from disk is gone from the list.
+            own[:] = [run for run in own if run.folder not in deleted]
+            print("deleted " + ", ".join(path.name for path in deleted))
+            return None
+        if args.names:
+            return self._compare(find_runs(args.names, own))
+        table = list_runs(own=own, **filters)
         table["total_peak"] = (table["total_peak"].astype(float) / 2**20).round(3)
         return table.rename(columns={"total_peak": "total_peak (MiB)"})
 
@@ -432,34 +429,32 @@ class LabMagics(Magics):
         "name", nargs="?", metavar="NAME", help="a run's name; the newest by default"
     )
     @line_magic
-    def dist_show(self, line: str) -> None:
+    @parsed
+    def dist_show(self, args: Args) -> None:
         """Show a run's picture in this cell, live while it runs."""
-        args = parse(self.dist_show, line)
-        with usage_errors():
-            if args.name is None:
-                runs = current_lab().runs
-            else:
-                runs = find_runs([args.name], own_runs())
-            if not runs:
-                raise ValueError("there is no run; %%dist_train STRATEGY makes one")
-            show(runs[-1])
+        if args.name is None:
+            runs = current_lab().runs
+        else:
+            runs = find_runs([args.name], own_runs())
+        if not runs:
+            raise ValueError("there is no run; %%dist_train STRATEGY makes one")
+        show(runs[-1])
 
     @magic_arguments()
     @argument("--all", action="store_true", help="every rank; all variables are lost")
     @line_magic
-    def dist_restart(self, line: str) -> None:
+    @parsed
+    def dist_restart(self, args: Args) -> None:
         """Bring dead ranks back in their places; the others keep their variables."""
-        args = parse(self.dist_restart, line)
-        with usage_errors():
-            started = current_lab().restart(everyone=args.all)
-            what = format_ranks(started) + " restarted; " if started else ""
-            print(what + ready_line(current_lab()))
+        started = current_lab().restart(everyone=args.all)
+        what = format_ranks(started) + " restarted; " if started else ""
+        print(what + ready_line(current_lab()))
 
     @magic_arguments()
     @line_magic
-    def dist_stop(self, line: str) -> None:
+    @parsed
+    def dist_stop(self, args: Args) -> None:
         """Stop everything that %dist_start started."""
-        parse(self.dist_stop, line)
         if (lab := running_lab()) is not None:
             lab.stop()
         set_current_lab(None)

@@ -116,6 +116,14 @@ def test_every_magic_and_option_has_help() -> None:
         assert all(action.help for action in magic.parser._actions), name
 
 
+def test_help_is_shown_and_nothing_runs(kernel: Kernel) -> None:
+    reply = kernel.run("%%dist_train ddp --help\n1 / 0")
+    assert reply.status == "ok", reply.stderr
+    for action in LabMagics.dist_train.parser._actions:
+        assert (action.option_strings or [action.metavar])[0] in reply.stdout
+    assert "%dist_status" in kernel.run("%dist_status --help").stdout
+
+
 def test_a_cell_prints_by_rank(kernel: Kernel) -> None:
     reply = kernel.run("%%dist\nprint('hello from', rank)\nworld_size")
     assert reply.stdout == (
