@@ -201,6 +201,9 @@ def test_of_a_loss_over_data_of_the_loops_own_sums_alone_are_noted() -> None:
         assert noted(make, None) is None
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="old versions do not say what hooks keep"
+)
 def test_a_checkpointed_loss_is_left_to_its_backward_pass() -> None:
     x = X.clone().requires_grad_()
     loss = checkpoint(lambda x: F.cross_entropy(x, PARTLY), x, use_reentrant=False)
