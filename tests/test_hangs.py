@@ -196,11 +196,11 @@ def test_a_rank_that_cannot_say_where_it_is_is_still_watched(
     lab: Lab, until_noted: Callable[..., str]
 ) -> None:
     code = (
-        "import time\nfrom labkit.rank.engine import cell_runner\n"
-        "kept = cell_runner.position\n"
-        "if rank == 1: cell_runner.position = None\n"
+        "import time\nfrom labkit.rank.engine import requests\n"
+        "kept = requests.position\n"
+        "if rank == 1: requests.position = None\n"
         "try: time.sleep(60)\n"
-        "finally: cell_runner.position = kept"
+        "finally: requests.position = kept"
     )
     text = until_noted(lambda: lab.run(code, hang_after=0.5))
     assert "rank 0: not in a collective, at line 5: try: time.sleep(60)" in text
