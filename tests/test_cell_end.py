@@ -145,3 +145,61 @@ def test_an_estimate_asks_any_rank_that_lives(lab: Lab) -> None:
     with pytest.raises(RuntimeError, match=r"no rank answers .*rank 0: dead"):
         lab.estimate(model, batch_size=8)
     assert lab.estimate(model, batch_size=8, device_bytes=2**30).device_bytes == 2**30
+
+
+SHARDED = """
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = [(torch.ones(4), torch.ones(4))] * 8
+model, optimizer, loader = prepare(net, optimizer, data, batch_size=4)
+for x, y in loader:
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+COUNT_LISTENING = """
+import psutil
+found = psutil.Process().net_connections("tcp")
+num_listening = sum(each.status == psutil.CONN_LISTEN for each in found)
+"""
+
+
+def lose_group(lab: Lab) -> None:
+    with pytest.raises(RankError):
+        lab.run("if rank == 0:\n    raise ValueError\ndist.barrier()")
+
+
+def num_listening(lab: Lab) -> list[int]:
+    """By rank: every group of gloo's has a listening socket, and so has a store."""
+    lab.run(COUNT_LISTENING)
+    return list(lab.pull("num_listening", "all"))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_groups_that_are_re_created_close_those_before(lab: Lab, strategy: str) -> None:
+    before = []
+    for _ in range(4):
+        lab.train(strategy, SHARDED, live=False)
+        lose_group(lab)
+        before.append(num_listening(lab))
+    assert before[1:] == before[:-1]
+
+
+def test_a_mesh_of_a_cell_keeps_no_former_groups(lab: Lab) -> None:
+    lab.run(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "others = [dist.new_group([0, 1]) for _ in range(2)]\n"
+        "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('a', 'b'))"
+    )
+    lose_group(lab)
+    lab.run("del others")
+    lose_group(lab)
+    before = num_listening(lab)
+    lose_group(lab)
+    lose_group(lab)
+    assert num_listening(lab) == before
+    lab.run(
+        "groups = [mesh.get_group(axis) for axis in ('a', 'b')]\n"
+        "kept = len(set(mesh._pg_registry) - {g.group_name for g in groups})"
+    )
+    assert lab.pull("kept", "all") == [0, 0]

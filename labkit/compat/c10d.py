@@ -146,7 +146,11 @@ def set_groups_of(mesh: Any, names: list[str], groups: Mapping[str, Group]) -> N
     """
     mesh._dim_group_names = names
     if hasattr(mesh, "_pg_registry"):  # since torch 2.11; before, all are looked up
-        mesh._pg_registry.update(groups)
+        registry = mesh._pg_registry
+        # A group that is kept here keeps its connections open, and its store.
+        for name in [name for name, group in registry.items() if not is_alive(group)]:
+            del registry[name]
+        registry.update(groups)
 
 
 def forget_shardings() -> None:

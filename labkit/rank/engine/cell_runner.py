@@ -88,6 +88,7 @@ class CellRunner:
             self._console,
             stop_point=lambda: self._stop_point,
         )
+        self.group.install()
         self._adapt_shell()
         self._adapt_libraries()
 

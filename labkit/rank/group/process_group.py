@@ -32,6 +32,7 @@ from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.recovery import forget_lost_groups
 from labkit.rank.group.torch_rpc import end_rpc
 from labkit.records import Placement
+from labkit.strategies.mesh import mesh_of
 
 _torch_init_process_group = dist.init_process_group
 _torch_rendezvous = rendezvous_of("env")
@@ -47,6 +48,32 @@ def loopback_interface() -> str:
         for name, addresses in psutil.net_if_addrs().items()
         if any(address.address == "127.0.0.1" for address in addresses)
     )
+
+
+def set_library_defaults() -> None:
+    """Settings of torch's backends that a user has not chosen; they read them once."""
+    interface = loopback_interface()
+    defaults = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        # Torch's watchdog would end the process for a communicator that was aborted,
+        # and hide the user's CUDA error behind its own.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        # Torch's record of collectives is read while a cell hangs; all 2000 that it
+        # keeps by itself would take 0.2 s.
+        "TORCH_FR_BUFFER_SIZE": "256",
+    }
+    for variable, value in defaults.items():
+        os.environ.setdefault(variable, value)
+
+
+def forget_launchers() -> None:
+    """Remove what another launcher, which started the notebook, says of itself:
+    DeepSpeed reads MPI's."""
+    for variable in list(os.environ):
+        if variable.startswith(_LAUNCHERS):
+            del os.environ[variable]
 
 
 def host_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -103,30 +130,6 @@ class RankProcessGroup:
         # after its last collective. These go later, when the workers are idle.
         self._users_groups: list[dist.ProcessGroup] = []
         self._notes: set[str] = set()
-
-        interface = loopback_interface()
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, interface)
-        # Torch's watchdog would end the process for a communicator that was aborted,
-        # and hide the user's CUDA error behind its own.
-        for variable in (
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
-        ):
-            os.environ.setdefault(variable, "0")
-        # Torch's record of collectives is read while a cell hangs; all 2000 that it
-        # keeps by itself would take 0.2 s.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
-        if self.device.type == "cuda":
-            # Before the first CUDA call, so that no context lands on cuda:0.
-            torch.cuda.set_device(self.device)
-        if placement.num_threads is not None:
-            torch.set_num_threads(placement.num_threads)
-        # What torchrun would have set, for code that reads it; and nothing that another
-        # launcher, which started the notebook, says of itself: DeepSpeed reads MPI's.
-        for variable in list(os.environ):
-            if variable.startswith(_LAUNCHERS):
-                del os.environ[variable]
         self._environment = {
             "RANK": str(placement.rank),
             "LOCAL_RANK": str(placement.local_rank),
@@ -136,7 +139,25 @@ class RankProcessGroup:
             # By which Lightning knows that its processes are there.
             "TORCHELASTIC_RUN_ID": "labkit",
         }
+        """What torchrun would have set, for code that reads it."""
+
+    def install(self) -> None:
+        """Make this process a rank: its settings, its environment, torch's own ways
+        into a group. Once, before the first `join`."""
+        set_library_defaults()
+        self._choose_device()
+        forget_launchers()
         self.restore_environment()
+        self._replace_init_process_group()
+
+    def _choose_device(self) -> None:
+        if self.device.type == "cuda":
+            # Before the first CUDA call, so that no context lands on cuda:0.
+            torch.cuda.set_device(self.device)
+        if self.placement.num_threads is not None:
+            torch.set_num_threads(self.placement.num_threads)
+
+    def _replace_init_process_group(self) -> None:
         # A function from the notebook may hold it under either name.
         dist.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
         c10d.init_process_group = self._init_process_group_as_user  # type: ignore[assignment]
@@ -249,6 +270,7 @@ class RankProcessGroup:
             if self._group is not None:
                 self._former = FormerGroups(self._group, formation=self._port)
             self._destroy()
+        mesh_of.cache_clear()  # or it would keep the groups, and their connections
         self._group = self._solo = self._store = None
 
     def _destroy(self) -> None:
