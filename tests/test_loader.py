@@ -32,8 +32,8 @@ from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
-from labkit.rank.data.dealing import deal_out
 from labkit.rank.data.dealing import part_of
+from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.devices import to_device
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import count_of
@@ -107,7 +107,7 @@ def all_ranks(
         Dealer(Trusting(rank, world_size, CPU), accumulate, least)
         for rank in range(world_size)
     ]
-    return [Announced(*deal_out(source, dealer, **options)) for dealer in dealers]
+    return [Announced(*shard_dataset(source, dealer, **options)) for dealer in dealers]
 
 
 def one_epoch(loaders: list[Announced]) -> list[list[list[int]]]:
@@ -252,7 +252,7 @@ def test_epochs_are_announced_from_one_and_shares_before_their_batch() -> None:
 def test_tensors_in_any_structure_go_to_the_device() -> None:
     source = DataLoader(Squares(4), batch_size=2, collate_fn=collate_by_name)
     loader = RankLoader(
-        *deal_out(
+        *shard_dataset(
             source,
             Dealer(Peers(0, 1, CPU)),
             batch_size=None,

@@ -309,7 +309,7 @@ def as_list(batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return list(batch)
 
 
-def deal_out(
+def shard_dataset(
     source: Dataset[Any] | DataLoader[Any],
     dealer: Dealer,
     *,
@@ -325,37 +325,48 @@ def deal_out(
     batch size (which is then the global one), sampler, `collate_fn` and workers;
     `keep_last` has it keep a last batch that it would drop.
     """
+    loader = as_loader(source, batch_size, shuffle=shuffle)
+    check_microbatches(loader, dealer)
+    check_same_dataset(loader.dataset, dealer.peers)
+    drop_last = loader.drop_last and not keep_last
+    if isinstance(loader.dataset, IterableDataset):
+        return deal_stream(loader, dealer, seed=seed, drop_last=drop_last)
+    order = order_of(loader, dealer.peers, seed=seed, drop_last=drop_last)
+    return deal_samples(loader, GlobalBatches(order, dealer))
+
+
+def as_loader(
+    source: Dataset[Any] | DataLoader[Any], batch_size: int | None, *, shuffle: bool
+) -> DataLoader[Any]:
+    """A DataLoader as one process would have it; ValueError for what cannot be one."""
     if isinstance(source, DataLoader):
         check_loader(source, batch_size)
-    else:
-        check_dataset(source)
-        check_batch_size(batch_size)
-        shuffles = shuffle and not isinstance(source, IterableDataset)
-        source = DataLoader(source, batch_size, shuffle=shuffles)
-    dataset = source.dataset
-    if source.batch_size is not None and dealer.accumulate > source.batch_size:
-        raise ValueError(
-            f"--accumulate {dealer.accumulate}: a batch of {source.batch_size} cannot "
-            f"be split into {dealer.accumulate} microbatches; choose a smaller K or a "
-            "larger batch size"
-        )
-    if not dealer.peers.agree_on(fingerprint_of(dataset)):
-        raise UnsupportedLoopError(
-            "the dataset is not the same on every rank, and prepare divides one "
-            "dataset among all of them; build the whole dataset with the same random "
-            "seed on every rank, or use %%dist_train raw"
-        )
-    options = {name: getattr(source, name) for name in KEPT_OPTIONS}
-    drop_last = source.drop_last and not keep_last
-    if isinstance(dataset, IterableDataset):
-        stream = Stream(source, dealer, seed=seed)
-        options["collate_fn"] = CollateParts(source.collate_fn, dealer)
-        options["generator"] = stream.generator
-        return DataLoader(
-            dataset, source.batch_size, drop_last=drop_last, **options
-        ), stream
-    order = order_of(source, dealer.peers, seed=seed, drop_last=drop_last)
-    batches = GlobalBatches(order, dealer)
+        return source
+    check_dataset(source)
+    check_batch_size(batch_size)
+    shuffles = shuffle and not isinstance(source, IterableDataset)
+    return DataLoader(source, batch_size, shuffle=shuffles)
+
+
+def deal_stream(
+    source: DataLoader[Any], dealer: Dealer, *, seed: int, drop_last: bool
+) -> tuple[DataLoader[Any], Stream]:
+    """Every rank reads all of the stream, and collates its own samples."""
+    stream = Stream(source, dealer, seed=seed)
+    options = kept_options(source)
+    options["collate_fn"] = CollateParts(source.collate_fn, dealer)
+    options["generator"] = stream.generator
+    loader = DataLoader(
+        source.dataset, source.batch_size, drop_last=drop_last, **options
+    )
+    return loader, stream
+
+
+def deal_samples(
+    source: DataLoader[Any], batches: GlobalBatches
+) -> tuple[DataLoader[Any], GlobalBatches]:
+    """Every rank loads its own samples, by their indices."""
+    dataset, options = source.dataset, kept_options(source)
     if type(dataset) is TensorDataset and source.collate_fn is default_collate:
         # Index the tensors once a batch, not once a sample: the same values.
         options["collate_fn"] = as_list
@@ -363,6 +374,10 @@ def deal_out(
     elif source.batch_sampler is not None:
         return DataLoader(dataset, batch_sampler=batches, **options), batches
     return DataLoader(dataset, batch_size=None, sampler=batches, **options), batches
+
+
+def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in KEPT_OPTIONS}
 
 
 def order_of(
@@ -395,6 +410,26 @@ def order_of(
         seed=seed,
         generator=loader.generator,
     )
+
+
+def check_microbatches(loader: DataLoader[Any], dealer: Dealer) -> None:
+    """ValueError unless a batch has a sample for every microbatch."""
+    if loader.batch_size is not None and dealer.accumulate > loader.batch_size:
+        raise ValueError(
+            f"--accumulate {dealer.accumulate}: a batch of {loader.batch_size} cannot "
+            f"be split into {dealer.accumulate} microbatches; choose a smaller K or a "
+            "larger batch size"
+        )
+
+
+def check_same_dataset(dataset: Any, peers: Peers) -> None:
+    """UnsupportedLoopError unless all ranks have the same dataset. Collective."""
+    if not peers.agree_on(fingerprint_of(dataset)):
+        raise UnsupportedLoopError(
+            "the dataset is not the same on every rank, and prepare divides one "
+            "dataset among all of them; build the whole dataset with the same random "
+            "seed on every rank, or use %%dist_train raw"
+        )
 
 
 def check_dataset(dataset: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
-from labkit.rank.data.dealing import deal_out
+from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.orders import Peers
 from labkit.strategies.prepared import Prepared
@@ -80,7 +80,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over the whole of `source`, as `val_<name>`. Collective: each rank
     evaluates its share."""
-    loader, batches = deal_out(
+    loader, batches = shard_dataset(
         source,
         Dealer(peers),
         batch_size=None if isinstance(source, DataLoader) else batch_size,

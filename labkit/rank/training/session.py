@@ -23,7 +23,7 @@ from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
-from labkit.rank.data.dealing import deal_out
+from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.evaluation import LossFunction
 from labkit.rank.data.evaluation import Scores
 from labkit.rank.data.evaluation import evaluate
@@ -237,7 +237,7 @@ class Session:
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
         dealer = self._dealer(model, is_sum=reduction == "sum")
-        loader, batches = deal_out(
+        loader, batches = shard_dataset(
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
         # From here on the model changes.
