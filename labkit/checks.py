@@ -8,6 +8,7 @@ import reprlib
 import sys
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from labkit.records import RANK_NAMES
@@ -50,6 +51,12 @@ def shown(value: Any) -> str:
     except ValueError:  # Python refuses to write out a number of very many digits
         text = f"a huge {type(value).__name__}"
     return " ".join(text.split())
+
+
+def several(names: Sequence[str]) -> str:
+    """The first of these, and how many more there are."""
+    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return names[0] + others
 
 
 def is_whole(value: Any) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from labkit.checks import several
 from labkit.rank_spec import format_ranks
 from labkit.records import BUFFER
 from labkit.records import ReplicaNotes
@@ -69,12 +70,6 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
 
 def is_buffer(name: str) -> bool:
     return name.startswith(BUFFER)
-
-
-def several(names: list[str]) -> str:
-    """The first of these, and how many more there are."""
-    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return names[0] + others
 
 
 def data_mismatches(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from labkit.checks import several
 from labkit.compat.torch import BatchNormBase
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import no_dispatch
@@ -99,11 +100,6 @@ class ForwardState:
             for name, value in vars(module).items()
             if type(value) in (int, float) and not name.startswith(NOT_COUNTED)
         }
-
-
-def several(names: list[str]) -> str:
-    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return names[0] + others
 
 
 def digest(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
