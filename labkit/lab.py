@@ -293,7 +293,20 @@ class Lab:
     def push(self, ranks: Ranks = None, /, **values: Any) -> None:
         """Set variables on ranks: `lab.push(lr=0.1)`, `lab.push("0,1", lr=0.1)`.
 
-        Functions and classes of the notebook go with all that they refer to.
+        Functions and classes of the notebook go with all that they refer to. A large
+        copy shows a bar; it takes as long as the ranks answer.
+
+        Parameters
+        ----------
+        ranks : str, int or sequence of int, default all
+            As "0", "0,2" or "1-3".
+        **values
+            The variables, by the names that they get.
+
+        Raises
+        ------
+        ValueError
+            For a name or a value that ranks cannot have; none is changed.
         """
         for name in values:
             check_pushed_name(name)
@@ -305,9 +318,22 @@ class Lab:
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """The value of a variable on a rank; a list of them, by rank, for several.
 
-        `full` gathers what is sharded: a model gives its whole state dict, loadable
-        in the plain model; a DTensor the whole tensor. Tensors come to the CPU.
-        Raises NameError where a rank has no such variable.
+        Tensors come to the CPU. A large copy shows a bar.
+
+        Parameters
+        ----------
+        name : str
+            The variable's.
+        ranks : str, int or sequence of int, default 0
+            As "0", "0,2", "1-3" or "all".
+        full : bool, default False
+            Gather what is sharded: a model gives its whole state dict, loadable in the
+            plain model; a DTensor the whole tensor.
+
+        Raises
+        ------
+        NameError
+            Where one of the ranks has no such variable.
         """
         if not isinstance(name, str):
             raise ValueError(f"pull takes a variable's name; found {shown(name)}")
