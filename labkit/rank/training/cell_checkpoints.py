@@ -34,12 +34,26 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         **values: Any,
     ) -> None:
-        """Save a checkpoint as `folder`: all ranks call it, each writes its part.
+        """Save a checkpoint. Collective: all ranks call it, each writes its part.
 
-        Without `model` and `optimizer`, what `prepare` made in this cell. `values` are
-        numbers, strings, tensors, and lists, tuples and dicts of them, as
-        `scheduler=scheduler.state_dict()`; those of rank 0 are saved. The folder is
-        there when it is whole, and replaced only then.
+        Parameters
+        ----------
+        folder
+            Where it is saved. A checkpoint that is there already is replaced, and only
+            once the new one is whole.
+        model
+            The module to save; by default all that `prepare` made in this cell, with
+            its optimizers.
+        optimizer
+            That of `model`; by default none is saved with a `model` that is given.
+        **values
+            Numbers, strings, tensors, and lists, tuples and dicts of them, as
+            `scheduler=scheduler.state_dict()`. Those of rank 0 are saved.
+
+        Raises
+        ------
+        ValueError
+            If there is nothing to save, or `folder` has files that are no checkpoint's.
         """
         path = path_of(folder)
         tensors, sections = self._collect(model, optimizer)
@@ -58,11 +72,27 @@ class Checkpoints:
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Load the checkpoint `folder`, of any strategy and number of ranks, into
-        `model` and `optimizer`, or what `prepare` made in this cell; the other values.
+        """Load a checkpoint of any strategy and number of ranks. Collective.
 
-        All ranks call it. With `model` alone only the model's part is read. Raises
-        ValueError, and changes nothing, where the checkpoint does not fit.
+        Parameters
+        ----------
+        folder
+            What `save_checkpoint` saved.
+        model
+            The module to load into; by default all that `prepare` made in this cell,
+            with its optimizers. With `model` alone only the model's part is read.
+        optimizer
+            That of `model`, to load its state too.
+
+        Returns
+        -------
+        dict
+            The other values that were saved, by name: the same on every rank.
+
+        Raises
+        ------
+        ValueError
+            If the checkpoint does not fit or is damaged; nothing has been changed.
         """
         found = checkpoint.Checkpoint(path_of(folder))
         values = found.values
