@@ -159,10 +159,12 @@ def forget_shardings() -> None:
     # It takes 0.8 s to load, which an engine without meshes has no use for.
     from torch.distributed.tensor import debug
 
-    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is None:  # before torch 2.10
-        clear = debug._clear_python_sharding_prop_cache
-    clear()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+        return
+    # Old versions, as 2.8, have nothing but the cache itself.
+    operators: Any = DTensor._op_dispatcher
+    operators.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
 @GATE.needs("torch.distributed.tensor:DTensor._local_tensor")
