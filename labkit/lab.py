@@ -456,7 +456,7 @@ class Lab:
     def restart(self, *, everyone: bool = False) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started.
 
-        They get their rank and device again, and the process group is formed again.
+        They get their rank and device again, and the process group is re-created.
         The others keep their variables; with `everyone` there are no others.
         """
         self._wait_for_the_last_run()
@@ -465,7 +465,7 @@ class Lab:
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.
 
-        A group that is broken is formed again first.
+        A group that is broken is re-created first.
         """
         self._wait_for_the_last_run()
         self._running().check()

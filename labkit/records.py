@@ -19,7 +19,7 @@ FUNCTION_NAME = "__labkit_function__"
 """What a function from the notebook is called by on a rank."""
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "device", "torch", "dist")
-"""The variables that every cell finds on every rank, set anew for each."""
+"""The variables that every cell finds on every rank, set again for each."""
 
 NOTICED_LOSS = "(noticed loss)"
 """The metric of losses that were given to `backward()`; it is the run's `loss` unless
@@ -95,7 +95,7 @@ class CheckpointPlan:
     keep: int = 3
     """How many are kept, the newest."""
     resume_from: str | None = None
-    """The checkpoint that the run goes on from; None for one that begins anew."""
+    """The checkpoint that the run goes on from; None for one that starts over."""
 
 
 @dataclass(frozen=True)

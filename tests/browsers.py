@@ -158,7 +158,7 @@ class NotebookPage:
         return self.cell(index).locator(".jp-Cell-outputArea")
 
     def reload(self) -> None:
-        """Load the page anew, by the notebook's address.
+        """Load the page again, by the notebook's address.
 
         What `watch_pictures` noted is gone then. (To reload it shows what JupyterLab
         noted last of its layout, which is another notebook now and then.)

@@ -313,7 +313,7 @@ DEATHS = {
         (1,),
         "subprocess.Popen(['sleep', '60']); os.kill(os.getpid(), signal.SIGKILL)",
         "dist.all_reduce(torch.ones(1))",
-        # Linux counts what it kills for want of memory; macOS does not tell.
+        # Linux counts what it kills when out of memory; macOS does not tell.
         r"killed by SIGKILL \(by (a program or by hand|hand).* it had [\d.]+ [MG]iB\)",
     ),
     "SIGSEGV of rank 0, which hosts the store": Death(
@@ -442,7 +442,7 @@ def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
     assert_all_is_well(lab)
 
 
-def test_a_rank_without_its_nanny_runs_cells_and_is_started_anew(
+def test_a_rank_without_its_nanny_runs_cells_and_is_restarted(
     lab: Lab, capsys: Captured
 ) -> None:
     pid = int(lab.status()["pid"][1])
@@ -487,7 +487,7 @@ def find_children(name: str) -> list[psutil.Process]:
     return found
 
 
-def test_the_death_of_the_controller_is_told_and_all_can_start_anew(lab: Lab) -> None:
+def test_the_death_of_the_controller_is_told_and_all_can_start_again(lab: Lab) -> None:
     pids = set(lab.status()["pid"])
     controller = find_children("ipyparallel.controller")[-1]
     timer = threading.Timer(0.5, controller.kill)

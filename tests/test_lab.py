@@ -211,7 +211,7 @@ def test_full_gathers_a_sharded_tensor_and_a_state_dict(lab: Lab) -> None:
     torch.testing.assert_close(plain.weight, nn.Linear(3, 2).weight)
 
 
-def test_after_a_gathering_that_failed_the_group_is_formed_anew(lab: Lab) -> None:
+def test_after_a_gathering_that_failed_the_group_is_re_created(lab: Lab) -> None:
     run(
         lab,
         """
@@ -227,7 +227,7 @@ def test_after_a_gathering_that_failed_the_group_is_formed_anew(lab: Lab) -> Non
         """,
     )
     with pytest.raises(ValueError, match=r"cannot pickle '_thread.lock'"):
-        lab.pull("parts", full=True)
+        lab.pull("parts", "all", full=True)
     run(lab, "is_another = runner().group.formed_at_ns > formed")
     assert lab.pull("is_another", "all") == [True, True]
 

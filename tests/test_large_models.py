@@ -271,10 +271,10 @@ def test_what_is_on_the_cpu_already_keeps_its_values() -> None:
 def test_a_rank_holds_its_shards_and_one_block(lab: Lab, strategy: str) -> None:
     # In DeepSpeed the partitions are copied afterwards, for the optimizer.
     placing = """
-    from labkit.strategies.zero import setup, zero
-    deepspeed = zero.import_deepspeed(device)
-    with zero.quiet():
-        zero.agree_on_ids(device)
+    from labkit.strategies.zero import engines, setup
+    deepspeed = engines.import_deepspeed(device)
+    with engines.quiet():
+        engines.agree_on_ids(device)
         config = {"train_batch_size": world_size, "zero_optimization": {"stage": 3}}
         partitioner = setup.build_partitioner(deepspeed, config)
         with Peak(model) as measured:

@@ -169,7 +169,7 @@ def test_shuffled_batches_hold_the_same_samples_on_any_number_of_ranks(
         assert sorted(chain.from_iterable(epoch)) == list(range(num_samples))
 
 
-def test_every_epoch_is_shuffled_anew() -> None:
+def test_every_epoch_is_shuffled_again() -> None:
     loaders = all_ranks(Squares(50), 2, batch_size=50, shuffle=True)
     first, second, third = (joined(one_epoch(loaders))[0] for _ in range(3))
     assert first != second
@@ -459,7 +459,7 @@ def test_the_order_of_a_sampler_is_that_of_a_plain_loop(
     name: str, world_size: int
 ) -> None:
     make = SAMPLED[name]
-    # Each rank has made its own, and each pass draws anew.
+    # Each rank has made its own, and each pass draws again.
     loaders = [all_ranks(make(), world_size)[rank] for rank in range(world_size)]
     plain = make()
     for _ in range(2):

@@ -303,7 +303,7 @@ def test_failures_of_half_the_ranks(lab: Lab) -> None:
         ended = {each.rank: each.status for each in caught.value.outcomes}
         assert ended == {0: "interrupted", 1: "error", 2: "interrupted", 3: "error"}
         assert_the_next_cell_works(four)
-        # A group that a cell made is formed anew with the others.
+        # A group that a cell made is re-created with the others.
         four.run(
             "ones = torch.ones(1)\n"
             "if rank in (0, 2): dist.all_reduce(ones, group=pair)\nones = ones.item()"

@@ -29,8 +29,8 @@ class DDP(Prepared):
     Forward: identity. Backward: all-reduce of the gradients, in buckets, while the
     rest of the backward pass still runs; only in a step's last microbatch.
 
-    The reducer is DistributedDataParallel's own. It is told of a backward pass when
-    that begins, and not in `forward`, so that a step may have several of either.
+    The reducer is DistributedDataParallel's own. It is prepared for a backward pass
+    when that begins, and not in `forward`, so that a step may have several of either.
 
     `--config` takes the arguments of DistributedDataParallel.
 

@@ -99,7 +99,7 @@ class Watched:
 
     def death(self) -> Death:
         """How it ended. Waits 2 s at most for the system to say so."""
-        # The code is told once: ipyparallel's thread takes it, and keeps it there.
+        # The code is given once: ipyparallel's thread takes it, and keeps it there.
         waiter_of(self.launcher).join(timeouts.REAP_S)
         if self.is_alive:
             return Death(self.pid, "out of the controller's sight", time.time(), None)
@@ -125,13 +125,13 @@ class Watched:
         return f"killed by {name}" + (f" ({why})" if why else "")
 
     def _killer(self) -> str:
-        """Who sends SIGKILL: the kernel counts what it kills for want of memory."""
+        """Who sends SIGKILL: the kernel counts what it kills when out of memory."""
         had = f"it had {format_bytes(self._memory_bytes)}"
         if not self._num_oom_kills:
             return f"by hand, or by the system when memory ran out; {had}"
         self._count_oom_kills(self._num_oom_kills)
         if time.monotonic() - self._oom_kill_at > timeouts.OOM_KILL_S:
-            return f"by a program or by hand, not for want of memory; {had}"
+            return f"by a program or by hand, not by the out-of-memory killer; {had}"
         if self._limit_bytes is not None:
             had += f", and its control group may have {format_bytes(self._limit_bytes)}"
         return f"by the kernel, because memory ran out; {had}"
@@ -164,7 +164,7 @@ def crash_line(log: str) -> int | None:
 
 
 def count_oom_kills(pid: int) -> dict[str, int]:
-    """Kills by the kernel for want of memory so far: file -> its count.
+    """Kills by the kernel's out-of-memory killer so far: file -> its count.
 
     Of the process's control group, else of the whole host; {} where nothing tells.
     """

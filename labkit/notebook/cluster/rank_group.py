@@ -1,4 +1,4 @@
-"""The ranks of a lab in one process group: formed, proved, and formed anew."""
+"""The ranks of a lab in one process group: created, proved, and re-created."""
 
 import contextlib
 import os
@@ -121,7 +121,7 @@ class RankGroup:
     @contextlib.contextmanager
     def risking_the_group(self) -> Iterator[None]:
         """For a collective of labkit's own: where one rank fails in it the others may
-        wait, so the group is formed anew unless the block ends well."""
+        wait, so the group is re-created unless the block ends well."""
         self._is_whole = False
         yield
         self._is_whole = True
@@ -145,7 +145,7 @@ class RankGroup:
             )
 
     def bring_back(self, ranks: Sequence[int]) -> list[int]:
-        """Start these ranks anew, and form the group where it is not whole; `ranks`.
+        """Restart these ranks, and re-create the group where it is not whole; `ranks`.
 
         For whoever is `working`: other cells have to wait.
         """
@@ -165,14 +165,14 @@ class RankGroup:
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.
 
-        A group that is broken is formed anew.
+        A group that is broken is re-created.
         """
         with self.working():
             if not self._works():
                 self._form()
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Form the group anew where a cell left it of no use, and bring back the
+        """Re-create the group where a cell left it of no use, and bring back the
         ranks that had to be ended to end it.
 
         After a failure on which the ranks agree it is as good as before, and what
@@ -227,7 +227,7 @@ class RankGroup:
             self.cluster.listen(rank)
 
     def _form(self) -> None:
-        """Form the process group anew on all ranks, and see that it works."""
+        """Re-create the process group on all ranks, and see that it works."""
         self._is_whole = False
         self._free()
         [port] = self.cluster.call(f"{_CALLS}:host_group", ranks=[0])

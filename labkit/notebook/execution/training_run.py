@@ -92,8 +92,8 @@ class Training:
         self._first_step = first_step_of(request.checkpoints)
 
     def begin(self, on_run: Callable[[Run], None]) -> Run:
-        """Give the ranks all but the cell; the run. `on_run` is told of it as soon as
-        it is on disk."""
+        """Give the ranks all but the cell; the run. `on_run` gets it as soon as it is
+        on disk."""
         request = self._request
         self._send_work()
         collector = Collector(self._targets, self._first_step or 0)

@@ -136,7 +136,7 @@ class Collector:
             self._keep(rank, self._num_kept[rank])
         self.curves = Curves(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all records, and that there were restarts."""
         self.num_restarts = 0
         self._num_kept = dict.fromkeys(self.ranks, 0)

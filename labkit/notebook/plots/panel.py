@@ -94,7 +94,7 @@ class Panel:
         )
 
     def artists(self) -> list[Artist]:
-        """All that is drawn anew when there is more data, in order."""
+        """All that is redrawn when there is more data, in order."""
         found = [self.band, *self.lines.values(), self.worst, self.middle]
         return [*found, self.mark, self._trouble, self._worst_label]
 

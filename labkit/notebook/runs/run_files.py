@@ -251,7 +251,7 @@ def _read_table(path: Path, collector: Collector) -> None:
     records = np.empty(len(table), RECORD)
     for name in ("step", "seconds", "memory_bytes", "value"):
         records[name] = table[name].to_numpy()
-    collector.begin_anew()
+    collector.reset()
     for rank in collector.ranks:
         mine = ranks == rank
         own = records[mine]
@@ -272,7 +272,7 @@ def read_journal(
     """Add what a rank's journal has and `collector` has not; nothing where it has none.
 
     It is the one since the last restart that `collector` knows of. If records were lost
-    in between, all of it is read anew.
+    in between, all of it is read again.
     """
     folder = journal_folder(folder, collector.num_restarts)
     begin = 0 if collector.lost[rank] else collector.num_received[rank]

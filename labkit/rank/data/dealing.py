@@ -287,7 +287,7 @@ class Stream:
                 yield part, self.dealer.share(num_samples, size, number, fingerprint)
 
     def skip_pass(self) -> None:
-        """A stream begins anew in every pass."""
+        """A stream starts over in every pass."""
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ class RankProcessGroup:
         finally:
             self._is_alone = False
             # Groups are named by a count. One that only this rank has made leaves the
-            # counts unequal: all groups are to be formed anew.
+            # counts unequal: all groups are to be re-created.
             self._is_broken |= num_groups_made() != count
             if dist.is_initialized() and dist.group.WORLD is self._solo:
                 set_default_group(self._group)

@@ -55,7 +55,7 @@ def bind_to_new_groups(
 ) -> None:
     """Put in the place of every former group that is in use one of today. Collective.
 
-    Only a group that all of its ranks still have is formed again: a rank that was
+    Only a group that all of its ranks still have is re-created: a rank that was
     restarted has lost its shards. DeepSpeed's engines, FSDP's models and the user's own
     `variables` hold groups; a DeviceMesh knows them by name; DDP made a reducer of one.
     """
@@ -96,7 +96,7 @@ def recover_models(
 ) -> None:
     """Take back what a step that failed half-way has left in models.
 
-    To be called on all ranks: DDP's buckets begin anew, and are to be equal.
+    To be called on all ranks: DDP's buckets start over, and are to be equal.
     """
     for each in models_and_meshes() if found is None else found:
         # One that cannot be recovered says so when it is used.

@@ -98,8 +98,9 @@ def raise_from_scripts(shell: Any) -> None:
 def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None:
     """Have IPython's `shell` show any exception, and soon, and call `on_shown` with it.
 
-    One may raise when it is told, or come with a thousand frames (RecursionError), for
-    which IPython would take half a minute. SystemExit is shown like any other.
+    One may raise when it is formatted, or come with a thousand frames
+    (RecursionError), for which IPython would take half a minute.
+    SystemExit is shown like any other.
     """
     show = shell.showtraceback
     render = shell.InteractiveTB.structured_traceback
@@ -203,7 +204,7 @@ def clear_frames(error: BaseException, shell: Any) -> None:
 def drop_partial_imports() -> None:
     """Forget the modules of packages that an exception kept from being imported.
 
-    Python forgets the package itself, which would be imported anew, without them.
+    Python forgets the package itself, which would be imported again, without them.
     """
     for name in sorted(sys.modules):
         package = name.rpartition(".")[0]

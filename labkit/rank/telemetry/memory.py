@@ -13,7 +13,7 @@ import torch
 def memory_reader(device: torch.device) -> Callable[[], int]:
     """A function that reads the bytes in use on `device`, in a few microseconds.
 
-    On a GPU the bytes of live tensors (`torch.cuda.memory_allocated`), read anew after
+    On a GPU the bytes of live tensors (`torch.cuda.memory_allocated`), read again after
     20 ms: torch sorts all of its statistics to tell one. On the CPU the resident set of
     the process.
     """

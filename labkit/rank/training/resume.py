@@ -230,7 +230,7 @@ class RunCheckpointer(Observer):
             self._wait()
 
     def _wait(self) -> None:
-        """Until no save is in flight. One that failed is told, and does not matter."""
+        """Until no save is in flight; one that failed is reported, and no more."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:

@@ -1,9 +1,9 @@
 """Backward passes as autograd runs them, whatever a loop calls them by.
 
 `Tensor.backward`, `torch.autograd.backward` and what calls these all come through one
-function of torch. Here it is told to a watcher, and to every strategy whose parameters
-the pass will give gradients to. So a strategy needs no forward pass of its own: the
-model that a cell has is the user's.
+function of torch. Here it is reported to a watcher, and to every strategy whose
+parameters the pass will give gradients to. So a strategy needs no forward pass of its
+own: the model that a cell has is the user's.
 """
 
 import contextlib

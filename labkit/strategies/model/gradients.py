@@ -127,7 +127,7 @@ class CellGradients:
         self._given.clear()
 
     def close(self) -> None:
-        """The strategy has let go of the parameters: they are plain ones again."""
+        """The strategy has released the parameters: they are plain ones again."""
         for parameter in self._parameters:
             if _of.get(id(parameter)) is self:
                 del _of[id(parameter)]

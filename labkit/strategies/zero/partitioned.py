@@ -121,7 +121,7 @@ class ZeRO(Prepared):
         self._is_zeroed = True
         """Whether the loop has zeroed gradients since its last step."""
         self._is_released = False
-        """Whether DeepSpeed has let go of the model."""
+        """Whether DeepSpeed has released the model."""
         self._has_dropped = False
         """Whether a backward pass has failed half-way, and no zero_grad() followed."""
         self.hides_gradients = False
