@@ -47,7 +47,7 @@ def test_nothing_is_left_behind(
         token = start_lab(kernel)
         assert [*tmp_path.glob("labkit-*")]
         children = kernel.process.children()
-        assert [c for c in children if "painter" in " ".join(c.cmdline())]
+        assert [c for c in children if "render_process" in " ".join(c.cmdline())]
         if busy:
             # Ranks in a collective that cannot complete, the kernel waiting for them.
             code = "if rank == 0: dist.barrier()\nelse:\n    while True: pass"
