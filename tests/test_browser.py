@@ -185,6 +185,7 @@ def test_a_run_goes_on_while_the_page_is_reloaded(
     server.end_kernels()
 
 
+@pytest.mark.long
 def test_a_run_in_the_background_is_found_again_after_a_reload(
     browser: Browser, server: LabServer, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import long_but
 from safetensors.torch import save_file
 
 from labkit import Lab
@@ -125,7 +126,7 @@ def assert_same(folder: Path, other: Path) -> None:
 # ---- under every strategy ----
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero3", "fsdp"))
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_parameters_of_a_run_in_bf16_are_saved_in_fp32(
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)  # 20 s, where nothing else runs
 def test_every_strategy_and_number_of_ranks_loads_what_any_other_saved(
     lab: Lab, tmp_path: Path

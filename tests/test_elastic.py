@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -75,7 +76,7 @@ def rows(run: Run) -> pd.DataFrame:
     return table.set_index(["rank", "step"]).sort_index()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", long_but(["fsdp", "zero3"], "fsdp"))
 def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
     lab: Lab,
     strategy: str,

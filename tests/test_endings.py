@@ -12,6 +12,7 @@ from isolation import processes_of
 from kernels import Kernel
 from kernels import running_kernel
 from kernels import wait_until
+from marks import long_but
 
 from labkit.notebook.cluster import watchdog
 
@@ -30,13 +31,17 @@ def start_lab(kernel: Kernel) -> str:
 
 @pytest.mark.parametrize(
     ("ending", "busy"),
-    [
-        ("kill", False),
+    long_but(
+        [
+            ("kill", False),
+            ("kill", True),
+            ("shutdown", False),
+            ("shutdown now", True),
+            ("restart", True),
+        ],
         ("kill", True),
         ("shutdown", False),
-        ("shutdown now", True),
-        ("restart", True),
-    ],
+    ),
 )
 def test_nothing_is_left_behind(
     ending: str, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from kernels import wait_until
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -337,7 +338,10 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("name", DEATHS)
+@pytest.mark.parametrize(
+    "name",
+    long_but(DEATHS, "SIGSEGV of rank 0, which hosts the store", "exit, in output"),
+)
 def test_a_death_ends_the_cell_and_only_the_dead_come_back(
     lab: Lab, name: str, capsys: Captured
 ) -> None:
@@ -423,7 +427,7 @@ def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
     assert_all_is_well(lab)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", long_but([0, 1], 1))
 def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
     lab: Lab, rank: int
 ) -> None:

@@ -16,6 +16,7 @@ from isolation import own_environment
 from isolation import processes_of
 from kernels import wait_until
 from kernels import write_notebook
+from marks import long_but
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,7 +79,7 @@ def pictures_in(folder: Path) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("program", ["papermill", "nbconvert"])
+@pytest.mark.parametrize("program", long_but(["papermill", "nbconvert"], "nbconvert"))
 def test_a_notebook_run_by_a_program_holds_the_final_picture(
     program: str, tmp_path: Path
 ) -> None:
@@ -90,7 +91,9 @@ def test_a_notebook_run_by_a_program_holds_the_final_picture(
     assert live == final
 
 
-@pytest.mark.parametrize("program", ["jupyter execute", "papermill"])
+@pytest.mark.parametrize(
+    "program", long_but(["jupyter execute", "papermill"], "papermill")
+)
 def test_a_failing_rank_fails_the_program(program: str, tmp_path: Path) -> None:
     start = first_cells(num_epochs=1)[0]
     fail = "%%dist\nif rank == 1:\n    raise ValueError('one of us is wrong')"
@@ -290,6 +293,7 @@ def test_leaving_ipython_leaves_no_process_behind(terminal: Terminal) -> None:
     wait_until(lambda: not processes_of(terminal.folder), LIMIT_S, "processes are left")
 
 
+@pytest.mark.long
 def test_closing_the_window_in_a_run_leaves_no_process_behind(tmp_path: Path) -> None:
     with lab_in_terminal(tmp_path) as terminal:
         terminal.begin("%%dist\nprint('begun')\nwhile True: pass")

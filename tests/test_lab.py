@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from marks import long_but
 from torch import nn
 
 from labkit import Lab
@@ -312,7 +313,7 @@ def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
         lab.run("1")
 
 
-@pytest.mark.parametrize("number", [0, 2, 5, 10])
+@pytest.mark.parametrize("number", long_but([0, 2, 5, 10], 2))
 def test_a_port_that_another_process_takes_does_not_fail_the_start(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

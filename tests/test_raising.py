@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -196,7 +197,7 @@ def references(shared_lab: Lab) -> list[dict[str, Any]]:
     return [after_run, weights(shared_lab)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero2", "fsdp"))
 def test_every_failure_leaves_the_strategy_right(
     lab: Lab, strategy: str, references: list[dict[str, Any]]
 ) -> None:

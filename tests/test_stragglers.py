@@ -112,6 +112,7 @@ def test_one_rank_has_nobody_to_wait_for(lab: Lab) -> None:
     assert run.summary()["behind"].isna().all()
 
 
+@pytest.mark.long
 def test_of_three_ranks_the_slow_one_is_behind_the_median() -> None:
     with Lab(3, group_timeout_s=60) as lab:
         slow = "0.2 if rank == 2 else 0.1"
