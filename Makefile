@@ -75,9 +75,12 @@ test-oldest: $(OLDEST)/installed
 
 # To upgrade: install in .venv what is to be newer, run the tests, then this.
 lock: .venv/installed
+	$(BIN)/python -m pip freeze --all --exclude-editable > .venv/frozen
 	{ echo "# Versions of \`make lab\` and \`make test\`; \`make lock\` writes this file."; \
-	  $(BIN)/python -m pip freeze --exclude-editable | grep -v ' @ ' | sed 's/+.*//'; \
-	} > constraints.txt
+	  sed -e '/ @ /d' -e '/^pip==/d' -e 's/+.*//' .venv/frozen; } > .venv/constraints.txt
+	grep -q '^torch=' .venv/constraints.txt  # gone where it came from a file
+	mv .venv/constraints.txt constraints.txt
+	@touch $<
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -232,7 +232,9 @@ class Lab:
         RankError, Interrupted, CellTimeoutError
             As `run` does.
         """
-        given = locals()  # a keyword for each field of RunOptions, which a test sees to
+        given = dict(
+            locals()
+        )  # a keyword for each field of RunOptions, which a test sees to
         from labkit.notebook.execution.training_run import Request
         from labkit.notebook.execution.training_run import Training
         from labkit.notebook.kernel.background import Job

@@ -263,6 +263,26 @@ def test_a_loop_that_catches_what_a_backward_pass_raises_goes_on(
     assert any(dropped in note for note in run.notes) is not zeroes
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_what_a_failed_pass_has_offloaded_is_not_added_to_the_next(
+    lab: Lab, strategy: str, references: list[dict[str, Any]]
+) -> None:
+    lab.run(SET_UP + BREAK_INSIDE + "def fail(): raise ValueError('on purpose')\n")
+    code = training(
+        before="step or plain[1].register_forward_hook(breaks)\n"
+        "    F.cross_entropy(model(x), y).backward()\n"
+        "    optimizer.zero_grad()\n"
+        "    is_to_break = True\n"
+        "    try:\n        F.cross_entropy(model(x), y).backward()\n"
+        "    except ValueError:\n        optimizer.zero_grad()\n"
+        "    is_to_break = False"
+    )
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": offload}
+    lab.train(strategy, code, config=config, live=False, timeout=60)
+    torch.testing.assert_close(weights(lab), references[0])
+
+
 def test_failures_in_all_that_a_cell_calls(
     lab: Lab, references: list[dict[str, Any]]
 ) -> None:

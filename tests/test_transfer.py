@@ -52,8 +52,24 @@ def test_what_is_large_goes_in_parts_and_says_how_far_it_has_come(
     for found in lab.pull("large", "all"):
         torch.testing.assert_close(found, torch.arange(2**10))
     assert "pull: 100%" in capsys.readouterr().err
-    lab.run("from labkit.rank.engine.transfer import _parts\nkept = len(_parts)")
+    lab.run(
+        "from labkit.rank.engine.transfer import _outgoing, _parts\n"
+        "kept = len(_parts) + len(_outgoing)"
+    )
     assert lab.pull("kept", "all") == [0, 0]
+
+
+def test_a_pull_that_fails_on_one_rank_leaves_nothing_for_the_next_push(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PART_BYTES", 2**10)
+    lab.run("import threading\nlarge = {'taken': torch.zeros(2**10)}")
+    lab.run("large['lock'] = threading.Lock()", ranks="1")
+    with pytest.raises(ValueError, match="cannot pickle"):
+        lab.pull("large", "all")
+    lab.push(pushed=torch.arange(2**10))
+    lab.run("is_right = pushed.tolist() == [*range(2**10)] and 'taken' not in dir()")
+    assert lab.pull("is_right", "all") == [True, True]
 
 
 def test_a_copy_may_take_as_long_as_it_likes(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.engine  # pip, and a Python of its own
 USE = """
 import sys
 import labkit

@@ -116,6 +116,18 @@ def forget_backward(zero: Any) -> None:
     state.reset_for_new_step()
 
 
+@GATE.needs(
+    f"{_STAGE_2}.micro_step_id",
+    f"{_STAGE_2}._offload_accumulated_param_ids",
+)
+def forget_offloaded(zero: Any) -> None:
+    """Have the next pass of stages 1 and 2 begin a sum of gradients on the CPU, where
+    the optimizer is offloaded: it would add to what was discarded."""
+    zero.micro_step_id = -1
+    if zero.cpu_offload:
+        zero._offload_accumulated_param_ids = set()
+
+
 @GATE.needs(f"{_STAGE_2}._release_ipg_buffers")
 def release_buckets(zero: Any) -> None:
     """Free the buckets that stages 1 and 2 reduce gradients in."""

@@ -53,12 +53,16 @@ def pull(
         )
     begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
     begin = partial(begin, PART_BYTES, timeout_s=None)
-    if full and _is_sharded(group, name, having, ranks):
-        with group.risking_the_group():
-            answers = begin(ranks=group.everyone)
-        begun = [answers[rank] for rank in ranks]
-    else:
-        begun = begin(ranks=ranks)
+    try:
+        if full and _is_sharded(group, name, having, ranks):
+            with group.risking_the_group():
+                answers = begin(ranks=group.everyone)
+            begun = [answers[rank] for rank in ranks]
+        else:
+            begun = begin(ranks=ranks)
+    except BaseException:
+        _drop_parts(cluster, ranks)  # of those that could pickle theirs
+        raise
     total = sum(num_bytes for num_bytes, _ in begun)
     if total == sum(len(first) for _, first in begun):
         return [first for _, first in begun]
@@ -111,5 +115,9 @@ def _in_parts(
         with tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True) as progress:
             yield progress
     finally:
-        with contextlib.suppress(RuntimeError):
-            cluster.begin(f"{_TRANSFER}:drop_parts", ranks=ranks)
+        _drop_parts(cluster, ranks)
+
+
+def _drop_parts(cluster: "Cluster", ranks: Sequence[int]) -> None:
+    with contextlib.suppress(RuntimeError):
+        cluster.begin(f"{_TRANSFER}:drop_parts", ranks=ranks)

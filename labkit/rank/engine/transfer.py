@@ -24,7 +24,9 @@ def push(payload: bytes) -> None:
 
 
 _parts: list[bytes] = []
-"""Of a payload that comes or goes in parts."""
+"""Of a payload that comes in parts."""
+_outgoing: list[bytes] = []
+"""The payload that goes in parts, if one does."""
 
 
 def push_part(part: bytes) -> None:
@@ -42,6 +44,7 @@ def push_parts() -> None:
 def drop_parts() -> None:
     """Keep no part of a payload that is through, or whose rest will not come."""
     _parts.clear()
+    _outgoing.clear()
 
 
 def missing(names: list[str]) -> list[str]:
@@ -77,13 +80,13 @@ def pull(
     payload = serialization.dumps(value)
     drop_parts()
     if len(payload) > part_bytes:
-        _parts.append(payload)
+        _outgoing.append(payload)
     return len(payload), payload[:part_bytes]
 
 
 def pull_part(start: int, num_bytes: int) -> bytes:
     """The next part of what `pull` has begun."""
-    [payload] = _parts
+    [payload] = _outgoing
     return payload[start : start + num_bytes]
 
 

@@ -151,12 +151,14 @@ def _run(
         return result
     finally:
         _is_inside = False
-        for follower in reached:
-            follower.end_backward(has_failed=has_failed)
-        for hook in hooks:
-            hook.remove()
-        for watcher in begun:
-            watcher.end()
+        # In this order from the last one; each, whatever the one before it raises.
+        with contextlib.ExitStack() as ends:
+            for watcher in reversed(begun):
+                ends.callback(watcher.end)
+            for hook in hooks:
+                ends.callback(hook.remove)
+            for follower in reversed(reached):
+                ends.callback(follower.end_backward, has_failed=has_failed)
 
 
 def _run_inside(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.compat.deepspeed import forget_offloaded
 from labkit.compat.deepspeed import release_buckets
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
@@ -84,6 +85,7 @@ class ZeRO1And2(ZeRO):
         for number in self._groups():
             self._zero.averaged_gradients[number] = None
             self._zero.all_grad_tensors[number] = None
+        forget_offloaded(self._zero)
 
     def _gather_gradient(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = parameter.get_full_hp_grad()
