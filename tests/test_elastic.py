@@ -32,10 +32,19 @@ pytestmark = pytest.mark.timeout(180)
 
 # 4 steps an epoch.
 LOOP = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
+
+def until_saved(step):
+    # A checkpoint is written while the next steps are taken.
+    is_there = Path({folder!r}, "kept", f"step-{{step:08d}}").exists
+    deadline = time.monotonic() + 60
+    while not is_there():
+        assert time.monotonic() < deadline, f"no checkpoint of step {{step}}"
+        time.sleep(0.01)
+    return True
 
 def die_once(here, name):
     flag = Path({folder!r}, name)
@@ -93,7 +102,9 @@ def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
     # The first before there is a checkpoint, the second between two of them.
     deaths = """
         die_once(rank == 1 and epoch == 0, "first")
-        die_once(rank == 0 and epoch == 2 and len(y) < 6, "second")"""
+        die_once(
+            rank == 0 and epoch == 2 and len(y) < 6 and until_saved(9), "second"
+        )"""
     run = lab.train(strategy, cell(deaths), every=3, **options)
 
     assert run.state == "finished"
@@ -194,7 +205,9 @@ def test_what_cannot_go_on_fails_with_the_cause(
 ) -> None:
     # A rank that dies at the same place each time.
     monkeypatch.setattr(elastic, "MAX_RESTARTS", 1)
-    death = "if rank == 1 and epoch == 1: os.kill(os.getpid(), signal.SIGSEGV)"
+    death = """
+        if rank == 1 and epoch == 1 and until_saved(3):
+            os.kill(os.getpid(), signal.SIGSEGV)"""
     with pytest.raises(RankError, match=r"SIGSEGV.* resumed 1 time from step 3 "):
         lab.train("ddp", cell(death), every=3, **options)
     assert lab.runs[-1].state == "failed"
