@@ -44,7 +44,7 @@ _repr.maxstring = _repr.maxother = 80
 _repr.maxlong = 40
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """`value` for an error message: one line, and not a long one."""
     try:
         text = _repr.repr(value)
@@ -59,7 +59,7 @@ def several(names: Sequence[str]) -> str:
     return names[0] + others
 
 
-def is_whole(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     """Whether `value` is an int, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -85,10 +85,10 @@ def is_run_name(value: Any) -> bool:
 
 def check_count(what: str, value: Any, meaning: str = "", *, most: int = 2**31) -> None:
     """ValueError unless `value` is a whole number from 1 to `most`."""
-    if not (is_whole(value) and 1 <= value <= most):
-        limit = "from 1" if not is_whole(value) or value < 1 else f"from 1 to {most:,}"
+    if not (is_int(value) and 1 <= value <= most):
+        limit = "from 1" if not is_int(value) or value < 1 else f"from 1 to {most:,}"
         raise ValueError(
-            f"{what} is {shown(value)}; it must be a whole number {limit}"
+            f"{what} is {short_repr(value)}; it must be a whole number {limit}"
             + (f": {meaning}" if meaning else "")
         )
 
@@ -96,7 +96,7 @@ def check_count(what: str, value: Any, meaning: str = "", *, most: int = 2**31) 
 def check_flag(what: str, value: Any) -> None:
     """ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{what} is {shown(value)}; it must be True or False")
+        raise ValueError(f"{what} is {short_repr(value)}; it must be True or False")
 
 
 def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         raise ValueError(
-            f"unknown {what} {shown(value)}; choose one of: {', '.join(known)}"
+            f"unknown {what} {short_repr(value)}; choose one of: {', '.join(known)}"
         )
 
 
@@ -112,7 +112,7 @@ def check_code(code: Any) -> None:
     """ValueError unless `code` is text that can be sent."""
     if not isinstance(code, str):
         raise ValueError(
-            f"{shown(code)} is neither code nor a function; give code as a string"
+            f"{short_repr(code)} is neither code nor a function; give code as a string"
         )
     try:
         code.encode()
@@ -127,15 +127,18 @@ def check_step(step: Any) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(step, bool) or abs(number) >= 2**62:
-        raise ValueError(f"log(step={shown(step)}): the step must be a whole number")
+        raise ValueError(
+            f"log(step={short_repr(step)}): the step must be a whole number"
+        )
     return number
 
 
 def check_seed(what: str, value: Any) -> None:
     """ValueError unless `value` can seed torch's generators."""
-    if not (is_whole(value) and 0 <= value < 2**63):
+    if not (is_int(value) and 0 <= value < 2**63):
         raise ValueError(
-            f"{what} is {shown(value)}; it must be a whole number from 0 to 2**63 - 1"
+            f"{what} is {short_repr(value)}; it must be a whole number from 0 to 2**63 "
+            "- 1"
         )
 
 
@@ -143,7 +146,7 @@ def check_positive(what: str, value: Any, meaning: str) -> None:
     """ValueError unless `value` is a finite number above 0."""
     if not (is_number(value) and value > 0):
         raise ValueError(
-            f"{what} is {shown(value)}; it must be a positive number: {meaning}"
+            f"{what} is {short_repr(value)}; it must be a positive number: {meaning}"
         )
 
 
@@ -159,15 +162,15 @@ def check_config(what: str, value: Any) -> None:
 def check_folder(what: str, value: Any) -> None:
     """ValueError unless `value` can name a folder."""
     if not isinstance(value, str | os.PathLike) or not str(value):
-        raise ValueError(f"{what} is {shown(value)}; it must name a folder")
+        raise ValueError(f"{what} is {short_repr(value)}; it must name a folder")
 
 
 def check_run_name(what: str, value: Any) -> None:
     """ValueError unless a run can be called `value`."""
     if not is_run_name(value):
         raise ValueError(
-            f"run {what} {shown(value)}; use letters, digits, '.', '-' and '_' only, "
-            "the first a letter, a digit or '_', and at most 200 bytes"
+            f"run {what} {short_repr(value)}; use letters, digits, '.', '-' and '_' "
+            "only, the first a letter, a digit or '_', and at most 200 bytes"
         )
 
 
@@ -175,8 +178,8 @@ def check_pushed_name(name: str) -> None:
     """ValueError unless a variable that is pushed can be called so on the ranks."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(
-            f"{shown(name)} is not a valid variable name; use letters, digits and _, "
-            "no digit first and no keyword"
+            f"{short_repr(name)} is not a valid variable name; use letters, digits and "
+            "_, no digit first and no keyword"
         )
     if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
         raise ValueError(
@@ -189,8 +192,8 @@ def check_timeout(what: str, value: Any) -> None:
     """ValueError unless `value` is None or a number of seconds."""
     if value is not None and not (is_number(value) and value > 0):
         raise ValueError(
-            f"{what} is {shown(value)}; it must be a number of seconds > 0, or None "
-            "for no limit"
+            f"{what} is {short_repr(value)}; it must be a number of seconds > 0, or "
+            "None for no limit"
         )
 
 
@@ -198,6 +201,6 @@ def check_hang_after(what: str, value: Any) -> None:
     """ValueError unless `value` is a number of seconds, or 0."""
     if not (is_number(value) and value >= 0):
         raise ValueError(
-            f"{what} is {shown(value)}; it must be a number of seconds, or 0 for no "
-            "note about ranks that hang"
+            f"{what} is {short_repr(value)}; it must be a number of seconds, or 0 for "
+            "no note about ranks that hang"
         )

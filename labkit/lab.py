@@ -20,7 +20,7 @@ from labkit.checks import check_flag
 from labkit.checks import check_hang_after
 from labkit.checks import check_pushed_name
 from labkit.checks import check_timeout
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import RunOptions
@@ -235,8 +235,8 @@ class Lab:
         given = dict(
             locals()
         )  # a keyword for each field of RunOptions, which a test sees to
-        from labkit.notebook.execution.training_run import Request
         from labkit.notebook.execution.training_run import Training
+        from labkit.notebook.execution.training_run import TrainRequest
         from labkit.notebook.kernel.background import Job
         from labkit.notebook.live.widget_view import find_view
         from labkit.strategies import find_strategy
@@ -253,7 +253,7 @@ class Lab:
         # In a terminal a line that is rewritten would fight with the next prompt.
         is_shown = is_notebook() or not background
         view = find_view(live) if is_shown else None
-        request = Request(technique, code_or_function, options, plan, view)
+        request = TrainRequest(technique, code_or_function, options, plan, view)
         training = Training(request, self._run_name(name), self._running())
         with contextlib.ExitStack() as work:
             work.enter_context(self._working())
@@ -338,7 +338,7 @@ class Lab:
             Where one of the ranks has no such variable.
         """
         if not isinstance(name, str):
-            raise ValueError(f"pull takes a variable's name; found {shown(name)}")
+            raise ValueError(f"pull takes a variable's name; found {short_repr(name)}")
         check_flag("full", full)
         targets = parse_ranks(ranks, self.world_size)
         with self._working():
@@ -397,8 +397,8 @@ class Lab:
             names = [name for name in (model, x) if name is not None]
             if not all(isinstance(name, str) for name in names):
                 raise ValueError(
-                    f"model {shown(model)} is a variable of rank 0, so x names one "
-                    f"there too; found {shown(x)}"
+                    f"model {short_repr(model)} is a variable of rank 0, so x names "
+                    f"one there too; found {short_repr(x)}"
                 )
             with self._working() as cluster:
                 [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])

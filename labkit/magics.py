@@ -27,7 +27,7 @@ from IPython.utils.process import arg_split
 
 from labkit.checks import UserError
 from labkit.checks import is_raised_by_labkit
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.compat.ipython import options_of
 from labkit.lab import Lab
 from labkit.lab import current_lab
@@ -465,7 +465,7 @@ class LabMagics(Magics):
         """A variable of the notebook; NameError where there is none such."""
         if name not in self.shell.user_ns or not check(self.shell.user_ns[name]):
             raise NameError(
-                f"the notebook has no {what} {shown(name)}; define it in a cell "
+                f"the notebook has no {what} {short_repr(name)}; define it in a cell "
                 "without a magic"
             )
         return self.shell.user_ns[name]
@@ -498,8 +498,8 @@ def whole_numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
-            f"--ranks {shown(text)}: write world sizes with commas and no spaces, as "
-            "8,64,512"
+            f"--ranks {short_repr(text)}: write world sizes with commas and no spaces, "
+            "as 8,64,512"
         ) from None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.checks import shown
+from labkit.checks import short_repr
 
 Ranks = str | int | Sequence[int] | None
 
@@ -40,11 +40,12 @@ def parse_ranks(ranks: Ranks, world_size: int) -> list[int]:
                 break  # of what is wrong there may be much
     except TypeError:
         raise ValueError(
-            f"cannot read the ranks {shown(ranks)}; write 0, or 0,2, or 1-3, or all"
+            f"cannot read the ranks {short_repr(ranks)}; write 0, or 0,2, or 1-3, or "
+            "all"
         ) from None
     if not found or not found <= set(everyone):
         raise ValueError(
-            f"ranks {shown(ranks)}: this lab has the ranks "
+            f"ranks {short_repr(ranks)}: this lab has the ranks "
             + ", ".join(map(str, everyone))
         )
     return sorted(found)

@@ -68,7 +68,7 @@ def fails(lab: Lab, code: str) -> RankError:
     return caught.value
 
 
-def shown(error: RankError) -> str:
+def short_repr(error: RankError) -> str:
     return ESCAPES.sub("", "\n".join(error._render_traceback_()))
 
 
@@ -83,17 +83,17 @@ def test_a_script_that_raises_has_failed_as_if_the_cell_had(
     )
     error = fails(lab, f"kept = 5\n%run {script} --epochs 3\nkept = 6")
     assert (error.rank, error.outcomes[0].status) == (1, "interrupted")
-    text = shown(error)
+    text = short_repr(error)
     assert "ValueError: on purpose" in text
     assert "in step()" in text
     assert "safe_execfile" not in text, "IPython's own frames say nothing"
     assert lab.pull("kept", "all") == [5, 5]
     outer = tmp_path / "outer.py"
     outer.write_text(f"get_ipython().run_line_magic('run', '{script}')\n")
-    assert "in step()" in shown(fails(lab, f"%run {outer}"))
+    assert "in step()" in short_repr(fails(lab, f"%run {outer}"))
     (tmp_path / "as_module.py").write_text(script.read_text())
     code = f"import sys; sys.path.insert(0, '{tmp_path}')\n%run -m as_module"
-    assert "in step()" in shown(fails(lab, code))
+    assert "in step()" in short_repr(fails(lab, code))
     lab.run("del sys.path[0]")
     with pytest.raises(RankError):
         lab.train("raw", f"%run {script}", live=False)
@@ -135,7 +135,7 @@ def test_a_traceback_that_ipython_shows_is_a_failure_and_one_printed_is_not(
     show = "get_ipython().showtraceback()"
     error = fails(lab, code.format(show=show, wait="dist.barrier()"))
     assert (error.rank, error.outcomes[0].status) == (1, "interrupted")
-    assert "ValueError: on purpose" in shown(error)
+    assert "ValueError: on purpose" in short_repr(error)
     assert lab.pull("kept", 1) == show
     lab.run(code.format(show="traceback.print_exc()", wait="pass"))
     assert "on purpose" in capsys.readouterr().err
@@ -269,7 +269,7 @@ def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
     for code, hint in HINTS.items():
         error = fails(lab, code)
         assert hint in str(error), code
-        assert hint in shown(error), code
+        assert hint in short_repr(error), code
     error = fails(
         lab, "problem = ValueError('x')\nproblem.add_note('y')\nraise problem"
     )

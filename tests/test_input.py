@@ -35,7 +35,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.checks import check_timeout
 from labkit.checks import is_run_name
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.magics import LabMagics
 from labkit.magics import usage_errors
 from labkit.notebook.cluster.engines import CallError
@@ -169,9 +169,9 @@ def test_train_takes_every_option_by_its_name() -> None:
 @fuzzed
 @given(anything)
 def test_what_was_found_is_shown_in_one_line(value: Any) -> None:
-    assert len(shown(value)) < 400
-    assert len(shown(value).splitlines()) <= 1
-    assert shown(10**5000) == "a huge int"
+    assert len(short_repr(value)) < 400
+    assert len(short_repr(value).splitlines()) <= 1
+    assert short_repr(10**5000) == "a huge int"
 
 
 @fuzzed

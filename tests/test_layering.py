@@ -137,7 +137,7 @@ def is_package(module: str) -> bool:
     return MODULES[module].name == "__init__.py"
 
 
-def shown(imports: list[Import]) -> list[str]:
+def short_repr(imports: list[Import]) -> list[str]:
     return [f"{each.importer} imports {each.target}" for each in imports]
 
 
@@ -155,7 +155,7 @@ def test_arrows_point_down() -> None:
         and part(each.target) != part(each.importer)
         and part(each.target) not in MAY_IMPORT.get(part(each.importer), GROUND_FLOOR)
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_a_wing_takes_of_a_library_what_is_its_own() -> None:
@@ -166,7 +166,7 @@ def test_a_wing_takes_of_a_library_what_is_its_own() -> None:
         if part(each.target) == "compat" != part(each.importer)
         and each.target not in allowed.get(part(each.importer), OF_RANKS)
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_rooms_are_in_one_line() -> None:
@@ -181,7 +181,7 @@ def test_rooms_are_in_one_line() -> None:
         and room(each.importer) in line
         and room(each.target) in line[line.index(room(each.importer)) + 1 :]
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_a_room_has_few_files() -> None:
@@ -198,7 +198,7 @@ def test_the_two_wings_do_not_know_each_other() -> None:
         if {part(each.importer), part(each.target)} == wings
         and each.target.startswith("labkit.")
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_the_notebook_reads_the_table_of_strategies_and_no_technique() -> None:
@@ -208,7 +208,7 @@ def test_the_notebook_reads_the_table_of_strategies_and_no_technique() -> None:
         if each.target.startswith("labkit.strategies.")
         and part(each.importer) not in {"strategies", "rank", "estimate"}
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_techniques_do_not_import_each_other() -> None:
@@ -219,7 +219,7 @@ def test_techniques_do_not_import_each_other() -> None:
         for each in IMPORTS
         if part(each.importer) == "strategies" and each.target in techniques
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
@@ -230,7 +230,7 @@ def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
         and each.target.split(".")[0] in FRONT_END
         and not (each.importer == "labkit.rank.engine.rpc" and each.in_function)
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 def test_the_notebook_wing_does_not_import_torch() -> None:
@@ -240,7 +240,7 @@ def test_the_notebook_wing_does_not_import_torch() -> None:
         if part(each.importer) in {"", "magics", "lab", "notebook", "records"}
         and each.target.split(".")[0] in {"torch", "deepspeed"}
     ]
-    assert shown(wrong) == []
+    assert short_repr(wrong) == []
 
 
 # A strategy loads its technique by name, and names the type of what it gets.

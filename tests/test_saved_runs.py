@@ -322,7 +322,7 @@ def test_a_run_of_a_kernel_that_is_gone_is_lost(folder: Path) -> None:
         {"pid_created": run.info["pid_created"] - 60},  # another process's pid
         {"pid": 2**22 + 1},  # more than there can be
     ):
-        info = persistence.describe(run) | change
+        info = persistence.run_info(run) | change
         run_files.write_info(run.folder, info)
         assert labkit.load_run("run-1").state == "lost"
     run_files.write_info(run.folder, info | {"host": "elsewhere"})

@@ -15,7 +15,7 @@ from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import is_number
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.compat.torch import tree_leaves
 from labkit.estimate.trace import Inputs
 from labkit.strategies.zero.engines import is_zero
@@ -55,7 +55,8 @@ def check(
         check_input(x)
     if isinstance(world_sizes, str) or not isinstance(world_sizes, Sequence):
         raise ValueError(
-            f"world sizes are {shown(world_sizes)}; give them as a list, as [8, 64]"
+            f"world sizes are {short_repr(world_sizes)}; give them as a list, as [8, "
+            "64]"
         )
     if not world_sizes:
         raise ValueError("there are no world sizes; give some, as [8, 64]")
@@ -69,7 +70,8 @@ def check(
     check_optimizer(optimizer)
     if device_bytes is not None and not (is_number(device_bytes) and device_bytes > 0):
         raise ValueError(
-            f"a device's memory is {shown(device_bytes)} bytes; it must be more than 0"
+            f"a device's memory is {short_repr(device_bytes)} bytes; it must be more "
+            "than 0"
         )
     if device.startswith("cuda") and not torch.backends.cuda.is_built():
         # Torch would end the whole process.
@@ -100,7 +102,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
     ):
         raise ValueError(
-            f"optimizer is {shown(optimizer)}; give an optimizer, or a class of "
+            f"optimizer is {short_repr(optimizer)}; give an optimizer, or a class of "
             "torch.optim"
         )
 

@@ -310,7 +310,7 @@ class Prepared:
     ) -> tuple[Named, dict[str, Any]]:
         """This rank's part of the states, as `strategies.model.states` names them, and
         what else there is to them. May be collective."""
-        tensors = states.model_states(self.module)
+        tensors = states.model_tensors(self.module)
         if not with_optimizer:
             return tensors, {}
         values = self.settings()

@@ -26,7 +26,7 @@ from labkit.checks import UserError
 from labkit.compat import ipyparallel as compat
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
-from labkit.notebook.cluster.exit_cause import Watched
+from labkit.notebook.cluster.exit_cause import EngineProcess
 from labkit.notebook.cluster.silence import SilenceWatch
 from labkit.notebook.kernel import interrupts
 from labkit.records import DUMP_SIGNAL
@@ -114,9 +114,9 @@ class Cluster:
             log_level=logging.CRITICAL,
         )
         self._client: Any = None
-        self._controller: Watched | None = None
+        self._controller: EngineProcess | None = None
         self._controller_parts: list[psutil.Process] = []
-        self._engines: dict[int, Watched] = {}
+        self._engines: dict[int, EngineProcess] = {}
         self._nannies: dict[int, psutil.Process | None] = {}
         self._engine_ids: dict[int, int] = {}
         self.on_late_output: OnLateOutput = lambda rank, kind, content: None
@@ -129,7 +129,7 @@ class Cluster:
         try:
             on_progress("starting the controller")
             self._cluster.start_controller_sync(environment=self._environment)
-            self._controller = Watched(self._cluster.controller)
+            self._controller = EngineProcess(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
             self._controller_parts = self._controller.process.children()
         except BaseException as error:
@@ -179,11 +179,11 @@ class Cluster:
                 len(ranks), environment=dict(self._environment), delay=0
             )
             launchers = self._cluster.engines[engine_set].launchers
-            started = [Watched(launchers[str(i)]) for i in range(len(ranks))]
+            started = [EngineProcess(launchers[str(i)]) for i in range(len(ranks))]
             if self._client is None:
                 self._client = self._cluster.connect_client_sync()
             on_progress("waiting for the engines")
-            engine_of = self._meet(started, known, on_progress)
+            engine_of = self._wait_for_registration(started, known, on_progress)
         except BaseException:
             for engine_set in set(self._cluster.engines) - sets:
                 for launcher in self._cluster.engines[engine_set].launchers.values():
@@ -196,9 +196,9 @@ class Cluster:
             self._engine_ids[rank] = engine_of[each.pid]
             self._nannies[rank] = nannies.get(each.pid)
 
-    def _meet(
+    def _wait_for_registration(
         self,
-        started: list[Watched],
+        started: list[EngineProcess],
         known: set[int],
         on_progress: Callable[[str], None],
     ) -> dict[int, int]:
@@ -219,7 +219,7 @@ class Cluster:
 
         while len(engines := new()) < len(started):
             interrupts.check()
-            if reason := self.lost():
+            if reason := self.unreachable_reason():
                 raise UserError(reason)
             if self._is_port_taken():
                 raise PortTakenError
@@ -255,7 +255,7 @@ class Cluster:
             self._engine_ids[rank] in self._client.ids and self._engines[rank].is_alive
         )
 
-    def is_deaf(self, rank: int) -> bool:
+    def has_no_control_channel(self, rank: int) -> bool:
         """Whether a rank that is alive can be neither asked nor stopped.
 
         Such requests go by way of ipyparallel's nanny, a process of its own.
@@ -263,7 +263,7 @@ class Cluster:
         nanny = self._nannies[rank]
         return self.is_alive(rank) and (nanny is None or not is_running(nanny))
 
-    def lost(self) -> str:
+    def unreachable_reason(self) -> str:
         """Why no rank can be reached any more; "" while they can."""
         if self._is_ending.is_set():
             return "the lab was stopped; %dist_stop, then %dist_start, starts another"
@@ -372,7 +372,9 @@ class Cluster:
         engines = [self._engine_ids[rank] for rank in ranks]
         return self._client[engines].apply_async(call_by_name, function, args)
 
-    def _wait(self, reply: Any, engines: Iterable[Watched], timeout_s: float) -> None:
+    def _wait(
+        self, reply: Any, engines: Iterable[EngineProcess], timeout_s: float
+    ) -> None:
         """Wait for an AsyncResult, but not for the dead."""
         deadline = time.monotonic() + timeout_s
         while not reply.wait(timeouts.POLL_S):
@@ -388,11 +390,11 @@ class Cluster:
             interrupts.check()
             self._check([self._engines[rank] for rank in ranks])
             for rank in watch.silent():
-                raise SilentRankError(rank, self.what_keeps(rank))
+                raise SilentRankError(rank, self.stall_reason(rank))
 
-    def _check(self, engines: Iterable[Watched]) -> None:
+    def _check(self, engines: Iterable[EngineProcess]) -> None:
         """RankDiedError unless these live and can be reached."""
-        if reason := self.lost():
+        if reason := self.unreachable_reason():
             raise RankDiedError(reason)
         for engine in engines:
             if not engine.is_alive:
@@ -409,7 +411,11 @@ class Cluster:
         """
         answer: Future[Any] = Future()
         try:
-            if self.lost() or not self.is_alive(rank) or self.is_deaf(rank):
+            if (
+                self.unreachable_reason()
+                or not self.is_alive(rank)
+                or self.has_no_control_channel(rank)
+            ):
                 raise RankDiedError
             ident = self._ident(rank)
         except RankDiedError:
@@ -432,7 +438,7 @@ class Cluster:
 
     def interrupt(self, rank: int, release_after_s: float) -> "Future[Any]":
         """Ask the rank to stop its cell; the future is done when it has heard that."""
-        if self.is_deaf(rank):
+        if self.has_no_control_channel(rank):
             self.signal(rank)
         return self.ask(rank, "interrupt", release_after_s=release_after_s)
 
@@ -456,7 +462,7 @@ class Cluster:
         Path(self.stack_file(rank)).write_text("")
         self._engines[rank].send(signal.Signals[DUMP_SIGNAL])
 
-    def what_keeps(self, rank: int) -> str:
+    def stall_reason(self, rank: int) -> str:
         """Why a rank whose process is there does not answer, in words."""
         try:
             process = psutil.Process(self.pids[rank])
@@ -486,7 +492,7 @@ class Cluster:
                 if is_theirs and not watchdog.is_tidying(process):
                     process.kill()
 
-    def was_dropped(self, reply: Any) -> bool:
+    def was_aborted(self, reply: Any) -> bool:
         """Whether the kernel discarded a request: it does so right after an error."""
         return isinstance(reply, ipyparallel.error.TaskAborted)
 

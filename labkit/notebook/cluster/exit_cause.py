@@ -56,7 +56,7 @@ class Death:
         return time.strftime("%H:%M:%S", time.localtime(self.seen_at))
 
 
-class Watched:
+class EngineProcess:
     """A process that one of ipyparallel's launchers started.
 
     `look` at it now and then: what it had last is part of why it died.

@@ -12,9 +12,9 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.checks import check_choice
 from labkit.checks import check_count
+from labkit.checks import is_int
 from labkit.checks import is_number
-from labkit.checks import is_whole
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.records import Placement
 from labkit.records import format_bytes
 
@@ -68,7 +68,7 @@ def place_ranks(
         check_count("threads", threads, "those of one rank", most=MAX_THREADS)
     if not (is_number(group_timeout_s) and 0 < group_timeout_s <= MAX_TIMEOUT_S):
         raise ValueError(
-            f"group_timeout_s is {shown(group_timeout_s)}; it must be a positive "
+            f"group_timeout_s is {short_repr(group_timeout_s)}; it must be a positive "
             f"number of seconds, {MAX_TIMEOUT_S:,.0f} at most"
         )
     if num_gpus is None:
@@ -116,13 +116,14 @@ def place_ranks(
 
 def check_num_ranks(num_ranks: int) -> None:
     """ValueError unless it is a number of ranks that this machine's memory holds."""
-    if not is_whole(num_ranks) or num_ranks < 1:
-        raise ValueError(f"{shown(num_ranks)} ranks; choose 1 or more, as -n 2")
+    if not is_int(num_ranks) or num_ranks < 1:
+        raise ValueError(f"{short_repr(num_ranks)} ranks; choose 1 or more, as -n 2")
     memory = psutil.virtual_memory().total
     most = max(memory // RANK_BYTES, 1)
     if num_ranks > most:
         raise ValueError(
-            f"{shown(num_ranks)} ranks, and the {format_bytes(memory)} of this machine "
+            f"{short_repr(num_ranks)} ranks, and the {format_bytes(memory)} of this "
+            "machine "
             f"hold {most} at most, of {format_bytes(RANK_BYTES)} each when they are "
             "idle; choose fewer, as -n 2"
         )

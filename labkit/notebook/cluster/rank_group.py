@@ -87,12 +87,12 @@ class RankGroup:
 
     def state(self, rank: int) -> tuple[str, str]:
         """What is known of a rank that does not answer: in a word, and why."""
-        if reason := self.cluster.lost():
+        if reason := self.cluster.unreachable_reason():
             return "out of reach", reason
         if not self.cluster.is_alive(rank):
             death = self.cluster.death(rank)
             return "dead", f"dead since {death.clock}: {death}"
-        if self.cluster.is_deaf(rank):
+        if self.cluster.has_no_control_channel(rank):
             return "deaf", DEAF
         return "does not answer", ""
 
@@ -102,8 +102,8 @@ class RankGroup:
 
         Raises RuntimeError where that cannot be, or another cell runs.
         """
-        with self._alone():
-            if reason := self.cluster.lost():
+        with self._exclusive():
+            if reason := self.cluster.unreachable_reason():
                 raise UserError(reason)
             if dead := self.dead():
                 raise UserError(
@@ -112,7 +112,7 @@ class RankGroup:
                     "%dist_restart --all every rank"
                 )
             for rank in self.everyone:
-                if self.cluster.is_deaf(rank):
+                if self.cluster.has_no_control_channel(rank):
                     print(f"labkit: rank {rank}: {DEAF}", file=sys.stderr)
             if not self._is_whole:
                 self._form()
@@ -128,19 +128,20 @@ class RankGroup:
 
     def restart(self, *, everyone: bool) -> list[int]:
         """Bring dead ranks back, or all of them; the ranks that were started."""
-        with self._alone(), interrupts.held():
+        with self._exclusive(), interrupts.held():
             if everyone:
                 self._is_whole = False
                 self.cluster.stop()
                 self._begin(lambda text: None)
                 return list(self.everyone)
-            if reason := self.cluster.lost():
+            if reason := self.cluster.unreachable_reason():
                 raise UserError(reason)
             return self.bring_back(
                 [
                     rank
                     for rank in self.everyone
-                    if not self.cluster.is_alive(rank) or self.cluster.is_deaf(rank)
+                    if not self.cluster.is_alive(rank)
+                    or self.cluster.has_no_control_channel(rank)
                 ]
             )
 
@@ -171,7 +172,7 @@ class RankGroup:
             if not self._works():
                 self._form()
 
-    def settle(self, outcomes: Sequence[Outcome]) -> None:
+    def restore_group(self, outcomes: Sequence[Outcome]) -> None:
         """Re-create the group where a cell left it of no use, and bring back the
         ranks that had to be ended to end it.
 
@@ -185,7 +186,7 @@ class RankGroup:
         if in_place and not failed:
             return
         self._is_whole = False
-        if self.cluster.lost() or self.dead():
+        if self.cluster.unreachable_reason() or self.dead():
             return
         if in_place and self._works(after_failure=True):
             self._is_whole = True
@@ -193,13 +194,13 @@ class RankGroup:
             self._form()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise UserError(self._what_is_running())
         try:
             yield
         except RankDiedError as error:
-            if reason := self.cluster.lost():
+            if reason := self.cluster.unreachable_reason():
                 raise UserError(reason) from error
             raise UserError(
                 f"{error}; %dist_restart (lab.restart()) brings it back"

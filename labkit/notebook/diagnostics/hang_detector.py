@@ -17,7 +17,7 @@ from labkit.notebook.kernel.output import is_notebook
 _MAX_INTERVAL_S = 5.0
 
 
-class HangWatch:
+class HangDetector:
     """Watches one cell; says where its ranks are once nothing happens any more.
 
     What ranks send is a sign of life, and costs nothing. When nothing has come for a

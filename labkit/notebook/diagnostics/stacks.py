@@ -37,7 +37,7 @@ class Stacks:
         """Of the ranks that said something."""
         self.absent = dict(absent)
         """Why the others did not, or why they are not to be taken at their word."""
-        self.mismatches = find_mismatches(self.positions)
+        self.mismatches = mismatched_collectives(self.positions)
         """Where ranks wait for what others will not do, in words."""
         self.is_full = is_full
 
@@ -155,7 +155,7 @@ class StackRequest:
             if answer.cancelled() or not self._cluster.is_alive(rank):
                 absent[rank] = "dead; %dist_restart brings it back"
             elif rank in self._silent:
-                absent[rank] = "does not answer: " + self._cluster.what_keeps(rank)
+                absent[rank] = "does not answer: " + self._cluster.stall_reason(rank)
                 dump = Path(self._cluster.stack_file(rank)).read_text()
                 if frames := read_dump(dump):
                     positions.append(Position(rank, frames=frames))
@@ -180,7 +180,7 @@ def read_dump(text: str) -> list[Frame]:
     return frames[: cells[-1] + 1 if cells else None][::-1]
 
 
-def find_mismatches(positions: Sequence[Position]) -> list[str]:
+def mismatched_collectives(positions: Sequence[Position]) -> list[str]:
     """Where ranks wait for what others will not do, a line each."""
     running = [each for each in positions if each.is_running]
     calls = {each.rank: each.call for each in running if each.call is not None}

@@ -16,7 +16,7 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import RankDiedError
-from labkit.notebook.diagnostics.hang_detector import HangWatch
+from labkit.notebook.diagnostics.hang_detector import HangDetector
 from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
@@ -97,7 +97,7 @@ class CellExecution:
         self._code = code
         self._ranks = ranks
         self._listener = listener or CellListener()
-        self._watch = HangWatch(
+        self._watch = HangDetector(
             cluster,
             after_s=hang_after_s,
             in_cell=spec.execution_count,
@@ -274,7 +274,7 @@ class CellExecution:
                 self._output.add_message(rank, kind, content)
 
     def _take_reply(self, rank: int, reply: Any) -> None:
-        if self._cluster.was_dropped(reply):
+        if self._cluster.was_aborted(reply):
             self._send(rank)
         else:
             self.stop_policy.done(rank, time.monotonic())
@@ -282,7 +282,7 @@ class CellExecution:
     def _end_the_dead(self) -> str:
         """Give ranks that will not send one an outcome; why no rank can be reached."""
         running = self._tally.running
-        if lost := self._cluster.lost():
+        if lost := self._cluster.unreachable_reason():
             for rank in running:
                 self._cluster.kill(rank)  # nobody could stop it later
         now = time.monotonic()

@@ -95,4 +95,4 @@ def restore_group(
     """Restore the group; bring back the ranks that were `lost` for not stopping."""
     if lost:
         say(f"{format_ranks(lost)} did not stop: restarting")
-    group.settle(outcomes)
+    group.restore_group(outcomes)

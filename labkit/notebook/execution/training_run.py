@@ -35,7 +35,7 @@ _CALLS = "labkit.rank.engine.rpc"
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainRequest:
     """A training run as it was asked for, and found to be possible."""
 
     strategy: Strategy
@@ -73,7 +73,7 @@ class RunListener(CellListener):
 class Training:
     """A run on the ranks of `group`, while it is under way."""
 
-    def __init__(self, request: Request, name: str, group: RankGroup) -> None:
+    def __init__(self, request: TrainRequest, name: str, group: RankGroup) -> None:
         """Nothing is sent yet. Raises ValueError for what cannot be."""
         self._request = request
         self._name = name

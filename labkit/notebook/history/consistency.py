@@ -18,7 +18,7 @@ BUFFER_DIFFERS = (
 )
 
 
-def find_mismatches(
+def find_inconsistencies(
     notes: Mapping[int, ReplicaNotes], *, is_by_hand: bool
 ) -> list[str]:
     """One sentence for each thing that should be the same on all ranks and is not;

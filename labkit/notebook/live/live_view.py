@@ -14,7 +14,7 @@ from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.live.render_process import GONE
 from labkit.notebook.live.render_process import Picture
-from labkit.notebook.live.render_process import Request
+from labkit.notebook.live.render_process import PictureRequest
 from labkit.notebook.live.render_process import painter
 from labkit.notebook.live.unsent import Unsent
 from labkit.notebook.runs.progress import marks
@@ -136,14 +136,14 @@ class LiveView:
             png = self.run.plot()._repr_png_()  # here, for the process has died
         self._show({"image/png": png})
 
-    def _request(self) -> Request:
+    def _request(self) -> PictureRequest:
         """The next picture, with what its painter does not have yet."""
         new, continues = self._unsent.take()
         if not continues:
             self._restart_painting()
             new, _ = self._unsent.take()
         ended, self._ended_paintings = self._ended_paintings, []
-        return Request(
+        return PictureRequest(
             self._painting,
             self.run.collector.ranks,
             self.run.log_scale,

@@ -41,7 +41,7 @@ GONE = (EOFError, OSError, CancelledError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
-class Request:
+class PictureRequest:
     """One picture: what is new since the last one of the same view, and its words."""
 
     view: int
@@ -83,14 +83,14 @@ class Painter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="labkit-painter")
 
-    def draw(self, request: Request) -> "Future[Picture]":
+    def draw(self, request: PictureRequest) -> "Future[Picture]":
         """The picture, some time later; does not wait for it.
 
         The future raises one of `GONE` where the process has ended.
         """
         return self._thread.submit(self._ask, request)
 
-    def _ask(self, request: Request) -> Picture:
+    def _ask(self, request: PictureRequest) -> Picture:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         pickle.dump(request, self._process.stdin, protocol=5)
@@ -148,7 +148,7 @@ def main() -> None:
     plots: dict[int, RunPlot] = {}
     while True:
         try:
-            request: Request = pickle.load(inbox)
+            request: PictureRequest = pickle.load(inbox)
         except EOFError:
             return
         try:
@@ -178,7 +178,7 @@ def give_way() -> None:
             os.nice(NICENESS)
 
 
-def paint(request: Request, plots: "dict[int, RunPlot]") -> bytes:
+def paint(request: PictureRequest, plots: "dict[int, RunPlot]") -> bytes:
     """The picture as a PNG; `plots` are those of the views by now."""
     from labkit.notebook.history.collector import Collector
     from labkit.notebook.plots.memory_bars import stack_memory

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from labkit.checks import UserError
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.notebook.live import VIEWS
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs.progress import planned_steps
@@ -125,8 +125,8 @@ def find_view(live: bool | str) -> type[LiveView] | None:
         return LiveView
     if live != "widget":
         raise ValueError(
-            f"live is {shown(live)}; choose one of: {', '.join(VIEWS)}; or False for "
-            "none"
+            f"live is {short_repr(live)}; choose one of: {', '.join(VIEWS)}; or False "
+            "for none"
         )
     try:
         import anywidget  # noqa: F401

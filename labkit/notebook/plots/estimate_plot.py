@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from labkit.notebook.plots.figure import RunFigure
 
-STATES = COMPONENTS[:4]
+MODEL_STATES = COMPONENTS[:4]
 REST = "activations, buffers"
 
 
@@ -80,7 +80,7 @@ class Forecast:
         top = 1.15 * max(highest, limit * is_limit_seen)
         for panel, world_size in zip(panels, world_sizes, strict=True):
             here = self.table.loc[world_size] / unit
-            parts = {name: here[name] for name in STATES}
+            parts = {name: here[name] for name in MODEL_STATES}
             rest = here["total_peak"] - sum(parts.values())
             parts[REST] = rest.clip(lower=0)
             stack_bars(panel, parts, colours, width=0.7)

@@ -19,7 +19,7 @@ from labkit.notebook.history.curves import is_noisy
 from labkit.notebook.history.curves import smooth
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import WARNING_INK
-from labkit.notebook.plots.style import dress
+from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
 
 Limits = tuple[float, float]
@@ -61,7 +61,7 @@ class Panel:
         self._has_mean = has_mean
         self._styles = {rank: style_of(place) for place, rank in enumerate(ranks)}
         self.is_band = len(ranks) > MAX_RANK_LINES
-        dress(axes, "optimizer step", label)
+        style_axes(axes, "optimizer step", label)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-5, 6))

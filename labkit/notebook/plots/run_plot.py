@@ -19,7 +19,7 @@ from labkit.notebook.plots.panel import Limits
 from labkit.notebook.plots.panel import Panel
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import WARNING_INK
-from labkit.notebook.plots.style import dress
+from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
 from labkit.records import MIB
 from labkit.records import shorten
@@ -112,7 +112,7 @@ class RunPlot:
     def add_bars(self) -> Axes:
         """Room for bars below the curves, where they leave some, or in a row more."""
         self._bars = self.figure.add_subplot()
-        dress(self._bars, "rank", "")
+        style_axes(self._bars, "rank", "")
         add_title(self._bars, "memory by component (MiB)")
         self._place()
         return self._bars

@@ -42,7 +42,7 @@ def style_of(place: int) -> dict[str, Any]:
     }
 
 
-def dress(axes: Axes, x_label: str, y_label: str) -> None:
+def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
     """The look that all of labkit's axes share."""
     axes.set_xlabel(x_label, fontsize=9, color=INK)
     axes.set_ylabel(y_label, fontsize=9, color=INK)

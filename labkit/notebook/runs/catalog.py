@@ -14,14 +14,14 @@ import pandas as pd
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_run_name
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.notebook.runs import run_files
 from labkit.notebook.runs.persistence import open_run
 from labkit.notebook.runs.persistence import runs_folder
 from labkit.notebook.runs.persistence import state_of
 from labkit.notebook.runs.persistence import summarize
 from labkit.notebook.runs.persistence import warn_once
-from labkit.notebook.runs.record import STATES
+from labkit.notebook.runs.record import RUN_STATES
 from labkit.notebook.runs.run import Run
 from labkit.strategies import STRATEGIES
 
@@ -59,7 +59,9 @@ def load_run(name: str, folder: str | Path | None = None) -> Run:
 def _find(name: str, parent: Path) -> list[Path]:
     """The folder of that name, or those of the runs with it, the newest last."""
     if not isinstance(name, str):
-        raise ValueError(f"{shown(name)} is no run's name; give the name as a string")
+        raise ValueError(
+            f"{short_repr(name)} is no run's name; give the name as a string"
+        )
     exact, is_folder = parent / name, False
     with contextlib.suppress(OSError):  # a path that is too long
         is_folder = is_run_name(name) and exact.is_dir()
@@ -76,7 +78,7 @@ def _find(name: str, parent: Path) -> list[Path]:
         have = ", ".join(names[-_MANY:]) or "none; %%dist_train STRATEGY makes one"
         more = f" and {len(names) - _MANY} older ones" if len(names) > _MANY else ""
         raise ValueError(
-            f"there is no run {shown(name)} in {parent}; there are: {have}{more}"
+            f"there is no run {short_repr(name)} in {parent}; there are: {have}{more}"
         )
     return found
 
@@ -141,7 +143,7 @@ def list_runs(
     if last is not None:
         check_count("last", last)
     if state is not None:
-        check_choice("state", state, STATES)
+        check_choice("state", state, RUN_STATES)
     parent = runs_folder() if folder is None else Path(folder).absolute()
     rows = [_row(run.name, run.info, run.folder, summarize(run)) for run in own]
     here = {run.folder for run in own}

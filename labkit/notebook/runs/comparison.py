@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from labkit.notebook.history.thinning import thin
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.memory_bars import stack_memory
-from labkit.notebook.plots.style import dress
+from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
@@ -78,20 +78,20 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
         for axes, column in ((by_step, "step"), (by_time, "seconds")):
             x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
             axes.plot(x, y, lw=1.5, label=shorten(run.name, 14), **style)
-    dress(by_step, "optimizer step", "loss")
+    style_axes(by_step, "optimizer step", "loss")
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    dress(by_time, "seconds", "loss")
+    style_axes(by_time, "seconds", "loss")
     by_time.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
     )
     table = compare_runs(runs)
-    dress(memory, "", "memory of a rank (MiB)")
+    style_axes(memory, "", "memory of a rank (MiB)")
     stack_memory(memory, table[[*COMPONENTS]], theory=[])
     for axes, label, values in (
         (speed, "steps/s", table["steps_per_s"]),
         (wire, "MiB sent in a step", table["wire_bytes"] / MIB),
     ):
-        dress(axes, "", label)
+        style_axes(axes, "", label)
         colours = [style["color"] for style in styles]
         axes.bar(np.arange(len(runs)), values.fillna(0.0), 0.72, color=colours)
         labels = [shorten(name, 14) for name in table.index]

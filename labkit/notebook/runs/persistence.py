@@ -74,7 +74,7 @@ def begin(
     when = time.strftime("%Y%m%d-%H%M%S", time.localtime(run.info["began"]))
     try:
         run.folder = _make_folder(runs_folder(), f"{when}-{run.name}")
-        run_files.write_info(run.folder, describe(run))
+        run_files.write_info(run.folder, run_info(run))
     except OSError as error:
         run.folder = None
         warn_once(
@@ -103,7 +103,7 @@ def save(run: Run) -> None:
     if run.folder is None:
         return
     try:
-        run_files.write_info(run.folder, describe(run))
+        run_files.write_info(run.folder, run_info(run))
     except OSError as error:
         warn_once(
             run.folder,
@@ -224,7 +224,7 @@ def versions() -> dict[str, str]:
 # ---- to and from run.json ----
 
 
-def describe(run: Run) -> dict[str, Any]:
+def run_info(run: Run) -> dict[str, Any]:
     """All of a run but its records, for `run_files.write_info`."""
     collector = run.collector
     return {
@@ -282,7 +282,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
         restarts=[(each.step, each.seconds) for each in restarts],
         is_growing=state == "running",
     )
-    other = info.keys() - describe(Run("", "", "", Collector([]))).keys()
+    other = info.keys() - run_info(Run("", "", "", Collector([]))).keys()
     run.info = {key: info[key] for key in info if key in other}
     run._mismatches = [str(each) for each in info["mismatches"]]
     collector.notes = [str(each) for each in info.get("notes", [])]

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.history.consistency import find_mismatches
+from labkit.notebook.history.consistency import find_inconsistencies
 from labkit.notebook.history.pace import steps_per_s
 from labkit.notebook.history.stragglers import lag_by_rank
 from labkit.rank_spec import format_ranks
@@ -20,7 +20,7 @@ from labkit.records import ModelFacts
 from labkit.strategies import recorded_strategy
 from labkit.train_options import TrainOptions
 
-STATES = ("running", "finished", "failed", "interrupted", "lost")
+RUN_STATES = ("running", "finished", "failed", "interrupted", "lost")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ class RunRecord:
         if self._mismatches is not None:
             return self._mismatches
         is_by_hand = recorded_strategy(self.strategy).is_by_hand
-        return find_mismatches(self.collector.replica_notes, is_by_hand=is_by_hand)
+        return find_inconsistencies(self.collector.replica_notes, is_by_hand=is_by_hand)
 
     @property
     def notes(self) -> list[str]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import is_run_name
-from labkit.checks import is_whole
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.notebook.history.collector import Collector
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
@@ -70,7 +70,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not describe a run")
     for key, is_right in _NEEDED.items():
         if not is_right(info.get(key)):
-            found = shown(info[key]) if key in info else "not there"
+            found = short_repr(info[key]) if key in info else "not there"
             raise ValueError(f"{path} does not describe a run: its {key!r} is {found}")
     return info
 
@@ -103,7 +103,7 @@ def known(kind: Any, values: Mapping[str, Any]) -> Any:
     found = {key: value for key, value in values.items() if key in types}
     for key, value in found.items():
         if not fits(value, types[key]):
-            raise TypeError(f"{key} is {shown(value)}")
+            raise TypeError(f"{key} is {short_repr(value)}")
     return kind(**found)
 
 
@@ -124,7 +124,7 @@ def are_ranks(value: Any) -> bool:
     return (
         isinstance(value, list)
         and 0 < len(value) == len(set(map(repr, value)))
-        and all(is_whole(rank) and 0 <= rank < 2**20 for rank in value)
+        and all(is_int(rank) and 0 <= rank < 2**20 for rank in value)
     )
 
 
@@ -139,7 +139,7 @@ _NEEDED = {
     "ranks": are_ranks,
     "began": is_time,
     "host": lambda value: isinstance(value, str),
-    "pid": lambda value: is_whole(value) and 0 <= value < 2**31,
+    "pid": lambda value: is_int(value) and 0 <= value < 2**31,
     "pid_created": is_time,
 }
 

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.rank.data.orders import DrawnOrder
 from labkit.rank.data.orders import Order
 from labkit.rank.data.orders import Peers
@@ -483,7 +483,7 @@ def check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
     if batch_size not in (None, own):
         whose = "that of its batch sampler" if own is None else str(own)
         raise ValueError(
-            f"batch_size is {shown(batch_size)}, the DataLoader's own is {whose}; "
+            f"batch_size is {short_repr(batch_size)}, the DataLoader's own is {whose}; "
             "leave batch_size out to keep the DataLoader's"
         )
     if type(loader.sampler) in (RandomSampler, SequentialSampler):

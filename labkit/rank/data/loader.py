@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
 from labkit.checks import UnsupportedLoopError
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
@@ -34,7 +34,7 @@ DRAWN_BY_A_THREAD = (
 
 
 @dataclass(frozen=True)
-class Position:
+class LoaderPosition:
     """Where a loop over a loader stands, on any number of ranks."""
 
     epoch: int
@@ -79,7 +79,7 @@ class RankLoader:
         self.loader = loader
         self.batches = batches
         self.device = device
-        self.resume_at = Position(1)
+        self.resume_at = LoaderPosition(1)
         self._on_epoch = on_epoch
         self._before_batch = before_batch
         self._on_batch = on_batch
@@ -94,7 +94,7 @@ class RankLoader:
         """Passes that have begun."""
         self.was_measured = False
         """Whether the loop has asked for its length."""
-        self._at: Position | None = None
+        self._at: LoaderPosition | None = None
         """Where the loop stands in a pass, once it has worked on what it was given;
         None between two passes."""
 
@@ -113,9 +113,9 @@ class RankLoader:
         return self.loader.dataset
 
     @property
-    def position(self) -> Position:
+    def position(self) -> LoaderPosition:
         """Where its loop stands, between two optimizer steps."""
-        return self._at or Position(self.num_epochs + 1)
+        return self._at or LoaderPosition(self.num_epochs + 1)
 
     def share(
         self, dataset: Dataset[Any] | DataLoader[Any], *, batch_size: int | None = None
@@ -144,7 +144,7 @@ class RankLoader:
             return
         self.batches.first = had
         fingerprint = self.resume_at.fingerprint if had else 0
-        self._at = Position(self.num_epochs, had, fingerprint)
+        self._at = LoaderPosition(self.num_epochs, had, fingerprint)
         dealt = self.batches.deal(self.loader)
         if self._weigh is not None:
             dealt = self._weighed(dealt, self._weigh)
@@ -177,7 +177,9 @@ class RankLoader:
                 "from a loader of their own: loader.share(dataset, batch_size=B)"
             )
         if share.is_last:
-            self._at = Position(self._at.epoch, self._at.batch + 1, share.fingerprint)
+            self._at = LoaderPosition(
+                self._at.epoch, self._at.batch + 1, share.fingerprint
+            )
 
     def _batches_had(self) -> int | None:
         """Global batches of this pass that were had before; None if it was over."""
@@ -229,7 +231,8 @@ def count_of(weigh: Weigh, batch: Any) -> float:
         is_count = False
     if not is_count:
         raise ValueError(
-            f"weigh returned {shown(found)} for a batch; it must return what the mean "
+            f"weigh returned {short_repr(found)} for a batch; it must return what the "
+            "mean "
             "loss of the batch divides by, a number that is 0 or more, for example "
             "(batch[1] != -100).sum()"
         )

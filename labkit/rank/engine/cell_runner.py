@@ -35,8 +35,8 @@ from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
 from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
+from labkit.rank.telemetry.oom_report import forecast_sentence
 from labkit.rank.telemetry.oom_report import memory_held
-from labkit.rank.telemetry.oom_report import what_would_fit
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
@@ -191,7 +191,7 @@ class CellRunner:
         # 4. The outcome: with it the notebook has all there is of this cell.
         if memory and session is not None and session.forecastable is not None:
             num_ranks = self.placement.world_size
-            fits = what_would_fit(session.forecastable, self.group.device, num_ranks)
+            fits = forecast_sentence(session.forecastable, self.group.device, num_ranks)
             memory = "\n".join([memory, *fits])
         self._publish("outcome", replace(outcome, memory=memory))
         if emitter is not None and outcome.status == "ok":

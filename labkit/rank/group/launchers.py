@@ -18,7 +18,7 @@ from torch.distributed.launcher import api as torchrun
 from torch.multiprocessing import ProcessContext
 
 from labkit.checks import UnsupportedLoopError
-from labkit.checks import is_whole
+from labkit.checks import is_int
 from labkit.compat.accelerate import forget_state
 from labkit.rank.group.process_group import RankProcessGroup
 
@@ -168,7 +168,7 @@ def with_world_size(
         names = []
     names += [""] * (len(args) - len(names))
     same = [
-        i for i, each in enumerate(args) if is_whole(each) and int(each) == int(nprocs)
+        i for i, each in enumerate(args) if is_int(each) and int(each) == int(nprocs)
     ]
     known = [i for i in same if _NUMBER_OF_RANKS.fullmatch(names[i].lower())]
     if same and not known:

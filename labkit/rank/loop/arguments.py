@@ -10,14 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from labkit.checks import check_choice
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.strategies.zero.engines import is_zero
 
 
 def check_prepared(model: Any, optimizer: Any) -> None:
     """ValueError unless `prepare` can use this model and optimizer together."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {describe(model)}; prepare takes a torch.nn.Module")
+        raise ValueError(
+            f"model is {type_and_value(model)}; prepare takes a torch.nn.Module"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "model is wrapped in DistributedDataParallel already; give prepare the "
@@ -36,7 +38,7 @@ def check_prepared(model: Any, optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer is {describe(optimizer)}; make one from the model's "
+            f"optimizer is {type_and_value(optimizer)}; make one from the model's "
             "parameters, as torch.optim.SGD(model.parameters(), lr=0.1)"
         )
     ours = {id(parameter) for parameter in model.parameters()}
@@ -56,7 +58,7 @@ def check_reduction(reduction: Any, weigh: Any) -> None:
     check_choice("reduction", reduction, ["mean", "sum"])
     if weigh is not None and not callable(weigh):
         raise ValueError(
-            f"weigh is {shown(weigh)}; give a function of a batch, as "
+            f"weigh is {short_repr(weigh)}; give a function of a batch, as "
             "weigh=lambda batch: (batch[1] != -100).sum()"
         )
     if weigh is not None and reduction == "sum":
@@ -70,14 +72,14 @@ def check_functions(loss_fn: Any, metrics: Any) -> None:
     """ValueError unless `fit` can call these."""
     if not isinstance(metrics, Mapping) or "loss" in metrics:
         raise ValueError(
-            f"metrics are {shown(metrics)}; give a dict of functions by name, without "
-            "the name 'loss', which is loss_fn's"
+            f"metrics are {short_repr(metrics)}; give a dict of functions by name, "
+            "without the name 'loss', which is loss_fn's"
         )
     for name, function in {"loss_fn": loss_fn, **metrics}.items():
         if not isinstance(name, str) or not callable(function):
             raise ValueError(
-                f"{shown(name)} is {shown(function)}; give a function(output, y), "
-                "named by a string"
+                f"{short_repr(name)} is {short_repr(function)}; give a "
+                "function(output, y), named by a string"
             )
 
 
@@ -86,8 +88,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def describe(value: Any) -> str:
+def type_and_value(value: Any) -> str:
     """A value in few words, for an error message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} {shown(value)}"
+    return f"{type(value).__name__} {short_repr(value)}"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.loss_hooks import LossHooks
@@ -62,8 +62,8 @@ class LoopChecks:
             )
         if unnamed:
             raise ValueError(
-                f"prepare got {shown(unnamed[0])} after the dataset; pass it by name, "
-                "as prepare(model, optimizer, dataset, batch_size=64)"
+                f"prepare got {short_repr(unnamed[0])} after the dataset; pass it by "
+                "name, as prepare(model, optimizer, dataset, batch_size=64)"
             )
         check_prepared(model, optimizer)
         check_supported(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from labkit.rank.loop.arguments import describe
+from labkit.rank.loop.arguments import type_and_value
 from labkit.rank.loop.loss_hooks import Loss
 from labkit.rank.loop.loss_hooks import snapshot
 from labkit.rank.telemetry.emitter import Emitter
@@ -88,7 +88,7 @@ class RunRecords:
             except (ArithmeticError, TypeError, ValueError, RuntimeError):
                 raise ValueError(
                     f"log({name}=...) takes a number or a tensor of one element; "
-                    f"found {describe(value)}"
+                    f"found {type_and_value(value)}"
                 ) from None
             self._emitter.put(name, scalar, at, memory_bytes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from labkit.checks import shown
+from labkit.checks import short_repr
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE
@@ -167,7 +167,7 @@ def check_name(name: str) -> None:
         is_name = False
     if not is_name:
         raise ValueError(
-            f"log({shown(name)}=...): a metric's name is a text of 1 to "
+            f"log({short_repr(name)}=...): a metric's name is a text of 1 to "
             f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
 

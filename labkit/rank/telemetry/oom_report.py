@@ -163,7 +163,7 @@ def in_columns(rows: Sequence[Row]) -> str:
     )
 
 
-def what_would_fit(
+def forecast_sentence(
     step: Forecastable, device: torch.device, world_size: int
 ) -> list[str]:
     """The forecast's sentence on a step like this one; nothing where there is none.

@@ -160,7 +160,7 @@ class Checkpoints:
 
     def _parts(
         self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
-    ) -> Sequence["Prepared | Given"]:
+    ) -> Sequence["Prepared | UserModel"]:
         if model is None and optimizer is None:
             return self._prepared()
         if model is None:
@@ -183,10 +183,10 @@ class Checkpoints:
                 "the model is partitioned by ZeRO, in another cell; save and load it "
                 "in the training cell that prepares it"
             )
-        return [Given(model, optimizer)]
+        return [UserModel(model, optimizer)]
 
 
-class Given:
+class UserModel:
     """A model, and an optimizer if there is one, that a cell has by itself."""
 
     def __init__(
@@ -202,7 +202,7 @@ class Given:
 
     def checkpoint(self, *, with_optimizer: bool) -> tuple[Named, dict[str, Any]]:
         """As `Prepared.checkpoint`."""
-        tensors = states.model_states(self._model)
+        tensors = states.model_tensors(self._model)
         if self._optimizer is None:
             return tensors, {}
         settings = states.hyperparameters(self._optimizer, self._names)

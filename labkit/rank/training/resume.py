@@ -21,7 +21,7 @@ from labkit.checkpoint import SaveError
 from labkit.checkpoint import Section
 from labkit.checkpoint import begin_save
 from labkit.checkpoint import prune
-from labkit.rank.data.loader import Position
+from labkit.rank.data.loader import LoaderPosition
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.cell_checkpoints import prefix
@@ -99,7 +99,7 @@ class RunCheckpointer(Observer):
                 yield
         finally:
             for loader in self._loaders:
-                loader.resume_at = Position(1)  # in another cell it is all there
+                loader.resume_at = LoaderPosition(1)  # in another cell it is all there
             for held in (self._optimizers, self._loaders, self._schedulers):
                 held.clear()
 
@@ -139,7 +139,7 @@ class RunCheckpointer(Observer):
                 for group in optimizer.param_groups
             ]
         )
-        loader.resume_at = Position(**saved[place]["position"])
+        loader.resume_at = LoaderPosition(**saved[place]["position"])
         if self._saved["active"] is None and place == len(saved) - 1:
             self._go_on()
             self._say(

@@ -102,10 +102,10 @@ class Session:
         self.seed = seed
         self.options = options
         self._records = RunRecords(emitter, device)
-        self._noticer = LossHooks(self._after_optimizer_step)
-        self._noticer.on_backward = self._on_backward
+        self._loss_hooks = LossHooks(self._after_optimizer_step)
+        self._loss_hooks.on_backward = self._on_backward
         self._report = report
-        self._keeper = RunCheckpointer(
+        self._checkpointer = RunCheckpointer(
             checkpoints,
             rank=rank,
             device=device,
@@ -121,21 +121,21 @@ class Session:
             prepared=self.prepared,
             note=self.note,
         )
-        self._checks.install(self._noticer)
+        self._checks.install(self._loss_hooks)
         self.forecastable: Forecastable | None = None
         """Of the model that was prepared last."""
         self._replicas = ReplicaObserver(
             self._optimizers,
             report=report,
-            num_backwards=(lambda: self._noticer.num_backwards)
+            num_backwards=(lambda: self._loss_hooks.num_backwards)
             if strategy.is_by_hand
             else None,
         )
         sampler = StepSampler(self.prepared, device, report=report, note=self.note)
         # A step that is stopped at has been saved before; it is timed last.
-        self._observers = [self._keeper, *observers, self._replicas, sampler]
+        self._observers = [self._checkpointer, *observers, self._replicas, sampler]
         self._data = StepData(
-            self._noticer, accumulate=options.accumulate, note=self.note
+            self._loss_hooks, accumulate=options.accumulate, note=self.note
         )
         self._undo: list[Callable[[], None]] = []
         self._has_ended = False
@@ -149,7 +149,7 @@ class Session:
         """Watch the cell's loop; the same seed on every rank, so equal models."""
         seed_everything(self.seed)
         with (
-            self._noticer.watching(),
+            self._loss_hooks.watching(),
             watching_zero_grad(self._optimizers),
             warnings.catch_warnings(),
             contextlib.ExitStack() as watching,
@@ -172,7 +172,7 @@ class Session:
 
         Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
         """
-        self._keeper.finish(self._records.num_steps, is_interrupted)
+        self._checkpointer.finish(self._records.num_steps, is_interrupted)
 
     def _end(self) -> None:
         """Let go of the models; the cell's own variables may be used on."""
@@ -247,14 +247,14 @@ class Session:
         prepared = self._parallelized(model, optimizer)
         self._hook(model, step, unset)
         self._replicas.watch.group = prepared.replica_group
-        self._noticer.scale = prepared.scale
+        self._loss_hooks.scale = prepared.scale
         self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
         # From here on ranks may differ: dropout is to fall on other units.
         seed_everything(self.seed + self.rank)
         rank_loader = self._rank_loader(loader, batches, weigh)
-        self._keeper.add(stepping, rank_loader)
-        self._records.resume(self._keeper.first_step)
+        self._checkpointer.add(stepping, rank_loader)
+        self._records.resume(self._checkpointer.first_step)
         return model, stepping, rank_loader
 
     def fit(
@@ -305,7 +305,7 @@ class Session:
                 prepared.train_batch(score, batch)
                 optimizer.step()
                 optimizer.zero_grad()
-            if validate is not None and not self._keeper.is_replaying:
+            if validate is not None and not self._checkpointer.is_replaying:
                 size = batch_size or loader.batches.batch_size
                 found = evaluate(
                     prepared,
@@ -331,7 +331,7 @@ class Session:
                 f"log({min(taken)}=...): that column of a run's history is labkit's "
                 "own; choose another name"
             )
-        if self._keeper.is_replaying:
+        if self._checkpointer.is_replaying:
             return  # it was logged when it happened
         self._records.log(metrics, step)
 
@@ -380,7 +380,7 @@ class Session:
         stepping = PreparedOptimizer(prepared, self._take_step)
         stepping.mean_loss = self._mean_over_ranks
         stepping.num_ranks = self.world_size
-        self._noticer.number_of(stepping)
+        self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
         speak_as_ddp(model)
         if self.options.accumulate > 1:
@@ -437,7 +437,7 @@ class Session:
             for observer in self._observers:
                 observer.between_steps(self._records.num_steps, loader)
         except StoppedAtStep:
-            self._keeper.finish(self._records.num_steps)
+            self._checkpointer.finish(self._records.num_steps)
             raise
 
     def _begin_batch(self, share: Share, loader: RankLoader) -> None:
@@ -475,7 +475,9 @@ class Session:
         to their number."""
         if self.world_size == 1:
             return loss
-        total = self._noticer.weight / self.world_size * torch.as_tensor(loss).detach()
+        total = (
+            self._loss_hooks.weight / self.world_size * torch.as_tensor(loss).detach()
+        )
         dist.all_reduce(total)
         return total
 
@@ -483,7 +485,7 @@ class Session:
 
     def _take_step(self, optimizer: PreparedOptimizer, closure: Closure | None) -> None:
         step = optimizer.prepared.step
-        norm = self._noticer.step(optimizer, lambda: step(closure))
+        norm = self._loss_hooks.step(optimizer, lambda: step(closure))
         if norm is not None:
             self._records.put("gradient_norm", norm)
 

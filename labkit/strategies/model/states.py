@@ -32,7 +32,7 @@ class Source(Protocol):
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
-def model_states(module: nn.Module) -> Named:
+def model_tensors(module: nn.Module) -> Named:
     """Parameters and persistent buffers, each once."""
     found: Named = {}
     seen: set[int] = set()
@@ -217,7 +217,7 @@ def restoring(
 
     Raises ValueError where they do not fit; nothing is changed before it is called.
     """
-    model = model_states(module)
+    model = model_tensors(module)
     source.check(model)
     check_all_taken(source, "model", model)
     if optimizer is None:

@@ -35,8 +35,8 @@ class ZeROStates:
 
     def gather(self, *, with_optimizer: bool) -> Named:
         """This rank's share of the states, each whole, on the CPU. Collective."""
-        share = Share()
-        for name, tensor in states.model_states(self._module).items():
+        share = CheckpointShare()
+        for name, tensor in states.model_tensors(self._module).items():
             whole = self._whole(tensor)
             share.offer(name, whole)
             flat = self._flat_of.get(id(tensor))
@@ -57,7 +57,7 @@ class ZeROStates:
         """ValueError unless `restore` finds all that it is to set, and nothing else."""
         model = {
             name: torch.empty(plain_shape(tensor), dtype=tensor.dtype, device="meta")
-            for name, tensor in states.model_states(self._module).items()
+            for name, tensor in states.model_tensors(self._module).items()
         }
         source.check(model)
         states.check_all_taken(source, "model", model)
@@ -78,7 +78,7 @@ class ZeROStates:
         """Set all states to those of a checkpoint. Collective."""
         if with_optimizer:
             self._make_states(source)
-        for name, tensor in states.model_states(self._module).items():
+        for name, tensor in states.model_tensors(self._module).items():
             flat = self._flat_of.get(id(tensor))
             if flat is None:
                 self._fill_plain(source, name, tensor)
@@ -142,7 +142,7 @@ class ZeROStates:
         link_states(self._zero)
 
 
-class Share:
+class CheckpointShare:
     """One rank's share of tensors that all ranks are given: each goes to the rank that
     has least."""
 
