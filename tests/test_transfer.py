@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -100,6 +101,43 @@ def test_a_rank_that_answers_nothing_ends_a_copy_and_is_not_to_be_restarted(
     assert f"kill -CONT {pid}" in str(told.value)
     assert "--all" not in str(told.value)
     assert lab.pull("kept", "all") == [0, 1]
+
+
+SHARDED = """
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (world_size,))
+sharded, other = (
+    distribute_tensor(start + torch.arange(8.0), mesh, [Shard(0)]) for start in (0, 8)
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        ("ValueError('not here')", pytest.raises(ValueError, match=r"^not here$")),
+        (
+            "RuntimeError('nor here')",
+            pytest.raises(UserError, match="pull failed on rank 1: RuntimeError: nor"),
+        ),
+    ],
+)
+def test_a_gathering_that_fails_on_one_rank_frees_the_others(
+    lab: Lab, raised: str, seen: Any
+) -> None:
+    lab.run(SHARDED)
+    lab.run(f"def fail():\n    raise {raised}\nsharded.full_tensor = fail", ranks="1")
+    start = time.monotonic()
+    with seen:
+        lab.pull("sharded", full=True)
+    status = lab.status()
+    assert list(status["state"]) == ["idle", "idle"]
+    torch.testing.assert_close(lab.pull("other", full=True), torch.arange(8.0) + 8)
+    # Rank 0 would have waited in its collective for the group's timeout, of 30 s.
+    assert time.monotonic() - start < 20
+    lab.run("dist.all_reduce(total := torch.ones(1))")
+    assert lab.pull("total", "all") == [2, 2]
 
 
 # ---- the watch, without ranks ----

@@ -29,6 +29,7 @@ from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import EngineProcess
 from labkit.notebook.cluster.silence import SilenceWatch
 from labkit.notebook.kernel import interrupts
+from labkit.rank_spec import format_ranks
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 from labkit.records import is_message
@@ -338,11 +339,13 @@ class Cluster:
         *args: Any,
         ranks: Sequence[int],
         timeout_s: float | None = timeouts.CALL_S,
+        is_collective: bool = False,
     ) -> list[Any]:
         """What "module:name"(*args) returns on each of `ranks`.
 
         By name, so that this process need not import what runs on ranks. With no
-        timeout it may take as long as the ranks answer other questions meanwhile.
+        timeout it may take as long as the ranks answer other questions meanwhile; a
+        collective ends with the first failure, which leaves others waiting in it.
 
         Raises the ValueError that a rank raised, RankDiedError as soon as one of them
         is dead, SilentRankError where one answers nothing any more, and CallError for
@@ -352,19 +355,23 @@ class Cluster:
         try:
             reply = self.begin(function, *args, ranks=ranks)
             if timeout_s is None:
-                self._wait_while_answering(reply, ranks)
+                self._wait_while_answering(reply, ranks, is_collective)
             else:
                 self._wait(reply, [self._engines[rank] for rank in ranks], timeout_s)
             return reply.get()
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
             self._check([self._engines[rank] for rank in ranks])
+            where = "the ranks"
             if isinstance(error, ipyparallel.error.CompositeError):
                 # What the first that failed said, without ipyparallel's frame of it.
-                ename, evalue, _, _ = error.elist[0]
+                ename, evalue, _, engine = error.elist[0]
                 if ename == "ValueError":  # of what the user gave: the rank is well
                     raise ValueError(evalue) from None
+                where = format_ranks(
+                    r for r in ranks if self._engine_ids[r] == engine["engine_id"]
+                )
                 error = RuntimeError(f"{ename}: {evalue}")
-            raise CallError(f"{name} failed on the ranks: {error}") from error
+            raise CallError(f"{name} failed on {where}: {error}") from error
 
     def begin(self, function: str, *args: Any, ranks: Sequence[int]) -> Any:
         """Like `call`, but does not wait: ipyparallel's AsyncResult."""
@@ -383,12 +390,17 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
 
-    def _wait_while_answering(self, reply: Any, ranks: Sequence[int]) -> None:
+    def _wait_while_answering(
+        self, reply: Any, ranks: Sequence[int], is_collective: bool
+    ) -> None:
         """Wait for an AsyncResult for as long as all of `ranks` answer."""
         watch = SilenceWatch(ranks, lambda rank: self.ask(rank, "describe"))
         while not reply.wait(timeouts.POLL_S):
             interrupts.check()
             self._check([self._engines[rank] for rank in ranks])
+            if is_collective:  # the others would wait for the group's timeout
+                answers = [each for each in reply.split() if each.done()]
+                ipyparallel.error.collect_exceptions([a.exception() for a in answers])
             for rank in watch.silent():
                 raise SilentRankError(rank, self.stall_reason(rank))
 

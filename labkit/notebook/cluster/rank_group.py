@@ -121,9 +121,13 @@ class RankGroup:
     @contextlib.contextmanager
     def risking_the_group(self) -> Iterator[None]:
         """For a collective of labkit's own: where one rank fails in it the others may
-        wait, so the group is re-created unless the block ends well."""
+        wait, so they are released, and the next cell re-creates the group."""
         self._is_whole = False
-        yield
+        try:
+            yield
+        except BaseException:
+            self._release()
+            raise
         self._is_whole = True
 
     def restart(self, *, everyone: bool) -> list[int]:
@@ -253,12 +257,16 @@ class RankGroup:
             except RankDiedError:
                 raise
             except CallError:
-                asked = [self.cluster.ask(rank, "release") for rank in self.everyone]
-                for answer in asked:  # one that came late would break the next group
-                    with contextlib.suppress(CancelledError, TimeoutError):
-                        answer.result(timeouts.ANSWER_S)
+                self._release()
             else:
                 return
+
+    def _release(self) -> None:
+        """Have every rank leave the collective that it sits in, if any."""
+        asked = [self.cluster.ask(rank, "release") for rank in self.everyone]
+        for answer in asked:  # one that came late would break the next group
+            with contextlib.suppress(CancelledError, TimeoutError, CallError):
+                answer.result(timeouts.ANSWER_S)
 
     def _works(self, *, after_failure: bool = False) -> bool:
         """Whether the group, as it is, gives a right all-reduce on every rank."""

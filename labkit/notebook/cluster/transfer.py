@@ -56,7 +56,7 @@ def pull(
     try:
         if full and _is_sharded(group, name, having, ranks):
             with group.risking_the_group():
-                answers = begin(ranks=group.everyone)
+                answers = begin(ranks=group.everyone, is_collective=True)
             begun = [answers[rank] for rank in ranks]
         else:
             begun = begin(ranks=ranks)
