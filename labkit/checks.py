@@ -137,8 +137,8 @@ def check_seed(what: str, value: Any) -> None:
     """ValueError unless `value` can seed torch's generators."""
     if not (is_int(value) and 0 <= value < 2**63):
         raise ValueError(
-            f"{what} is {short_repr(value)}; it must be a whole number from 0 to 2**63 "
-            "- 1"
+            f"{what} is {short_repr(value)}; it must be a whole number from 0 to "
+            "2**63 - 1"
         )
 
 

@@ -55,17 +55,43 @@ _current: "Lab | None" = None
 class Lab:
     """A cluster of ranks in one process group, ready when it exists.
 
-    `num_ranks` is one per visible GPU by default, else 2 on the CPU. `backend` is
-    "auto", "nccl" (a GPU for each rank) or "gloo" (ranks may share one), `device` is
-    "auto", "cuda" or "cpu", and `threads` is the number of torch threads of a CPU rank
-    (by default 1, or OMP_NUM_THREADS). `group_timeout_s` is the timeout of the process
-    group; `on_progress` is called with a line of text at each stage of the start.
-
     As a context manager the lab stops at the end; otherwise call `stop`. Whatever
     happens to this process, its ranks end with it.
 
-    Raises ValueError for a placement that cannot be, before anything is started, and
-    RuntimeError if engines do not start.
+    Parameters
+    ----------
+    num_ranks : int, optional
+        By default one per visible GPU, or 2 on the CPU.
+    backend : {"auto", "nccl", "gloo"}, default "auto"
+        nccl needs a GPU for each rank; under gloo ranks may share one.
+    device : {"auto", "cuda", "cpu"}, default "auto"
+        Where the ranks compute.
+    threads : int, optional
+        Torch threads of a rank on the CPU; by default OMP_NUM_THREADS, or 1.
+    group_timeout_s : float, default 1800
+        Timeout of the process group, in seconds: how long a collective waits.
+    on_progress : callable, optional
+        Called with a line of text at each stage of the start.
+
+    Attributes
+    ----------
+    runs : list of Run
+        Training runs of this lab, newest last.
+    placements : list of Placement
+        Rank, device, backend and threads of each rank, in rank order.
+
+    Raises
+    ------
+    ValueError
+        For a placement that is not possible on this machine; nothing has started.
+    RuntimeError
+        If engines do not start.
+
+    Examples
+    --------
+    >>> with Lab(num_ranks=2) as lab:
+    ...     lab.push(lr=0.1)
+    ...     lab.run("print(rank, lr)")
     """
 
     def __init__(
@@ -121,10 +147,12 @@ class Lab:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return len(self.placements)
 
     @property
     def backend(self) -> str:
+        """The backend of the process group: "nccl" or "gloo"."""
         return self.placements[0].backend
 
     @property
@@ -134,10 +162,17 @@ class Lab:
 
     @property
     def is_running(self) -> bool:
+        """Whether the lab has not been stopped."""
         return self._ranks is not None
 
     def describe(self) -> str:
-        """The lab in a few words: "2 ranks on the CPU, gloo"."""
+        """Describe the lab in a few words.
+
+        Returns
+        -------
+        str
+            As "2 ranks on the CPU, gloo".
+        """
         devices = sorted({placement.device for placement in self.placements})
         where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
         noun = "rank" if self.world_size == 1 else "ranks"
@@ -153,15 +188,33 @@ class Lab:
         timeout: float | None = None,
         hang_after: float = timeouts.HANG_AFTER_S,
     ) -> None:
-        """Run `code` on `ranks` ("0", "0,2", "1-3"; all by default).
+        """Run code on ranks, as `%%dist` does.
 
-        Output appears by rank, equal output once. Raises RankError when a rank
-        failed, Interrupted on KeyboardInterrupt and CellTimeoutError after `timeout`
-        seconds; every rank has stopped then and keeps its variables, but for one that
-        would not stop: it was restarted.
+        Output appears by rank, equal output once. After an error every rank has stopped
+        and keeps its variables, except one that did not stop: it is restarted.
 
-        When nothing has happened for `hang_after` seconds, a note says where every rank
-        stands; 0 for no note.
+        Parameters
+        ----------
+        code : str
+            A cell: Python, and what IPython takes besides, such as `%run`.
+        ranks : str, int or sequence of int, default all
+            As "0", "0,2" or "1-3".
+        timeout : float, optional
+            Stop the cell after this many seconds; by default it has no limit.
+        hang_after : float, default 30
+            When nothing has happened for this many seconds, a note says where every
+            rank stands; 0 for no note.
+
+        Raises
+        ------
+        ValueError
+            For arguments that are not valid; nothing has run.
+        RankError
+            When a rank failed or died: the first one in full, the others in a line.
+        Interrupted
+            On KeyboardInterrupt.
+        CellTimeoutError
+            After `timeout` seconds.
         """
         check_code(code)
         check_timeout("timeout", timeout)
@@ -206,15 +259,15 @@ class Lab:
         log_scale: bool = False,
         background: bool = False,
     ) -> "Run":
-        """Run a training cell, or function, under a strategy on every rank.
+        """Run a training cell, or function, under a strategy, as `%%dist_train` does.
 
-        With `live=False` nothing is plotted; with `background` the run that is
+        With `live=False` nothing is plotted. With `background=True` the run that is
         returned has only begun: see `Run.wait` and `Run.stop`.
 
         Parameters
         ----------
         strategy : str
-            As "ddp" or "fsdp"; a wrong word gets the list of those that exist.
+            As "ddp" or "fsdp"; an unknown one gets the list of those that exist.
         code_or_function : str or callable
             A cell's code, or a function, which is called as `f()` or
             `f(rank, world_size)`, as its signature says.
@@ -228,13 +281,16 @@ class Lab:
         Raises
         ------
         ValueError
-            For arguments that cannot be, before anything has changed.
+            For arguments that are not valid; nothing has run.
         RankError, Interrupted, CellTimeoutError
             As `run` does.
+
+        Examples
+        --------
+        >>> run = lab.train("fsdp", code, precision="bf16", clip=1.0)
+        >>> run.summary()
         """
-        given = dict(
-            locals()
-        )  # a keyword for each field of RunOptions, which a test sees to
+        given = dict(locals())  # a test holds the keywords and RunOptions together
         from labkit.notebook.execution.training_run import Training
         from labkit.notebook.execution.training_run import TrainRequest
         from labkit.notebook.kernel.background import Job
@@ -260,40 +316,86 @@ class Lab:
             run = training.begin(on_run=self.runs.append)
             held = work.pop_all()
 
-        def see_to_it() -> None:
+        def finish() -> None:
             with held:
                 training.finish()
 
         if background:
-            run.job = Job(see_to_it, name=f"labkit {run.name}")
+            run.job = Job(finish, name=f"labkit {run.name}")
         else:
-            see_to_it()
+            finish()
         return run
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
-        """The runs with these names, in this order; all of this lab's for none.
+        """Find runs by name.
 
-        What this lab did not run is loaded from disk: see `labkit.load_run`. Raises
-        ValueError where there is no such run.
+        Parameters
+        ----------
+        names : sequence of str, default all runs of this lab
+            A run that is not of this lab is loaded from disk, by `labkit.load_run`.
+
+        Returns
+        -------
+        list of Run
+            In the order of `names`.
+
+        Raises
+        ------
+        ValueError
+            Where there is no such run.
         """
         from labkit.notebook.runs.catalog import find_runs
 
         return find_runs(names, own=self.runs) if names else list(self.runs)
 
     def compare(self, *names: str) -> "pd.DataFrame":
-        """Runs in one table, one row each: see `comparison.compare_runs`."""
+        """Compare runs in one table.
+
+        Parameters
+        ----------
+        *names : str
+            As in `find_runs`; all runs of this lab by default.
+
+        Returns
+        -------
+        DataFrame
+            By run name: strategy, ranks, state, steps, last loss, steps/s, seconds,
+            bytes of memory by component on the rank that has most, and bytes and
+            seconds of the collectives of a step.
+
+        Raises
+        ------
+        ValueError
+            Where there is no such run.
+        """
         from labkit.notebook.runs.comparison import compare_runs
 
         return compare_runs(self.find_runs(names))
 
     def plot_runs(self, *names: str) -> "RunFigure":
-        """Runs laid over each other: loss, memory by component, steps/s, bytes."""
+        """Overlay runs in one figure: loss, memory by component, steps/s, bytes sent.
+
+        Parameters
+        ----------
+        *names : str
+            As in `find_runs`; all runs of this lab by default.
+
+        Returns
+        -------
+        RunFigure
+            A matplotlib Figure that displays itself.
+
+        Raises
+        ------
+        ValueError
+            Where there is no such run.
+        """
         from labkit.notebook.runs.comparison import plot_comparison
 
         return plot_comparison(self.find_runs(names))
 
     def push(self, ranks: Ranks = None, /, **values: Any) -> None:
-        """Set variables on ranks: `lab.push(lr=0.1)`, `lab.push("0,1", lr=0.1)`.
+        """Copy values to variables on ranks.
 
         Functions and classes of the notebook go with all that they refer to. A large
         copy shows a bar; it takes as long as the ranks answer.
@@ -309,6 +411,11 @@ class Lab:
         ------
         ValueError
             For a name or a value that ranks cannot have; none is changed.
+
+        Examples
+        --------
+        >>> lab.push(lr=0.1, batch_size=64)
+        >>> lab.push("0,1", lr=0.2)
         """
         for name in values:
             check_pushed_name(name)
@@ -318,7 +425,7 @@ class Lab:
             transfer.push(cluster, payload, targets)
 
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
-        """The value of a variable on a rank; a list of them, by rank, for several.
+        """Copy a variable from ranks to the notebook.
 
         Tensors come to the CPU. A large copy shows a bar.
 
@@ -332,10 +439,17 @@ class Lab:
             Gather what is sharded: a model gives its whole state dict, loadable in the
             plain model; a DTensor the whole tensor.
 
+        Returns
+        -------
+        object
+            The value on one rank; for several ranks a list of them, in rank order.
+
         Raises
         ------
         NameError
             Where one of the ranks has no such variable.
+        ValueError
+            For arguments that are not valid, and a value that cannot be copied.
         """
         if not isinstance(name, str):
             raise ValueError(f"pull takes a variable's name; found {short_repr(name)}")
@@ -346,6 +460,7 @@ class Lab:
         values = list(map(serialization.loads, found))
         return values[0] if isinstance(ranks, int) or len(targets) == 1 else values
 
+    @documented
     def estimate(
         self,
         model: Any,
@@ -360,20 +475,46 @@ class Lab:
         activation_checkpointing: bool = False,
         device_bytes: float | None = None,
     ) -> "Forecast":
-        """Predicted memory per rank, by component, for every strategy; nothing runs.
+        """Predict the memory of a rank under every strategy; nothing is trained.
 
-        `model` is a plain module, `x` a batch of its input (a tensor, or a tuple or
-        dict of tensors); `batch_size` is global, by default that of `x`. Without `x`
-        the model takes token ids of shape (batch, `sequence`), or rows of numbers, as
-        it begins; where that is not known, neither are the activations, and the
-        forecast says which option gives them. `optimizer` gives its class and
-        defaults, or is the name of a class of torch.optim (AdamW by default). Where
-        `model` is a string it, `x` and `optimizer` name variables of rank 0.
+        Parameters
+        ----------
+        model : nn.Module or str
+            The plain module, also on the meta device. A string names a variable of
+            rank 0, and then `x` does too, and `optimizer` may.
+        x : Tensor, tuple or dict of Tensor, or str, optional
+            A batch of the model's input: its first dimension is the batch. By default
+            token ids of shape (batch, `sequence`), or rows of numbers, as the model
+            begins; where that is not known, the forecast is without activations and
+            says which argument adds them.
+        batch_size : int, optional
+            Samples of a global batch; by default those of `x`.
+        sequence : int, optional
+            Tokens of a sample, for a model that begins with an embedding.
+        optimizer : Optimizer, type or str, default AdamW
+            One whose class and defaults are taken, a class, or the name of a class of
+            torch.optim.
+        world_sizes : sequence of int, optional
+            By default this lab's.
+        {precision}
+        {accumulate}
+        {activation_checkpointing}
+        device_bytes : float, optional
+            Memory of a rank's device, in bytes. By default what it has; ranks on the
+            CPU share the host's.
 
-        `world_sizes` is this lab's by default, `device_bytes` what a rank's device has;
-        ranks on the CPU share the host's memory. The rest is as for `train`.
+        Returns
+        -------
+        Forecast
+            `table` has bytes by (world size, strategy) and component, `sentence` says
+            what fits; it displays itself as a picture and a table.
 
-        Raises ValueError for what cannot be estimated, NameError for no such variable.
+        Raises
+        ------
+        ValueError
+            For what cannot be estimated.
+        NameError
+            Where rank 0 has no variable of that name.
         """
         from labkit.notebook.plots.estimate_plot import Forecast
 
@@ -435,9 +576,14 @@ class Lab:
         )
 
     def status(self) -> "pd.DataFrame":
-        """One row per rank: host, pid, device, state, memory (bytes), last run, step.
+        """Ask every rank for its status, also while a cell runs.
 
-        Where a rank is dead or cannot be reached, a column `cause` says why.
+        Returns
+        -------
+        DataFrame
+            One row per rank: host, pid, device, state, memory used and total (bytes),
+            last run and its step; and a column `cause` where a rank is dead or cannot
+            be reached.
         """
         from labkit.notebook.diagnostics.status import status_table
 
@@ -447,8 +593,18 @@ class Lab:
         return status_table(group, self.runs[-1].name, self.runs[-1].collector.steps)
 
     def stack(self, *, full: bool = False) -> "Stacks":
-        """Where every rank is now, also while a cell runs: its Python stack, and the
-        collective that it sits in; with `full` also the libraries' frames.
+        """Ask every rank where it is, also while a cell runs.
+
+        Parameters
+        ----------
+        full : bool, default False
+            Show the frames of libraries too, and other threads.
+
+        Returns
+        -------
+        Stacks
+            The Python stack of each rank and the collective that it waits in; and
+            where ranks wait for each other in different collectives.
         """
         from labkit.notebook.diagnostics.stacks import StackRequest
 
@@ -456,24 +612,44 @@ class Lab:
         return StackRequest(cluster, range(self.world_size), is_full=full).wait()
 
     def restart(self, *, everyone: bool = False) -> list[int]:
-        """Bring dead ranks back, or all of them; the ranks that were started.
+        """Restart dead ranks, or all of them, and re-create the process group.
 
-        They get their rank and device again, and the process group is re-created.
-        The others keep their variables; with `everyone` there are no others.
+        A restarted rank has the same rank and device as before; the others keep their
+        variables.
+
+        Parameters
+        ----------
+        everyone : bool, default False
+            Restart every rank, and ipyparallel's controller; all variables are lost.
+
+        Returns
+        -------
+        list of int
+            The ranks that were started.
+
+        Raises
+        ------
+        RuntimeError
+            If a cell is running, or the ranks do not start.
         """
         self._wait_for_the_last_run()
         return self._running().restart(everyone=everyone)
 
     def check(self) -> None:
-        """RuntimeError unless every rank answers and an all-reduce is right.
+        """Check that every rank answers and that an all-reduce is right.
 
-        A group that is broken is re-created first.
+        A process group that is broken is re-created first.
+
+        Raises
+        ------
+        RuntimeError
+            If a rank is dead or does not answer, or a cell is running.
         """
         self._wait_for_the_last_run()
         self._running().check()
 
     def stop(self) -> None:
-        """End all that this lab started; does nothing the second time."""
+        """End every process that this lab started; does nothing the second time."""
         with interrupts.held():
             for run in self.runs:
                 run.interrupt(timeout=timeouts.END_RUN_S)
@@ -526,7 +702,18 @@ class Lab:
 
 
 def current_lab() -> Lab:
-    """The Lab that the magics use; RuntimeError where none is running."""
+    """Get the lab that the magics use.
+
+    Returns
+    -------
+    Lab
+        What `%dist_start` started.
+
+    Raises
+    ------
+    RuntimeError
+        Where none is running.
+    """
     if _current is None or not _current.is_running:
         raise UserError("no lab is running; %dist_start starts one")
     return _current

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING
@@ -191,22 +192,29 @@ def first_step_of(plan: CheckpointPlan | None) -> int | None:
 
 
 def documented(function: _F) -> _F:
-    """Write every option's help in place of "{options}" in the docstring."""
+    """Write each option's help in place of its "{name}" in the docstring, and that of
+    all options in place of "{options}"."""
     if function.__doc__:  # which is not there under -OO
-        text = "\n".join(map(_documentation, fields(RunOptions)))
+        texts = {each.name: _documentation(each) for each in fields(RunOptions)}
+        texts["options"] = "\n".join(texts.values())
         doc = inspect.cleandoc(function.__doc__)
-        function.__doc__ = doc.replace("{options}", text)
+        for name, text in texts.items():
+            doc = doc.replace(f"{{{name}}}", text)
+        function.__doc__ = doc
     return function
 
 
 def _documentation(each: "Field[Any]") -> str:
     """An option as a numpy-style parameter."""
     found = option_of(each)
-    kind = inspect.formatannotation(each.type)
-    default = found.default_text or (None if each.default is MISSING else each.default)
+    kind = re.sub(r"(\w+\.)+", "", inspect.formatannotation(each.type))
+    default = found.default_text or each.default
+    has_default = default is not None and default is not MISSING
+    kind = kind.removesuffix(" | None")
+    kind += f", default {default}" if has_default else ", optional"
     said = found.help[0].upper() + found.help[1:] + "."
     if found.choices:
         said += f" One of: {', '.join(found.choices)}."
     indent = " " * 4
     text = textwrap.fill(said, 80, initial_indent=indent, subsequent_indent=indent)
-    return f"{each.name} : {kind}, default {default}\n{text}"
+    return f"{each.name} : {kind}\n{text}"

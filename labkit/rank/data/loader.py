@@ -110,6 +110,7 @@ class RankLoader:
 
     @property
     def dataset(self) -> Dataset[Any]:
+        """What the samples come from, as it was given to `prepare`."""
         return self.loader.dataset
 
     @property
@@ -120,13 +121,40 @@ class RankLoader:
     def share(
         self, dataset: Dataset[Any] | DataLoader[Any], *, batch_size: int | None = None
     ) -> ShareLoader:
-        """This rank's share of another dataset, for an evaluation on all ranks.
+        """Divide another dataset among the ranks, for an evaluation on all of them.
 
-        Every sample goes to one rank, and every rank gets the same number of batches,
-        so that a model under any strategy can be called on them. Sums over them, added
-        up with `dist.all_reduce`, are those over the dataset. `batch_size` counts the
-        samples of all ranks together. A DataLoader keeps its batch size, collate_fn and
-        workers. Ranks get their samples in order: rank 0 the first of them.
+        Every sample is on one rank, in the order of the dataset: rank 0 has the first
+        ones. Every rank gets the same number of batches, so that a model under any
+        strategy can be called on them. Sums over them, added up with
+        `dist.all_reduce`, are those over the dataset.
+
+        Parameters
+        ----------
+        dataset : Dataset or DataLoader
+            Map-style. A DataLoader, in order, keeps its batch size, `collate_fn` and
+            workers.
+        batch_size : int, optional
+            Samples of a batch on all ranks together. Left out only where a DataLoader
+            has one.
+
+        Returns
+        -------
+        ShareLoader
+            Yields this rank's batches, on its device.
+
+        Raises
+        ------
+        ValueError
+            As UnsupportedLoopError for data that has no order or no length, or fewer
+            samples than ranks.
+
+        Examples
+        --------
+        >>> correct = torch.zeros((), device=device)
+        >>> with torch.no_grad():
+        ...     for x, y in loader.share(test_set, batch_size=256):
+        ...         correct += (model(x).argmax(1) == y).sum()
+        >>> dist.all_reduce(correct)
         """
         peers = self.batches.dealer.peers
         return ShareLoader(dataset, batch_size, peers, self.on_evaluated)
@@ -232,9 +260,8 @@ def count_of(weigh: Weigh, batch: Any) -> float:
     if not is_count:
         raise ValueError(
             f"weigh returned {short_repr(found)} for a batch; it must return what the "
-            "mean "
-            "loss of the batch divides by, a number that is 0 or more, for example "
-            "(batch[1] != -100).sum()"
+            "mean loss of the batch divides by, a number that is 0 or more, for "
+            "example (batch[1] != -100).sum()"
         )
     return count
 

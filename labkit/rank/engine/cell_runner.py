@@ -51,7 +51,7 @@ from labkit.records import message
 from labkit.strategies import find_strategy
 from labkit.train_options import TrainOptions
 
-_TRAINING_NAMES = ("prepare", "fit", "log")
+TRAINING_NAMES = ("prepare", "fit", "log")
 
 
 class CellRunner:
@@ -289,7 +289,7 @@ class CellRunner:
         """Names for a training cell; in a plain one they say where they belong."""
         if spec.strategy is None:
             return {
-                **dict.fromkeys(_TRAINING_NAMES, only_in_training_cells),
+                **dict.fromkeys(TRAINING_NAMES, only_in_training_cells),
                 **checkpoint_names(Checkpoints()),
             }
         strategy = find_strategy(spec.strategy)
@@ -318,7 +318,7 @@ class CellRunner:
         )
         self._session = session
         self._contexts.enter_context(session.running())
-        names = {name: getattr(session, name) for name in _TRAINING_NAMES}
+        names = {name: getattr(session, name) for name in TRAINING_NAMES}
         names |= checkpoint_names(Checkpoints(session.prepared))
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)

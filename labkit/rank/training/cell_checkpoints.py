@@ -38,15 +38,15 @@ class Checkpoints:
 
         Parameters
         ----------
-        folder
+        folder : str or path
             Where it is saved. A checkpoint that is there already is replaced, and only
             once the new one is whole.
-        model
+        model : nn.Module, optional
             The module to save; by default all that `prepare` made in this cell, with
             its optimizers.
-        optimizer
+        optimizer : torch.optim.Optimizer, optional
             That of `model`; by default none is saved with a `model` that is given.
-        **values
+        **values : object
             Numbers, strings, tensors, and lists, tuples and dicts of them, as
             `scheduler=scheduler.state_dict()`. Those of rank 0 are saved.
 
@@ -54,6 +54,13 @@ class Checkpoints:
         ------
         ValueError
             If there is nothing to save, or `folder` has files that are no checkpoint's.
+        SaveError
+            If a rank could not write its part; what was in `folder` before still is.
+
+        Examples
+        --------
+        >>> save_checkpoint("checkpoints/first", epoch=epoch)
+        >>> epoch = load_checkpoint("checkpoints/first")["epoch"]
         """
         path = path_of(folder)
         tensors, sections = self._collect(model, optimizer)
@@ -76,12 +83,12 @@ class Checkpoints:
 
         Parameters
         ----------
-        folder
+        folder : str or path
             What `save_checkpoint` saved.
-        model
+        model : nn.Module, optional
             The module to load into; by default all that `prepare` made in this cell,
             with its optimizers. With `model` alone only the model's part is read.
-        optimizer
+        optimizer : torch.optim.Optimizer, optional
             That of `model`, to load its state too.
 
         Returns
@@ -92,7 +99,7 @@ class Checkpoints:
         Raises
         ------
         ValueError
-            If the checkpoint does not fit or is damaged; nothing has been changed.
+            If the checkpoint does not fit or is damaged; nothing has changed.
         """
         found = checkpoint.Checkpoint(path_of(folder))
         values = found.values

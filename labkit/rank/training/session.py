@@ -215,20 +215,60 @@ class Session:
         weigh: Weigh | None = None,
         reduction: str = "mean",
     ) -> tuple[nn.Module, torch.optim.Optimizer, RankLoader]:
-        """The model, optimizer and data as the strategy of the magic line wants them.
+        """Apply the strategy of the magic line. Collective: all ranks call it.
 
-        `batch_size` is the global batch: the samples of all ranks together. With
-        `shuffle=False` global batch k holds samples k*B to (k+1)*B-1, on any number
-        of ranks. A DataLoader keeps its batch size, sampler, collate_fn and workers;
-        its samples are dealt out to the ranks. The loader yields tensors on this
-        rank's device; `loader.share(dataset, batch_size=B)` divides another dataset
-        among the ranks, for evaluation.
+        After it, the plain PyTorch loop is the same under every strategy; accumulation,
+        clipping and precision are those of the magic line too.
 
-        The loss is a mean over the samples. Where it is a mean over something else, as
-        the tokens that are not padding, `weigh(batch)` gives their number in a batch;
-        `reduction="sum"` is for a loss that is a sum over the samples.
+        Parameters
+        ----------
+        model : nn.Module
+            The plain module, built with the same values on every rank; also on the meta
+            device. It is changed in place.
+        optimizer : torch.optim.Optimizer
+            Over the parameters of `model`.
+        dataset : Dataset or DataLoader
+            The same on every rank, map-style or iterable; its samples are divided among
+            the ranks. A DataLoader keeps its batch size, sampler, `collate_fn` and
+            workers.
+        batch_size : int, optional
+            Samples of a global batch: those of all ranks together. Left out only where
+            a DataLoader has one.
+        shuffle : bool, default True
+            Shuffle a map-style dataset, in each epoch in another order. With False
+            global batch k holds samples k*B to (k+1)*B-1, on any number of ranks. A
+            DataLoader has its own order.
+        weigh : callable, optional
+            For a loss that is a mean over something other than the samples, as the
+            tokens that are not padding: `weigh(batch)` gives their number in a rank's
+            batch, which is on the CPU.
+        reduction : {"mean", "sum"}, default "mean"
+            Whether the loss is a mean or a sum over the samples of a batch.
 
-        After it, the plain PyTorch loop is the same under every strategy.
+        Returns
+        -------
+        model : nn.Module
+            The same object.
+        optimizer : torch.optim.Optimizer
+            Steps as the strategy does; `optimizer.held_back` says whether the last
+            `step()` waits for further microbatches.
+        loader : RankLoader
+            Yields this rank's part of every global batch, on its device: see
+            `RankLoader.share` and `RankLoader.num_steps`.
+
+        Raises
+        ------
+        ValueError
+            For arguments that cannot be used together, or under this strategy; as
+            UnsupportedLoopError with what to write instead. The model is unchanged.
+
+        Examples
+        --------
+        >>> model, optimizer, loader = prepare(model, optimizer, dataset, batch_size=64)
+        >>> for x, y in loader:
+        ...     loss_fn(model(x), y).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
         """
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
@@ -272,15 +312,37 @@ class Session:
         weigh: Weigh | None = None,
         reduction: str = "mean",
     ) -> None:
-        """Train `model` with the plain loop; the data is divided as in `prepare`.
+        """Train `model` with the plain loop, on data divided as by `prepare`.
 
-        `loss_fn(model(x), y)` is a batch's mean loss, and for a batch `(a, b, y)` it is
-        `loss_fn(model(a, b), y)`. What a batch that is a mapping holds are the model's
-        keyword arguments, and `y` is that batch. A `loss_fn` of one argument gets the
-        model's output alone, as `lambda output: output.loss`. After each epoch the mean
-        loss over `validate`, and each of `metrics` (`name=function(output, y)`, a
-        batch's mean), are logged as `val_loss` and `val_<name>`; every rank evaluates
-        its share, the result is that of the whole set.
+        Collective: all ranks call it.
+
+        Parameters
+        ----------
+        model, dataset, optimizer, batch_size, shuffle, weigh, reduction
+            As for `prepare`.
+        loss_fn : callable
+            `loss_fn(model(x), y)` is the loss of a batch `(x, y)`, a scalar, and
+            `loss_fn(model(a, b), y)` that of `(a, b, y)`. Of a batch that is a mapping
+            the model gets the items as keyword arguments, and `y` is the batch. A
+            function of one argument gets the model's output alone, as
+            `lambda output: output.loss`.
+        epochs : int, default 1
+            Passes through the dataset.
+        validate : Dataset or DataLoader, optional
+            Evaluated after each epoch, each rank a share of it. The mean loss over all
+            of it is logged as `val_loss`.
+        metrics : mapping of str to callable, optional
+            `function(output, y)` by name, each a batch's mean; their means over
+            `validate` are logged as `val_<name>`.
+
+        Raises
+        ------
+        ValueError
+            As `prepare`, and for `metrics` without `validate`.
+
+        Examples
+        --------
+        >>> fit(model, digits(), F.cross_entropy, optimizer=optimizer, batch_size=64)
         """
         check_count("epochs", epochs)
         check_functions(loss_fn, {} if metrics is None else metrics)
@@ -318,11 +380,24 @@ class Session:
                 self.log(step=None, **found)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
-        """Send scalars of this rank: `log(accuracy=0.9)`.
+        """Record scalars of this rank: they are plotted live and in `Run.history`.
 
-        The step is the count of optimizer steps in this run unless `step` says
-        otherwise; in a run without an optimizer, the count of earlier calls with that
-        name.
+        Parameters
+        ----------
+        step : int, optional
+            By default the count of optimizer steps in this run; in a run without an
+            optimizer, the count of earlier calls with that name.
+        **metrics : float
+            Numbers, or tensors of one element, by name.
+
+        Raises
+        ------
+        ValueError
+            For a value that is no number, or a name that labkit uses itself.
+
+        Examples
+        --------
+        >>> log(accuracy=0.9)
         """
         if step is not None:
             step = check_step(step)
