@@ -108,6 +108,29 @@ def test_whatever_cannot_be_taken_back_the_rest_is(lab: Lab) -> None:
     assert_group_works(lab)
 
 
+FAIL_NEXT = f"""
+{RUNNER}
+import signal
+
+def fail_once(spec):
+    del runner()._start_session
+    1 / 0
+
+runner()._start_session = fail_once
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_cell_that_fails_before_its_code_was_not_interrupted(lab: Lab) -> None:
+    with pytest.raises(RankError, match="stopped at line 10") as first:
+        lab.run(FAIL_NEXT)
+    assert [each.status for each in first.value.outcomes] == ["interrupted"] * 2
+    with pytest.raises(RankError, match="ZeroDivisionError") as then:
+        lab.run("pass")
+    assert [each.status for each in then.value.outcomes] == ["error"] * 2
+    assert_group_works(lab)
+
+
 def test_cells_and_questions_leave_no_file_open(lab: Lab) -> None:
     count = "import os\nnum_open = len(os.listdir('/proc/self/fd'))"
     lab.train("raw", STEPS, live=False)

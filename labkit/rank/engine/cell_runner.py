@@ -127,13 +127,14 @@ class CellRunner:
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if self._depth > 1 or KEY not in metadata:
             return
+        self._interrupts.begin()
         self._spec = spec = CellSpec(**metadata[KEY])
         self._set_names()
         self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
         if self._session is not None:
             self._session.code = self.shell.transform_cell(code)
-        self._interrupts.begin()
+        self._interrupts.begin_code()
 
     def _set_names(self) -> None:
         """The names that every cell has, whatever the one before has made of them."""

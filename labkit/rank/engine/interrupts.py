@@ -62,8 +62,11 @@ class CellInterrupts:
     # ---- phases of a cell, in the main thread ----
 
     def begin(self) -> None:
-        """The cell's code is about to run."""
+        """A cell begins; its code comes later, or not at all."""
         self._seen.clear()
+
+    def begin_code(self) -> None:
+        """The cell's code is about to run."""
         self._enter(Phase.RUNNING)
         signal.signal(signal.SIGINT, self._on_sigint)
         if signal.getsignal(signal.SIGTERM) == self._sigterm_when_idle:
