@@ -10,6 +10,8 @@ waits, and stay with what they refresh.
 
 POLL_S = 0.05
 """At answers, ends and interrupts."""
+QUICK_POLL_S = 0.02
+"""At what others do in milliseconds: a stack, a part of a checkpoint."""
 LOOK_S = 0.25
 """At the engines' processes, between cells; a death in mid-cell is noticed at once."""
 
@@ -39,6 +41,8 @@ ANSWER_S = 5.0
 STACK_S = 2.0
 """The same for its stack; one that has not by then holds the GIL in native code, and is
 sent a signal that writes the stack."""
+LOAD_S = 0.03
+"""For so long it looks at its main thread, to tell whether that computes or waits."""
 DUMP_S = 0.3
 """It has written that."""
 CALL_S = 60.0
@@ -53,10 +57,18 @@ SILENCE_S = 60.0
 GRACE_S = 0.2
 """How long the others may run on after the first failure; a rank that failed at the
 same line needs no interrupt, and the group then stays as it is."""
+STEP_S = 30.0
+"""Every rank comes to the end of the step that `Run.stop` waits for; where one does
+not, the run is interrupted."""
 REPEAT_S = 0.5
 """A rank that answered, and has not stopped, is asked again after so long."""
 ASK_AGAIN_S = 2.0
 """And one that did not even answer after so long."""
+SIGNAL_AGAIN_S = 3.0
+"""A cell that saw an interrupt, and goes on, is interrupted again."""
+IMPORT_S = 5.0
+"""An import ends, and only then its cell is interrupted: a module that was imported in
+part stays broken."""
 SECOND_AFTER_S = 2.5
 AGAIN_S = 0.5
 """A second interrupt kills what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
@@ -80,18 +92,30 @@ then the kernel does."""
 
 HANG_AFTER_S = 30.0
 """Nothing has happened in a cell: a note says where its ranks stand."""
+PROGRESS_S = 5.0
+"""While nothing comes from its ranks, they are asked how far they are, so often."""
+
+# ---- output ----
+
+FOLD_S = 0.5
+"""A line that one rank printed is held back: others may print the same."""
 
 ORDER = [
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),
     ("REPEAT_S", "ASK_AGAIN_S", "no answer may mean that one is on its way"),
+    ("REPEAT_S", "SIGNAL_AGAIN_S", "a cell that stops by itself sees one interrupt"),
+    ("SIGNAL_AGAIN_S", "KILL_AFTER_S", "a cell may swallow one interrupt, and live"),
+    ("IMPORT_S", "KILL_AFTER_S", "a rank is not killed for an import of some seconds"),
     ("ASK_AGAIN_S", "SECOND_AFTER_S", "a rank is asked twice before a key kills it"),
     ("SECOND_AFTER_S", "KILL_AFTER_S", "a second interrupt is for the impatient"),
     ("FORECAST_S", "KILL_AFTER_S", "a rank is not killed while it writes its report"),
     ("HOLD_S", "KILL_AFTER_S", "a rank that holds is not taken for one that hangs"),
     ("ANSWER_S", "HOLD_S", "all ranks have said their step while the first one holds"),
+    ("LOAD_S", "STACK_S", "a look at the main thread is a part of the answer"),
     ("DUMP_S", "STACK_S", "a stack that was dumped is there with those that came"),
     ("STACK_S", "HANG_AFTER_S", "stacks are there before the next note is due"),
+    ("PROGRESS_S", "HANG_AFTER_S", "ranks that get on are heard before a note"),
     ("HANG_AFTER_S", "GROUP_S", "the note comes before the collective gives up"),
     ("RELEASE_S", "ANSWER_S", "a rank that is released is waited for"),
     ("PROOF_S", "CALL_S", "that a group is of no use is an answer, and no error"),

@@ -10,9 +10,9 @@ from typing import Any
 import IPython.display
 import pytest
 
-from labkit.notebook.kernel.output import HOLD_S
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.rank_spec import format_ranks
+from labkit.timeouts import FOLD_S
 
 Captured = pytest.CaptureFixture[str]
 Message = tuple[str, dict[str, Any]]
@@ -335,10 +335,10 @@ def test_a_line_of_some_ranks_waits_for_the_others(
 ) -> None:
     merger = OutputMerger([0, 1])
     merger.add_message(0, *out("only me\n"))
-    clock.now += 0.9 * HOLD_S
+    clock.now += 0.9 * FOLD_S
     merger.write_ready()
     assert capsys.readouterr().out == ""
-    clock.now += 0.2 * HOLD_S
+    clock.now += 0.2 * FOLD_S
     merger.write_ready()
     assert capsys.readouterr().out == "[rank 0] only me\n"
 
@@ -348,11 +348,11 @@ def test_a_new_line_waits_as_long_although_older_ones_were_written(
 ) -> None:
     merger = OutputMerger([0, 1])
     merger.add_message(0, *out("step 1\n"))
-    clock.now += 0.9 * HOLD_S
+    clock.now += 0.9 * FOLD_S
     merger.add_message(1, *out("step 1\n"))
     merger.add_message(0, *out("step 2\n"))
     merger.write_ready()
-    clock.now += 0.2 * HOLD_S
+    clock.now += 0.2 * FOLD_S
     merger.write_ready()
     merger.add_message(1, *out("step 2\n"))
     merger.write_ready()
@@ -364,7 +364,7 @@ def test_a_rank_that_says_it_too_late_is_named_alone(
 ) -> None:
     merger = OutputMerger([0, 1])
     merger.add_message(0, *out("hello\n"))
-    clock.now += 2 * HOLD_S
+    clock.now += 2 * FOLD_S
     merger.write_ready()
     merger.add_message(1, *out("hello\n"))
     merger.finish()
@@ -376,7 +376,7 @@ def test_nothing_is_written_twice(clock: Clock, capsys: Captured) -> None:
     merger.add_message(0, *out("both\nmine\n"))
     merger.add_message(1, *out("both\n"))
     for _ in range(5):
-        clock.now += HOLD_S
+        clock.now += FOLD_S
         merger.write_ready()
     merger.finish()
     merger.finish()
@@ -388,7 +388,7 @@ def say_and_wait(clock: Clock, merger: OutputMerger, *texts: str) -> None:
     for rank, text in enumerate(texts):
         if text:
             merger.add_message(rank, *out(text))
-    clock.now += 1.1 * HOLD_S
+    clock.now += 1.1 * FOLD_S
     merger.write_ready()
 
 

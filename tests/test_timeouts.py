@@ -25,3 +25,28 @@ def test_every_wait_is_used() -> None:
     text = "".join(path.read_text() for path in package.rglob("*.py"))
     waits = {name for name in vars(timeouts) if name.endswith("_S")}
     assert set(re.findall(r"\btimeouts\.([A-Z_]+_S)\b", text)) == waits
+
+
+ELSEWHERE = {
+    # Refresh periods: nothing is waited for.
+    *("INTERVAL_S", "REFRESH_S", "EAGER_S", "KEYFRAME_S", "STATUS_S"),
+    "MAX_TIMEOUT_S",  # the largest that a user may give
+}
+A_NUMBER = re.compile(
+    r"^(_?[A-Z_]+_S|[A-Z_]+_SECONDS) = [\d.]"
+    r"|(?:\b(?:sleep|wait|join|result)\(|timeout(?:_s)?(?:: float)? ?= ?)[\d.]*[1-9]",
+    re.MULTILINE,
+)
+
+
+def test_no_wait_is_written_elsewhere() -> None:
+    package = Path(labkit.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in package.rglob("*.py")
+        # The watchdog imports nothing of labkit's.
+        if path.name not in ("timeouts.py", "watchdog.py")
+        for match in A_NUMBER.finditer(path.read_text())
+        if match[1] not in ELSEWHERE
+    ]
+    assert found == []

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from labkit import timeouts
 from labkit.checkpoint.atomic_folder import StagingFolder
 from labkit.checkpoint.json_values import encode
 from labkit.checkpoint.manifest import DTYPES
@@ -29,7 +30,6 @@ from labkit.compat.c10d import store_of
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
-_POLL_S = 0.02
 _ABANDONED = "the process group was released before all ranks had written"
 
 _in_flight: "weakref.WeakSet[_Save]" = weakref.WeakSet()
@@ -253,7 +253,7 @@ class _Save:
     def _read(self, key: str) -> str:
         assert self._store is not None
         while not self._store.check([key]):
-            if self._abandoned.wait(_POLL_S):
+            if self._abandoned.wait(timeouts.QUICK_POLL_S):
                 raise RuntimeError(_ABANDONED)
         return self._store.get(key).decode()
 

@@ -226,7 +226,7 @@ class Cluster:
                 raise PortTakenError
             if time.monotonic() > deadline or not all(e.is_alive for e in started):
                 raise failed(f"{len(engines)} of {len(started)} engines started")
-            time.sleep(0.02)
+            time.sleep(timeouts.QUICK_POLL_S)
         if self._is_port_taken():
             raise PortTakenError
         on_progress("loading torch on the engines")

@@ -9,12 +9,11 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
+from labkit import timeouts
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.kernel.output import is_notebook
-
-_MAX_INTERVAL_S = 5.0
 
 
 class HangDetector:
@@ -39,7 +38,7 @@ class HangDetector:
         self._after_s = after_s
         self._in_cell = in_cell
         self._before_output = before_output
-        self._interval_s = min(_MAX_INTERVAL_S, after_s / 4)
+        self._interval_s = min(timeouts.PROGRESS_S, after_s / 4)
         self._last_sign = time.monotonic()
         self._next_question = self._last_sign + self._interval_s
         self._answers: dict[int, Future[Any]] = {}

@@ -135,7 +135,7 @@ class StackRequest:
     def wait(self) -> Stacks:
         """What the ranks have said, once that is all."""
         while not self.is_complete():
-            time.sleep(0.01)
+            time.sleep(timeouts.QUICK_POLL_S)
         found = self.result()
         if found.mismatches and not self._is_second:
             # Ranks are not asked at the same instant: what is so still is so.

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 
+from labkit import timeouts
 from labkit.rank_spec import format_ranks
 
 # A progress bar rewrites its line with "\r": each state of it is a line of its own.
 _LINE_END = re.compile(r"\n|\r(?!\Z)")
-
-HOLD_S = 0.5
-"""How long output waits for the other ranks to say the same."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class OutputMerger:
     """Takes the ranks' output as it comes and writes it, merged, as it may.
 
     A line that every rank has said is written at once. One that only some have said
-    waits `HOLD_S` for the others, and is then written under the ranks that said it.
+    waits `FOLD_S` for the others, and is then written under the ranks that said it.
     So does the beginning of a line, which may go on later. Nothing is written twice.
     """
 
@@ -334,7 +332,7 @@ def common_beginning(texts: Sequence[str]) -> str:
 
 def has_waited(since: float | None) -> bool:
     """Whether what came at `since` is not to wait any longer."""
-    return since is not None and time.monotonic() - since > HOLD_S
+    return since is not None and time.monotonic() - since > timeouts.FOLD_S
 
 
 def _places(queue: list[Item]) -> dict[Item, list[int]]:

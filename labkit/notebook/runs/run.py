@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Protocol
 
+from labkit import timeouts
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import progress_line
@@ -78,7 +79,7 @@ class Run(RunRecord):
             raise TimeoutError(f"{self.name} still runs after {timeout:g} s")
         return self
 
-    def stop(self, timeout: float = 30.0) -> None:
+    def stop(self, timeout: float = timeouts.STEP_S) -> None:
         """Stop every rank after the same optimizer step; variables are kept.
 
         Ranks that have not come so far in `timeout` seconds are interrupted where they

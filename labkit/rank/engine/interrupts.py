@@ -7,14 +7,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from labkit import timeouts
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.training.stop_point import Stopped
-
-_SECOND_SIGNAL_AFTER_S = 3.0
-"""When a cell that saw an interrupt and goes on is interrupted again."""
-
-_PATIENCE_S = 5.0
-"""How long an interrupt waits for an import to end."""
 
 
 class Phase(Enum):
@@ -95,7 +90,7 @@ class CellInterrupts:
         if not self.is_running:
             return
         is_in_cell = False
-        is_patient = time.monotonic() - self._stopping_since < _PATIENCE_S
+        is_patient = time.monotonic() - self._stopping_since < timeouts.IMPORT_S
         while frame is not None:
             # A cell that has raised already is not to raise again while it is shown.
             if frame.f_code.co_name == "showtraceback":
@@ -140,7 +135,7 @@ class CellInterrupts:
     def _is_due(self) -> bool:
         """Whether the cell has not been interrupted yet, or goes on regardless."""
         waits_s = time.monotonic() - self._signalled_at
-        return not self._seen.is_set() or waits_s >= _SECOND_SIGNAL_AFTER_S
+        return not self._seen.is_set() or waits_s >= timeouts.SIGNAL_AGAIN_S
 
     def _signal_main_thread(self) -> None:
         now = time.monotonic()

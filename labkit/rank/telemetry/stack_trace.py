@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from labkit import timeouts
 from labkit.compat.c10d import flight_record
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_started
@@ -27,9 +28,6 @@ from labkit.records import DUMP_SIGNAL
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
-
-_LOOK_S = 0.03
-"""How long the main thread is watched, to tell whether it computes or waits."""
 
 _BUSY = 0.2
 """Of the time looked at; one that waits for a collective uses next to none."""
@@ -153,7 +151,7 @@ def _load() -> float:
         return 0.0  # macOS does not tell
     clock = time.pthread_getcpuclockid(ident)
     began, used = time.monotonic(), time.clock_gettime(clock)
-    time.sleep(_LOOK_S)
+    time.sleep(timeouts.LOAD_S)
     return (time.clock_gettime(clock) - used) / (time.monotonic() - began)
 
 
