@@ -42,7 +42,13 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
-    """Register the magics; IPython calls this on `%load_ext labkit`."""
+    """Register the magics; IPython calls this on `%load_ext labkit`.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        IPython's own.
+    """
     from labkit.magics import LabMagics
 
     shell.register_magics(LabMagics)

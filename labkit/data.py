@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data import TensorDataset
 
+__all__ = ["ByteWindows", "cifar10", "digits", "fashion_mnist", "mnist", "text"]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -79,11 +81,31 @@ SOURCES = {
 
 
 def digits(split: str = "train") -> TensorDataset:
-    """scikit-learn's 8x8 handwritten digits: images (N, 1, 8, 8), labels int64 (N,).
+    """Load the 8x8 handwritten digits that ship with scikit-learn; no download.
 
-    "train" is the first 1,438 samples, "test" the last 359, "all" both. The samples
-    come writer by writer, so the test set is other people's handwriting; its ten
-    classes are even (33 to 37 samples each).
+    The samples come writer by writer, so the test set is other people's handwriting;
+    its ten classes are even (33 to 37 samples each).
+
+    Parameters
+    ----------
+    split : {"train", "test", "all"}, default "train"
+        The first 1,438 samples, the last 359, or both.
+
+    Returns
+    -------
+    TensorDataset
+        Images, float32 (N, 1, 8, 8) from 0 to 1, and labels, int64 (N,).
+
+    Raises
+    ------
+    ValueError
+        For another split.
+
+    Examples
+    --------
+    >>> images, labels = digits().tensors
+    >>> images.shape, labels.dtype
+    (torch.Size([1438, 1, 8, 8]), torch.int64)
     """
     from sklearn.datasets import load_digits
 
@@ -95,33 +117,80 @@ def digits(split: str = "train") -> TensorDataset:
 
 
 def mnist(split: str = "train") -> TensorDataset:
-    """MNIST handwritten digits: images (N, 1, 28, 28), labels int64 (N,).
+    """Load MNIST's handwritten digits.
 
-    "train" has 60,000 samples, "test" 10,000. Reads the IDX files, packed (.gz) or not,
-    from `LABKIT_DATA` (`mnist/`, `MNIST/raw/` or its top), else downloads them.
+    Reads the IDX files, packed (.gz) or not, from `LABKIT_DATA` (`mnist/`, `MNIST/raw/`
+    or its top), else downloads them.
 
-    Raises ValueError for a damaged file, RuntimeError where the download fails.
+    Parameters
+    ----------
+    split : {"train", "test"}, default "train"
+        60,000 or 10,000 samples.
+
+    Returns
+    -------
+    TensorDataset
+        Images, float32 (N, 1, 28, 28) from 0 to 1, and labels, int64 (N,).
+
+    Raises
+    ------
+    ValueError
+        For another split, or a damaged file.
+    RuntimeError
+        Where the download fails.
     """
     return _idx_dataset("mnist", split)
 
 
 def fashion_mnist(split: str = "train") -> TensorDataset:
-    """Fashion-MNIST, ten kinds of clothes: images (N, 1, 28, 28), labels int64 (N,).
+    """Load Fashion-MNIST, ten kinds of clothes.
 
     Like `mnist`; the folders are `fashion_mnist/` and `FashionMNIST/raw/`. The files
     have the same names as MNIST's: better not keep either at the top of `LABKIT_DATA`.
+
+    Parameters
+    ----------
+    split : {"train", "test"}, default "train"
+        60,000 or 10,000 samples.
+
+    Returns
+    -------
+    TensorDataset
+        Images, float32 (N, 1, 28, 28) from 0 to 1, and labels, int64 (N,).
+
+    Raises
+    ------
+    ValueError
+        For another split, or a damaged file.
+    RuntimeError
+        Where the download fails.
     """
     return _idx_dataset("fashion_mnist", split)
 
 
 def cifar10(split: str = "train") -> TensorDataset:
-    """CIFAR-10 photographs: images (N, 3, 32, 32) in RGB, labels int64 (N,).
+    """Load CIFAR-10's photographs.
 
-    "train" has 50,000 samples (586 MiB as float32), "test" 10,000. Reads the binary
-    version, which needs no unpickling, from `LABKIT_DATA` or its subfolder `cifar10/`:
-    the folder `cifar-10-batches-bin/` or `cifar-10-binary.tar.gz`; else downloads it.
+    Reads the binary version, which needs no unpickling, from `LABKIT_DATA` or its
+    subfolder `cifar10/`: the folder `cifar-10-batches-bin/` or
+    `cifar-10-binary.tar.gz`; else downloads it.
 
-    Raises ValueError for a damaged file, RuntimeError where the download fails.
+    Parameters
+    ----------
+    split : {"train", "test"}, default "train"
+        50,000 samples (586 MiB as float32) or 10,000.
+
+    Returns
+    -------
+    TensorDataset
+        RGB images, float32 (N, 3, 32, 32) from 0 to 1, and labels, int64 (N,).
+
+    Raises
+    ------
+    ValueError
+        For another split, or a damaged file.
+    RuntimeError
+        Where the download fails.
     """
     batches = {
         "train": [f"data_batch_{i}.bin" for i in range(1, 6)],
@@ -144,9 +213,18 @@ def cifar10(split: str = "train") -> TensorDataset:
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows over a uint8 tensor; item i is (x, y), int64 (block_size,), y one ahead.
+    """Windows over bytes; item i is (x, y), int64 (block_size,) each, y one ahead.
 
     Window i starts at byte `i * stride`; a last window that would be short is left out.
+
+    Parameters
+    ----------
+    data : Tensor
+        The bytes, uint8 (num_bytes,).
+    block_size : int
+        Bytes of a window.
+    stride : int
+        Bytes from the start of one window to that of the next.
     """
 
     vocab_size = 256
@@ -172,12 +250,31 @@ def text(
     *,
     stride: int | None = None,
 ) -> ByteWindows:
-    """The bytes of any file, for next-byte prediction: see `ByteWindows`.
+    """Window the bytes of any file, for next-byte prediction.
 
-    `split` is None for the whole file, "train" for its first 90 %, "test" for the rest.
-    `stride` is the distance between windows; its default, `block_size`, has no overlap.
+    Parameters
+    ----------
+    path : str or path
+        The file.
+    block_size : int, default 128
+        Bytes of a window.
+    split : {"train", "test"}, optional
+        The file's first 90 %, or the rest; by default the whole file.
+    stride : int, optional
+        Bytes from the start of one window to that of the next; by default
+        `block_size`, which has no overlap.
 
-    Raises FileNotFoundError, or ValueError where not one window fits.
+    Returns
+    -------
+    ByteWindows
+        Item i is (x, y), int64 (block_size,) each, y one byte ahead.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no such file.
+    ValueError
+        Where not one window fits, and for sizes below 1.
     """
     stride = block_size if stride is None else stride
     for name, value in {"block_size": block_size, "stride": stride}.items():

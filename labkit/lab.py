@@ -25,7 +25,6 @@ from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
-from labkit.notebook.execution.options import documented
 from labkit.notebook.execution.options import plan_checkpoints
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
@@ -35,6 +34,7 @@ from labkit.notebook.live import render_process
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
+from labkit.train_options import documented
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,7 +233,7 @@ class Lab:
             )
             run_to_completion(execution, self._running(), timeout)
 
-    @documented
+    @documented(RunOptions)
     def train(
         self,
         strategy: str,
@@ -460,7 +460,7 @@ class Lab:
         values = list(map(serialization.loads, found))
         return values[0] if isinstance(ranks, int) or len(targets) == 1 else values
 
-    @documented
+    @documented(RunOptions)
     def estimate(
         self,
         model: Any,

@@ -6,9 +6,21 @@ from torch import nn
 
 
 def mlp(num_inputs: int = 64, num_hidden: int = 64, num_classes: int = 10) -> nn.Module:
-    """A perceptron with one hidden layer; the defaults fit `labkit.data.digits`.
+    """Build a perceptron with one hidden layer; its defaults fit `labkit.data.digits`.
 
-    Takes (batch, ...) of `num_inputs` values each, gives (batch, num_classes) logits.
+    Parameters
+    ----------
+    num_inputs : int, default 64
+        Values of a sample, whatever its shape.
+    num_hidden : int, default 64
+        Units of the hidden layer.
+    num_classes : int, default 10
+        Logits of a sample.
+
+    Returns
+    -------
+    nn.Module
+        Takes float (N, ...), gives logits (N, num_classes).
     """
     return nn.Sequential(
         nn.Flatten(),
@@ -19,9 +31,16 @@ def mlp(num_inputs: int = 64, num_hidden: int = 64, num_classes: int = 10) -> nn
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, around which the input is added.
+    """Two 3x3 convolutions with BatchNorm, to whose output the input is added.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
+
+    Parameters
+    ----------
+    fan_in, fan_out : int
+        Channels of the input and of the output.
+    stride : int, default 1
+        Of the first convolution; with 2 height and width are halved.
     """
 
     def __init__(self, fan_in: int, fan_out: int, stride: int = 1) -> None:
@@ -46,8 +65,23 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """A small residual network: (N, channels, height, width) to (N, num_classes).
 
-    Three stages of `width`, 2 and 4 times `width` channels, `blocks` blocks in each.
-    Raises ValueError for a `width` below 8.
+    Three stages of `width`, 2 and 4 times `width` channels.
+
+    Parameters
+    ----------
+    channels : int, default 1
+        Of the images.
+    num_classes : int, default 10
+        Logits of an image.
+    width : int, default 16
+        Channels of the first stage.
+    blocks : int, default 1
+        Residual blocks of a stage.
+
+    Raises
+    ------
+    ValueError
+        For a `width` below 8.
     """
 
     def __init__(
@@ -85,7 +119,18 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: attention, then an MLP, each added to its input."""
+    """A pre-norm transformer block: attention, then an MLP, each added to its input.
+
+    Takes and gives (N, T, dim). The attention is causal; see
+    `torch.nn.functional.scaled_dot_product_attention`.
+
+    Parameters
+    ----------
+    dim : int
+        Width of the residual stream.
+    num_heads : int
+        Heads of the attention, a divisor of `dim`.
+    """
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -115,10 +160,32 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer: token ids (N, T) to logits (N, T, vocab_size).
 
-    The output layer's weight is the token embedding's (tied). `GPT(50257,
-    context=1024, dim=768, num_heads=12, num_layers=12)` has GPT-2's size.
+    The output layer's weight is the token embedding's (tied).
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners".
+
+    Parameters
+    ----------
+    vocab_size : int, default 256
+        Tokens that there are; the default is for bytes, as of `labkit.data.text`.
+    context : int, default 128
+        The greatest T.
+    dim : int, default 128
+        Width of the residual stream.
+    num_heads : int, default 4
+        Heads of each attention, a divisor of `dim`.
+    num_layers : int, default 4
+        Transformer blocks.
+
+    Examples
+    --------
+    The size of GPT-2, on the meta device, which has shapes and no values:
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     gpt2 = GPT(50257, context=1024, dim=768, num_heads=12, num_layers=12)
+    >>> sum(parameter.numel() for parameter in gpt2.parameters())
+    124439808
     """
 
     def __init__(
@@ -153,7 +220,13 @@ class GPT(nn.Module):
 
 
 def initialize(module: nn.Module) -> None:
-    """Give a linear layer or an embedding the values of GPT-2; others stay."""
+    """Initialize a linear layer or an embedding as GPT-2 does; others stay.
+
+    Parameters
+    ----------
+    module : nn.Module
+        One module, as `nn.Module.apply` passes them.
+    """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -161,5 +234,18 @@ def initialize(module: nn.Module) -> None:
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of logits (N, T, vocab_size) against token ids (N, T)."""
+    """Compute the mean cross-entropy over all tokens.
+
+    Parameters
+    ----------
+    logits : Tensor
+        (N, T, vocab_size).
+    targets : Tensor
+        Token ids, int64 (N, T).
+
+    Returns
+    -------
+    Tensor
+        A scalar.
+    """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -10,7 +10,20 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Where the checkpoint of optimizer step `step` is kept in `directory`."""
+    """Name the folder of a step's checkpoint.
+
+    Parameters
+    ----------
+    directory : Path
+        Where the checkpoints of a run are.
+    step : int
+        The number of optimizer steps taken.
+
+    Returns
+    -------
+    Path
+        As `directory / "step-00000100"`.
+    """
     return Path(directory) / f"step-{step:08d}"
 
 
@@ -22,7 +35,18 @@ def step_of(folder: Path) -> int:
 
 
 def all_in(directory: Path) -> list[Path]:
-    """The checkpoints of steps in `directory`, newest last."""
+    """Find the checkpoints of steps.
+
+    Parameters
+    ----------
+    directory : Path
+        Where they are, as `step_folder` names them.
+
+    Returns
+    -------
+    list of Path
+        Newest last.
+    """
     if not Path(directory).is_dir():
         return []
     found = [
@@ -34,6 +58,17 @@ def all_in(directory: Path) -> list[Path]:
 
 
 def last_in(directory: Path) -> Path | None:
-    """The newest checkpoint in `directory`, if there is any."""
+    """Find the newest checkpoint of a step.
+
+    Parameters
+    ----------
+    directory : Path
+        Where they are, as `step_folder` names them.
+
+    Returns
+    -------
+    Path or None
+        None where there is none.
+    """
     found = all_in(directory)
     return found[-1] if found else None

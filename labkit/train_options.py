@@ -4,21 +4,28 @@ A field of an options class says all there is to know about its option. The argu
 of the magics, their help, `Lab.train`'s documentation and the checks are made from it.
 """
 
+import inspect
+import re
+import textwrap
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import MISSING
 from dataclasses import Field
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import fields
 from functools import partial
 from typing import Any
+from typing import TypeVar
 
 from labkit.checks import check_choice
 from labkit.checks import check_config
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_positive
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -102,6 +109,39 @@ def option_of(each: "Field[Any]") -> Option:
     """What the field of an options class says about its option."""
     found: Option = each.metadata["option"]
     return found
+
+
+def documented(options: type[TrainOptions]) -> Callable[[_F], _F]:
+    """Write each option's help in place of its "{name}" in the docstring, and that of
+    all of `options` in place of "{options}"."""
+    texts = {each.name: _documentation(each) for each in fields(options)}
+    texts["options"] = "\n".join(texts.values())
+
+    def write(function: _F) -> _F:
+        if function.__doc__:  # which is not there under -OO
+            doc = inspect.cleandoc(function.__doc__)
+            for name, text in texts.items():
+                doc = doc.replace(f"{{{name}}}", text)
+            function.__doc__ = doc
+        return function
+
+    return write
+
+
+def _documentation(each: "Field[Any]") -> str:
+    """An option as a numpy-style parameter."""
+    found = option_of(each)
+    kind = re.sub(r"(\w+\.)+", "", inspect.formatannotation(each.type))
+    default = found.default_text or each.default
+    has_default = default is not None and default is not MISSING
+    kind = kind.removesuffix(" | None")
+    kind += f", default {default}" if has_default else ", optional"
+    said = found.help[0].upper() + found.help[1:] + "."
+    if found.choices:
+        said += f" One of: {', '.join(found.choices)}."
+    indent = " " * 4
+    text = textwrap.fill(said, 80, initial_indent=indent, subsequent_indent=indent)
+    return f"{each.name} : {kind}\n{text}"
 
 
 def flag_of(name: str) -> str:

@@ -20,7 +20,15 @@ _RENAME_EXCHANGE = 2
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all checkpoints of steps in `directory` but the newest `keep`."""
+    """Remove all checkpoints of steps but the newest.
+
+    Parameters
+    ----------
+    directory : Path
+        Where they are, as `step_folder` names them.
+    keep : int
+        How many stay.
+    """
     for folder in all_in(directory)[: -keep or None]:
         if not others_in(folder):
             with StagingFolder(folder) as staging:

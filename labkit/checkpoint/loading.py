@@ -25,7 +25,20 @@ _NAMES_SHOWN = 3
 class Checkpoint:
     """A checkpoint on disk, opened and found whole.
 
-    Raises ValueError, in one line, if it is not.
+    Parameters
+    ----------
+    folder : Path
+        Where it is.
+
+    Attributes
+    ----------
+    tensors : dict
+        Shape and dtype of every tensor, by name.
+
+    Raises
+    ------
+    ValueError
+        If it is damaged, or none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +52,7 @@ class Checkpoint:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is saved besides `tensors`."""
+        """What was saved besides `tensors`; ValueError if it is damaged."""
         try:
             found = decode(self._values, self.tensor)
         except (KeyError, TypeError, ValueError, RecursionError):
@@ -52,7 +65,18 @@ class Checkpoint:
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole of one tensor, on the CPU."""
+        """Read the whole of one tensor.
+
+        Parameters
+        ----------
+        name : str
+            One of `tensors`.
+
+        Returns
+        -------
+        Tensor
+            On the CPU.
+        """
         shape, dtype = self.tensors[name]
         whole = torch.empty(shape, dtype=dtype)
         self.fill({name: whole})
@@ -60,9 +84,17 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read those of `tensors` into them, each rank what it has a part of.
+        """Read into tensors; each rank reads what it has a part of.
 
-        Raises ValueError, and reads nothing, unless all are there in these shapes.
+        Parameters
+        ----------
+        tensors : mapping of str to Tensor
+            By name; plain ones, or DTensors of any sharding.
+
+        Raises
+        ------
+        ValueError
+            Unless all are there in these shapes; nothing has been read.
         """
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
@@ -93,7 +125,18 @@ class Checkpoint:
                     planner.resolve_tensor(item).detach().copy_(found)
 
     def check_all_asked(self, names: Iterable[str]) -> None:
-        """ValueError if there are tensors besides `names`."""
+        """Check that no tensor would be left out.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Of the tensors that are read.
+
+        Raises
+        ------
+        ValueError
+            If there are others besides.
+        """
         if more := sorted(self._own() - set(names)):
             raise ValueError(
                 f"{self.folder} has tensors that were not asked for: {some(more)}; ask "
@@ -105,7 +148,18 @@ class Checkpoint:
         return {name for name in self.tensors if not name.startswith("values.")}
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """ValueError unless all of these are there, in these shapes."""
+        """Check that `fill` can read into tensors.
+
+        Parameters
+        ----------
+        tensors : mapping of str to Tensor
+            As for `fill`.
+
+        Raises
+        ------
+        ValueError
+            Unless all are there, in these shapes and in dtypes like these.
+        """
         if missing := [name for name in tensors if name not in self.tensors]:
             raise ValueError(
                 f"{self.folder} has no {some(missing)}; use the model and optimizer "
@@ -184,7 +238,15 @@ class Checkpoint:
 
 
 class Section:
-    """The tensors of a checkpoint whose names begin with `prefix`, by the rest."""
+    """The tensors of a checkpoint whose names begin with a prefix, by the rest.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        What it is a section of.
+    prefix : str
+        As "0.", for the first model of a run.
+    """
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.tensors = {
@@ -210,12 +272,28 @@ class Section:
 def load(
     folder: Path, tensors: Mapping[str, torch.Tensor], *, strict: bool = True
 ) -> dict[str, Any]:
-    """Read a checkpoint into `tensors`, plain ones or DTensors of any sharding; its
-    values.
+    """Read a checkpoint into tensors. Not collective.
 
-    Not collective: each rank reads what it has a part of. Raises ValueError, and
-    changes nothing, if the checkpoint is damaged, lacks one of the tensors or has it in
-    another shape, or, with `strict`, has others besides.
+    Parameters
+    ----------
+    folder : Path
+        Where it is.
+    tensors : mapping of str to Tensor
+        By name; plain ones, or DTensors of any sharding, of which each rank reads what
+        it has a part of.
+    strict : bool, default True
+        Refuse a checkpoint that has other tensors besides.
+
+    Returns
+    -------
+    dict
+        The values that were saved, by name.
+
+    Raises
+    ------
+    ValueError
+        If the checkpoint is damaged, or lacks one of the tensors or has it in another
+        shape; nothing has changed.
     """
     checkpoint = Checkpoint(folder)
     if strict:
@@ -228,9 +306,24 @@ def load(
 def read(
     folder: Path,
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]:
-    """Shape and dtype of a checkpoint's tensors by name, and its values.
+    """Read what a checkpoint has, without its tensors.
 
-    Raises ValueError if it is damaged.
+    Parameters
+    ----------
+    folder : Path
+        Where it is.
+
+    Returns
+    -------
+    tensors : dict
+        Shape and dtype of every tensor, by name.
+    values : dict
+        The values that were saved, by name.
+
+    Raises
+    ------
+    ValueError
+        If the checkpoint is damaged.
     """
     checkpoint = Checkpoint(folder)
     return checkpoint.tensors, checkpoint.values

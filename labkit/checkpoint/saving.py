@@ -50,9 +50,17 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a checkpoint as `folder`; it is whole or not there. Collective.
+    """Save a checkpoint; it is whole or not there. Collective.
 
-    As `begin_save`, but returns when it is there.
+    Parameters
+    ----------
+    folder, tensors, values, group
+        As for `begin_save`.
+
+    Raises
+    ------
+    ValueError, OSError, SaveError
+        As `begin_save`, and SaveError for what goes wrong later, on any rank.
     """
     begun = _Save(Path(folder), tensors, values, group)
     try:
@@ -68,23 +76,44 @@ def begin_save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Pending:
-    """Begin to save a checkpoint as `folder`. Collective.
+    """Begin to save a checkpoint. Collective.
 
-    Every rank gives the tensors that it has: a DTensor is saved by parts, a tensor that
-    several ranks have by one of them. `values` are what JSON has, tuples and tensors;
-    those of the group's first rank are saved. All of it is copied before this returns;
-    a thread writes it. A checkpoint that is there is replaced once the new one is
-    whole.
+    Everything is copied before this returns; a thread writes it.
 
-    Raises ValueError for what cannot be saved and OSError where there is no room for a
-    folder, and SaveError where that happened on another rank; what goes wrong later, on
-    any rank, `result()` raises on all, as SaveError.
+    Parameters
+    ----------
+    folder : Path
+        Where it is saved. A checkpoint that is there is replaced once the new one is
+        whole.
+    tensors : mapping of str to Tensor
+        What this rank has, by name. A DTensor is saved by parts, a tensor that several
+        ranks have by one of them.
+    values : mapping of str to object
+        Numbers, strings, tensors, and lists, tuples and dicts of them. Those of the
+        group's first rank are saved.
+    group : ProcessGroup, optional
+        The ranks that save; by default all.
+
+    Returns
+    -------
+    Pending
+        A future: `result()` waits for the end, and raises SaveError on all ranks for
+        what went wrong on any.
+
+    Raises
+    ------
+    ValueError
+        For what cannot be saved.
+    OSError
+        Where there is no room for a folder.
+    SaveError
+        Where one of these happened on another rank.
     """
     return _Save(Path(folder), tensors, values, group).pending
 
 
 def abandon_saves() -> None:
-    """End the saves in flight with an error: their ranks are parted, or will be."""
+    """End the saves in flight with an error, as their group is being released."""
     for each in list(_in_flight):
         each.abandon()
 

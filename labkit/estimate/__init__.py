@@ -1,8 +1,8 @@
 """Predicts a rank's memory under every strategy before anything runs.
 
 One training step of the plain model runs on fake tensors, which have shapes and no
-data: it tells the bytes of activations, temporaries and gradients at every moment. What
-each strategy keeps and gathers is added to that by arithmetic.
+data: that gives the bytes of activations, temporaries and gradients at every moment.
+What each strategy keeps and gathers is added by arithmetic.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,8 @@ from labkit.estimate.trace import Optimizer
 from labkit.estimate.trace import UntraceableError
 from labkit.records import COMPONENTS
 from labkit.strategies import find_strategy
+from labkit.train_options import TrainOptions
+from labkit.train_options import documented
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +46,7 @@ __all__ = ["STRATEGIES", "estimate", "forecast"]
 Batch = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, Any]
 
 
+@documented(TrainOptions)
 def estimate(
     model: nn.Module,
     x: Batch | None,
@@ -58,25 +61,50 @@ def estimate(
     device: str = "cpu",
     device_bytes: float | None = None,
 ) -> "pd.DataFrame":
-    """Bytes of the fullest rank by (world_size, strategy), one column a component.
-
-    The columns are `labkit.records.COMPONENTS`, each at its greatest within a step, as
-    `Run.memory` has them, and "setup_peak", the most that `prepare` needs. `model` is
-    not changed, and may be on the meta device; of `x` only shapes and dtypes count, its
-    first dimension gives way to the share of `batch_size`, the global batch, that a
-    rank has. `loss_fn(output)` is a scalar; by default the cross-entropy of the
-    output's last dimension. `optimizer` is one whose class and defaults are taken, or a
-    class (AdamW without it). `single` has the whole batch on one rank. With
-    `device_bytes` a column "fits" compares.
-
-    Where `x` is None the activations are NaN and the total is what there is without
-    them; "fits" is then False, or None for what is not known.
+    """Predict the memory of the fullest rank under every strategy.
 
     Workspaces inside of kernels, and what the device and its communication libraries
     keep for themselves, are not in it.
 
-    Raises ValueError for what cannot be estimated, and `UntraceableError`, one of
-    these, where the model does not run without data.
+    Parameters
+    ----------
+    model : nn.Module
+        The plain module, also on the meta device. It is not changed.
+    x : Tensor, or tuple or dict of Tensor, or None
+        A batch of the input, of which shapes and dtypes count; its first dimension is
+        replaced by a rank's share of `batch_size`. With None the activations are NaN,
+        and the total is what there is without them.
+    loss_fn : callable, optional
+        `loss_fn(output)`, a scalar; by default the cross-entropy of the output's last
+        dimension.
+    optimizer : Optimizer or type, default AdamW
+        One whose class and defaults are taken, or a class.
+    world_sizes : sequence of int
+        Numbers of ranks.
+    batch_size : int, default 1
+        Samples of a global batch; `single` has all of them on one rank.
+    {accumulate}
+    {precision}
+    {activation_checkpointing}
+    device : str, default "cpu"
+        The kind of the ranks' devices: "cpu" or "cuda".
+    device_bytes : float, optional
+        Memory of a rank's device, in bytes, to compare with.
+
+    Returns
+    -------
+    DataFrame
+        Bytes by (world_size, strategy). The columns are `labkit.records.COMPONENTS`,
+        each at its greatest within a step, as in `Run.memory`; "setup_peak", the most
+        that `prepare` needs; and with `device_bytes` "fits": True, False, or None for
+        what is not known without `x`.
+
+    Raises
+    ------
+    ValueError
+        For what cannot be estimated.
+    UntraceableError
+        A ValueError: the model does not run without data.
     """
     import pandas as pd
 
@@ -135,12 +163,41 @@ def forecast(
     activation_checkpointing: bool = False,
     **options: Any,
 ) -> tuple["pd.DataFrame", str]:
-    """`estimate`, and some sentences that say what fits and what would.
+    """Predict as `estimate`, and say in sentences what fits and what would.
 
-    Without `x` it is guessed from how the model begins, as `guessed_input` does it.
-    `batch_size` is by default that of `x`. Where no step can be traced, the table is
-    without activations, and the sentences say what they need. `optimizer` may be the
-    name of a class of torch.optim.
+    Where no step can be traced, the table is without activations, and the sentences say
+    what they need.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As for `estimate`.
+    x : Tensor, or tuple or dict of Tensor, optional
+        As for `estimate`; by default it is guessed from how the model begins.
+    world_sizes, accumulate, activation_checkpointing
+        As for `estimate`.
+    device_bytes : float
+        Memory of a rank's device.
+    batch_size : int, optional
+        Samples of a global batch; by default those of `x`.
+    sequence : int, optional
+        Tokens of a sample, where the input is guessed.
+    optimizer : Optimizer, type or str, default AdamW
+        As for `estimate`, or the name of a class of torch.optim.
+    **options : object
+        The rest of `estimate`'s.
+
+    Returns
+    -------
+    table : DataFrame
+        As from `estimate`.
+    sentences : str
+        What fits, and which option would make more fit.
+
+    Raises
+    ------
+    ValueError
+        For what cannot be estimated.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(

@@ -1,18 +1,10 @@
 """The options of a training run, and whether a run can have them all together."""
 
-import inspect
 import os
-import re
-import textwrap
-from collections.abc import Callable
-from dataclasses import MISSING
-from dataclasses import Field
 from dataclasses import dataclass
-from dataclasses import fields
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from typing import TypeVar
 
 from labkit import timeouts
 from labkit.checks import check_count
@@ -30,9 +22,6 @@ from labkit.train_options import TrainOptions
 from labkit.train_options import check_values
 from labkit.train_options import flag_of
 from labkit.train_options import option
-from labkit.train_options import option_of
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_view(what: str, value: Any) -> None:
@@ -189,32 +178,3 @@ def first_step_of(plan: CheckpointPlan | None) -> int | None:
     if plan is None or plan.resume_from is None:
         return None
     return step_of(Path(plan.resume_from))
-
-
-def documented(function: _F) -> _F:
-    """Write each option's help in place of its "{name}" in the docstring, and that of
-    all options in place of "{options}"."""
-    if function.__doc__:  # which is not there under -OO
-        texts = {each.name: _documentation(each) for each in fields(RunOptions)}
-        texts["options"] = "\n".join(texts.values())
-        doc = inspect.cleandoc(function.__doc__)
-        for name, text in texts.items():
-            doc = doc.replace(f"{{{name}}}", text)
-        function.__doc__ = doc
-    return function
-
-
-def _documentation(each: "Field[Any]") -> str:
-    """An option as a numpy-style parameter."""
-    found = option_of(each)
-    kind = re.sub(r"(\w+\.)+", "", inspect.formatannotation(each.type))
-    default = found.default_text or each.default
-    has_default = default is not None and default is not MISSING
-    kind = kind.removesuffix(" | None")
-    kind += f", default {default}" if has_default else ", optional"
-    said = found.help[0].upper() + found.help[1:] + "."
-    if found.choices:
-        said += f" One of: {', '.join(found.choices)}."
-    indent = " " * 4
-    text = textwrap.fill(said, 80, initial_indent=indent, subsequent_indent=indent)
-    return f"{each.name} : {kind}\n{text}"

@@ -45,12 +45,32 @@ _NAMES_SHOWN = 8
 
 
 def load_run(name: str, folder: str | Path | None = None) -> Run:
-    """A run from disk, by its name (the newest one with it) or that of its folder.
+    """Load a run from disk, in any notebook; needs neither a cluster nor torch.
 
-    `folder` has the runs: by default what LABKIT_RUNS names, or `runs` where we are.
-    One that another kernel is running has what it has so far; its `refresh()` adds
-    what came since. Needs neither cluster nor torch. Raises ValueError where there is
-    no such run.
+    A run that another kernel is still running has its records until now; its
+    `refresh()` adds the newer ones.
+
+    Parameters
+    ----------
+    name : str
+        Of the run, the newest one where several have it, or of its folder.
+    folder : str or path, optional
+        Where the runs are: by default what LABKIT_RUNS names, or `runs` in the
+        working directory.
+
+    Returns
+    -------
+    Run
+        With its history, pictures and tables.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such run.
+
+    Examples
+    --------
+    >>> load_run("run-1").plot()
     """
     parent = runs_folder() if folder is None else Path(folder).absolute()
     return open_run(_find(name, parent)[-1])
@@ -135,10 +155,32 @@ def list_runs(
     state: str | None = None,
     last: int | None = None,
 ) -> pd.DataFrame:
-    """One row per run on disk, and of `own`, newest last: when, strategy, ranks, state,
-    steps, last loss, steps/s, seconds, bytes of the rank that has most, folder.
+    """List the runs on disk, newest last.
 
-    `strategy` and `state` keep those that have them, `last` the newest so many.
+    Parameters
+    ----------
+    folder : str or path, optional
+        Where the runs are, as for `load_run`.
+    own : sequence of Run, optional
+        Runs to list besides, such as `lab.runs`.
+    strategy : str, optional
+        List only the runs of this one.
+    state : str, optional
+        List only those that are "running", "finished", "failed", "interrupted" or
+        "lost".
+    last : int, optional
+        List only the newest so many.
+
+    Returns
+    -------
+    DataFrame
+        By run name: when, strategy, ranks, state, steps, last_loss, steps_per_s,
+        seconds, total_peak (bytes of the rank that has most), folder.
+
+    Raises
+    ------
+    ValueError
+        For a `strategy`, `state` or `last` that is none.
     """
     if last is not None:
         check_count("last", last)
@@ -186,10 +228,25 @@ def _row(
 
 
 def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
-    """Delete runs from disk, by name or by that of their folder; what was deleted.
+    """Delete runs from disk.
 
-    Raises ValueError, and deletes none, where there is no such run, one is running, a
-    name is that of several, or a folder is a link.
+    Parameters
+    ----------
+    *names : str
+        Of runs, or of their folders.
+    folder : str or path, optional
+        Where the runs are, as for `load_run`.
+
+    Returns
+    -------
+    list of Path
+        The folders that were deleted.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such run, several have that name, one is running, or a folder
+        is a link; none is deleted.
     """
     parent = runs_folder() if folder is None else Path(folder).absolute()
     doomed: dict[Path, None] = {}

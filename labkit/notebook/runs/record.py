@@ -25,27 +25,27 @@ RUN_STATES = ("running", "finished", "failed", "interrupted", "lost")
 
 @dataclasses.dataclass(frozen=True)
 class Restart:
-    """How a run with `--elastic` went on after ranks had died."""
+    """A restart of dead ranks in a run with `--elastic`."""
 
     step: int
-    """Of the checkpoint that it went on from; 0 where there was none."""
+    """Of the checkpoint that the run resumed from; 0 where there was none."""
     died_at: int
-    """The steps that had been taken by then."""
+    """The optimizer steps taken before the death."""
     ranks: list[int]
     """Those that were brought back."""
     cause: str
     """Of the first death."""
     seconds: float
-    """When it went on, since it began."""
+    """From the start of the run to its restart."""
     time: float
-    """The same, since the epoch."""
+    """Of the restart, in seconds since the epoch."""
 
     def __str__(self) -> str:
         return f"{format_ranks(self.ranks)} died; resumed from step {self.step}"
 
 
 class RunRecord:
-    """One training run on all its ranks, as its ranks have told it."""
+    """The records of one training run on all its ranks."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RunRecord:
         self.state = "running"
         self.collector = collector
         self.log_scale = False
-        """Whether its pictures have the loss on one, unless asked otherwise."""
+        """Whether `plot` has the loss on one by default."""
         self.seconds = 0.0
         """How long the cell ran."""
         self.folder: Path | None = None
@@ -84,37 +84,43 @@ class RunRecord:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return len(self.collector.ranks)
 
     @property
     def resumed_from(self) -> int | None:
-        """The step of the checkpoint that it went on from, if it did."""
+        """The step of the checkpoint that it resumed from, if it did."""
         found: int | None = self.info.get("resumed_from")
         return found
 
     @property
     def restarts(self) -> list[Restart]:
-        """Where it went on after ranks had died, oldest first."""
+        """Restarts after ranks had died, oldest first."""
         return [Restart(**each) for each in self.info.get("restarts", [])]
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps taken, by the rank that took most; those before a checkpoint
-        that it went on from count too."""
+        """Optimizer steps taken, by the rank that took most, with those before the
+        checkpoint that it resumed from."""
         return max(self.collector.steps.values())
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row per rank and step: step, rank, seconds, loss, memory_bytes and
-        metrics."""
+        """One row per rank and step: step, rank, seconds since the start, loss,
+        memory_bytes, and a column for each metric."""
         return self.collector.history()
 
     def mean_loss(self) -> pd.DataFrame:
-        """The loss of each global batch: step, seconds, loss.
+        """Compute the loss of each global batch, as the mean over the ranks.
 
         Ranks count with the number of their samples, where that is known, or by what
-        `prepare(..., weigh=...)` gives. While a run goes on, or where it did not
-        finish, a step that some have yet to come to, or never will, is not in it.
+        `prepare(..., weigh=...)` gives. Unless the run has finished, steps that not
+        every rank has reached are left out.
+
+        Returns
+        -------
+        DataFrame
+            One row per step: step, seconds since the start, loss.
         """
         history = self.history.dropna(subset=["loss"])
         if self.state != "finished":
@@ -129,7 +135,7 @@ class RunRecord:
         return table.assign(loss=table["loss"] / table["weight"]).drop(columns="weight")
 
     def _in_whole_steps(self, losses: pd.DataFrame) -> pd.DataFrame:
-        """Those of steps that every rank which has losses has come to."""
+        """Those of steps that every rank which has losses has reached."""
         steps = losses.groupby("rank")["step"].max()
         last = [
             max(step, self.collector.steps[rank])
@@ -150,25 +156,27 @@ class RunRecord:
         The first step, in which states are only made, counts for the total alone where
         others were measured. Empty where none was: in `raw` runs.
         """
-        rows = {
-            rank: {
-                component: max(
-                    found.memory[component]
-                    for found in measured[component != "total_peak" :] or measured
-                )
-                for component in COMPONENTS
-            }
-            for rank, measured in self.collector.measurements.items()
-            if measured
-        }
+        rows = {}
+        for rank, measured in self.collector.measurements.items():
+            later = measured[1:] or measured
+            if measured:
+                rows[rank] = {
+                    component: max(
+                        found.memory[component]
+                        for found in (measured if component == "total_peak" else later)
+                    )
+                    for component in COMPONENTS
+                }
         table = pd.DataFrame.from_dict(rows, orient="index", columns=list(COMPONENTS))
         return table.rename_axis("rank")
 
     @property
     def comm(self) -> pd.DataFrame:
-        """Collectives of one optimizer step by rank and kind, as last measured: count,
-        payload_bytes, wire_bytes (what the rank sends in a ring), and seconds, each
-        collective waited for where it begins."""
+        """Collectives of one optimizer step by rank and kind, as last measured.
+
+        The columns are count, payload_bytes, wire_bytes (what the rank sends in a ring)
+        and seconds, for which each collective is waited for where it begins.
+        """
         rows = [
             {"rank": rank, **vars(collective)}
             for rank, measured in self.collector.measurements.items()
@@ -179,8 +187,8 @@ class RunRecord:
 
     @property
     def theory(self) -> dict[str, float]:
-        """What the model states of a rank, by component, and `wire_bytes` should be,
-        by the formulas of `labkit.theory`; empty where nothing was measured."""
+        """Bytes of the model states of a rank by component, and `wire_bytes`, by the
+        formulas of `labkit.theory`; empty where nothing was measured."""
         theory = recorded_strategy(self.strategy).theory
         total: dict[str, float] = {}
         for model in self.models:
@@ -194,13 +202,13 @@ class RunRecord:
 
     @property
     def models(self) -> list[ModelFacts]:
-        """What was prepared in this run."""
+        """The models that `prepare` was called with, in numbers."""
         measured = self.collector.measurements[self.collector.ranks[0]]
         return measured[-1].models if measured else []
 
     @property
     def mismatches(self) -> list[str]:
-        """Where ranks differ that should agree, in sentences; empty if all is well."""
+        """Sentences about ranks that differ where they should agree."""
         if self._mismatches is not None:
             return self._mismatches
         is_by_hand = recorded_strategy(self.strategy).is_by_hand
@@ -209,39 +217,58 @@ class RunRecord:
     @property
     def notes(self) -> list[str]:
         """Sentences about the cell's loop: where its result differs from that of one
-        process, and what labkit did otherwise than the code says."""
+        process, and where labkit did something else than the code says."""
         return list(self.collector.notes)
 
     @property
     def not_on_disk(self) -> int:
-        """Records that ranks could not write to disk while they ran, as it was full."""
+        """The number of records that ranks could not write as the disk was full."""
         outcomes = self.info.get("outcomes", [])
         return sum(outcome["num_not_on_disk"] for outcome in outcomes)
 
     def end(self, state: str) -> None:
-        """The run has ended so."""
+        """Note that the run has ended.
+
+        Parameters
+        ----------
+        state : str
+            One of `RUN_STATES`.
+        """
         self.seconds = time.monotonic() - self._started
         self.state = state
 
     def elapsed(self) -> float:
-        """Seconds since the run began, or that it took."""
+        """Measure how long the cell has run.
+
+        Returns
+        -------
+        float
+            Seconds since the run began; of one that has ended, until its end.
+        """
         if self.state == "running":
             return time.monotonic() - self._started
         return self.seconds
 
     def steps_per_s(self) -> float | None:
-        """Optimizer steps a second, by the median step of the slowest rank; None before
-        the second step. So in `summary`, in tables of runs and under the picture, where
-        those of a run that goes on are of its newest steps."""
+        """Compute the optimizer steps a second, by the median step of the slowest rank.
+
+        Returns
+        -------
+        float or None
+            None before the second step. While the run continues, of its newest steps.
+        """
         return steps_per_s(self.collector)
 
     def summary(self) -> pd.DataFrame:
-        """One row per rank: steps, first and last loss, seconds, steps/s, peak memory.
+        """Summarize the run by rank.
 
-        `seconds` is how long the cell ran (or runs by now), the same for all ranks, and
-        `steps_per_s` by the rank's median step. `behind` is by what share the rank's
-        own step takes longer than the median of the others; NaN where that is not
-        known.
+        Returns
+        -------
+        DataFrame
+            One row per rank: steps, first_loss, last_loss, seconds (how long the cell
+            ran, the same for all), steps_per_s (by the rank's median step),
+            peak_memory_mib, and behind (by what share the rank's own step takes longer
+            than the median of the others; NaN where that is not known).
         """
         rows = []
         seconds = self.elapsed()
@@ -266,8 +293,14 @@ class RunRecord:
         return pd.DataFrame(rows).set_index("rank")
 
     def memory_beside_theory(self) -> pd.DataFrame | None:
-        """Bytes by component of each rank, and in the last row what theory says; None
-        where nothing was measured."""
+        """Put the measured memory and that of theory in one table.
+
+        Returns
+        -------
+        DataFrame or None
+            Bytes by component of each rank, with theory in the last row; None where
+            nothing was measured.
+        """
         if not any(self.collector.measurements.values()):
             return None
         parts = [name for name in COMPONENTS if name in self.theory]

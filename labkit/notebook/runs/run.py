@@ -31,10 +31,23 @@ class Execution(Protocol):
 
 
 class Run(RunRecord):
-    """One training run on all its ranks.
+    """One training run on all its ranks: `Lab.train` and `load_run` return it.
 
-    `state` is "running", "finished", "failed" or "interrupted"; of a run that was
-    loaded from disk also "lost": its notebook's kernel died while it ran.
+    Attributes
+    ----------
+    name, strategy, code : str
+        What was run, and what it is called.
+    state : {"running", "finished", "failed", "interrupted", "lost"}
+        A run loaded from disk is "lost" where its kernel died while it ran.
+    options : TrainOptions
+        Those of the training step, as `options.precision`.
+    seconds : float
+        How long the cell ran.
+    folder : Path or None
+        Where the run is on disk.
+    info : dict
+        The rest of what is known of it: seed, config, devices, versions, when and
+        where it ran, and the outcome on each rank.
     """
 
     def __init__(
@@ -54,36 +67,71 @@ class Run(RunRecord):
         self._reload: Callable[[], None] = lambda: None
 
     def refresh(self) -> "Run":
-        """Take in what was written since, where another kernel runs it; itself."""
+        """Read what was written since, where another kernel runs it.
+
+        Returns
+        -------
+        Run
+            This run.
+        """
         # Ranks outlive their kernel, but not for long.
         if self.state in ("running", "lost"):
             self._reload()
         return self
 
     def to_tensorboard(self, folder: str | Path) -> None:
-        """Write all records as event files for TensorBoard, a sub-folder a rank.
+        """Write all records as event files for TensorBoard.
 
-        Raises RuntimeError where tensorboard is not installed.
+        Parameters
+        ----------
+        folder : str or path
+            Where they are written, each rank's in a sub-folder.
+
+        Raises
+        ------
+        RuntimeError
+            Where tensorboard is not installed.
         """
         from labkit.notebook.runs.tensorboard import write_events
 
         write_events(self.collector, Path(folder), began=self.info["began"])
 
     def wait(self, timeout: float | None = None) -> "Run":
-        """Wait until a run in the background has ended; then this run.
+        """Wait until a run in the background has ended.
 
-        Raises what the cell would have raised, and TimeoutError after `timeout`
-        seconds. An interrupt ends the waiting, and not the run.
+        An interrupt ends the waiting, and not the run.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            In seconds; by default there is no limit.
+
+        Returns
+        -------
+        Run
+            This run.
+
+        Raises
+        ------
+        RankError, Interrupted, CellTimeoutError
+            What `Lab.train` would have raised without `background`.
+        TimeoutError
+            If the run has not ended after `timeout` seconds.
         """
         if self.job is not None and not self.job.wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout:g} s")
         return self
 
     def stop(self, timeout: float = timeouts.STEP_S) -> None:
-        """Stop every rank after the same optimizer step; variables are kept.
+        """Stop every rank after the same optimizer step; they keep their variables.
 
-        Ranks that have not come so far in `timeout` seconds are interrupted where they
-        are. Does nothing where the run has ended.
+        Does nothing where the run has ended.
+
+        Parameters
+        ----------
+        timeout : float, default 30
+            Ranks that have not reached that step after so many seconds are interrupted
+            where they are.
         """
         if self.execution is None or self.state != "running":
             return
@@ -98,7 +146,12 @@ class Run(RunRecord):
     def interrupt(self, timeout: float | None = None) -> None:
         """Stop a run in the background wherever its ranks are, and wait for its end.
 
-        The second time, ranks that still run are ended, and restarted.
+        The second time, ranks that still run are killed and restarted.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            How many seconds to wait; by default without a limit.
         """
         if self.execution is None or self.job is None or self.state != "running":
             return
@@ -110,8 +163,18 @@ class Run(RunRecord):
         self.has_ended.set()
 
     def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
-        """Loss, memory and every other metric per rank, and memory by component, as the
-        live picture showed them at the end; `log_scale` sets that of the loss."""
+        """Plot loss, memory and metrics per rank, and memory by component.
+
+        Parameters
+        ----------
+        log_scale : bool, optional
+            Plot the loss on a log scale; by default as the live picture was.
+
+        Returns
+        -------
+        RunFigure
+            A matplotlib Figure that displays itself.
+        """
         from labkit.notebook.plots.memory_bars import stack_memory
         from labkit.notebook.plots.run_plot import RunPlot
 
@@ -130,5 +193,11 @@ class Run(RunRecord):
         return plot.figure
 
     def status_line(self) -> str:
-        """How far the run has come, and what is not as it should be, in one line."""
+        """Report progress and problems in one line.
+
+        Returns
+        -------
+        str
+            As "run-1: ddp on 2 ranks, epoch 2/3, step 40/69, ...".
+        """
         return status_line(self)
