@@ -108,6 +108,25 @@ def test_whatever_cannot_be_taken_back_the_rest_is(lab: Lab) -> None:
     assert_group_works(lab)
 
 
+def test_a_part_of_the_end_of_a_run_that_fails_leaves_no_other_undone(lab: Lab) -> None:
+    fail = f"""
+{RUNNER}
+runner()._session._undo.append(lambda: 1 / 0)
+runner()._session._observers[0].close = lambda: [][0]
+"""
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        lab.train("ddp", SHARDED + fail, live=False)
+    # The run is over for what it has prepared: hooks are gone, steps are plain.
+    lab.run(
+        "from labkit.rank.training.session import take_plain_step\n"
+        "hooks = len(net._forward_pre_hooks)\n"
+        "is_plain = optimizer.take_step is take_plain_step"
+    )
+    assert lab.pull("hooks", "all") == [0, 0]
+    assert lab.pull("is_plain", "all") == [True, True]
+    assert_group_works(lab)
+
+
 FAIL_NEXT = f"""
 {RUNNER}
 import signal

@@ -175,11 +175,19 @@ class Session:
         self._checkpointer.finish(self._records.num_steps, is_interrupted)
 
     def _end(self) -> None:
-        """Let go of the models; the cell's own variables may be used on."""
-        for observer in self._observers:
-            observer.close()
-        for undo in reversed(self._undo):
-            undo()
+        """Free the models; the cell's own variables may be used on.
+
+        Every part of it is done, whichever fails.
+        """
+        with contextlib.ExitStack() as ending:  # what comes last is done first
+            ending.callback(self._free_optimizers)
+            for undo in self._undo:
+                ending.callback(undo)
+            for observer in reversed(self._observers):
+                ending.callback(observer.close)
+
+    def _free_optimizers(self) -> None:
+        """From now on their steps are plain ones, and no part of this run."""
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
             optimizer.num_ranks = 1  # there is nobody to tell of what differs
