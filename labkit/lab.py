@@ -22,6 +22,7 @@ from labkit.checks import check_pushed_name
 from labkit.checks import check_timeout
 from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
+from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
@@ -31,10 +32,10 @@ from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.live import render_process
+from labkit.options import documented
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
-from labkit.train_options import documented
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +53,7 @@ _TRANSFER = "labkit.rank.engine.transfer"
 _current: "Lab | None" = None
 
 
+@documented(StartOptions)
 class Lab:
     """A cluster of ranks in one process group, ready when it exists.
 
@@ -60,16 +62,7 @@ class Lab:
 
     Parameters
     ----------
-    num_ranks : int, optional
-        By default one per visible GPU, or 2 on the CPU.
-    backend : {"auto", "nccl", "gloo"}, default "auto"
-        nccl needs a GPU for each rank; under gloo ranks may share one.
-    device : {"auto", "cuda", "cpu"}, default "auto"
-        Where the ranks compute.
-    threads : int, optional
-        Torch threads of a rank on the CPU; by default OMP_NUM_THREADS, or 1.
-    group_timeout_s : float, default 1800
-        Timeout of the process group, in seconds: how long a collective waits.
+    {options}
     on_progress : callable, optional
         Called with a line of text at each stage of the start.
 
@@ -104,13 +97,8 @@ class Lab:
         group_timeout_s: float = timeouts.GROUP_S,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.placements = place_ranks(
-            num_ranks,
-            backend=backend,
-            device=device,
-            threads=threads,
-            group_timeout_s=group_timeout_s,
-        )
+        options = StartOptions(num_ranks, backend, device, threads, group_timeout_s)
+        self.placements = place_ranks(options)
         self.runs: list[Run] = []
         """Training runs, newest last."""
         from labkit.notebook.cluster.rank_group import RankGroup
@@ -720,39 +708,29 @@ def current_lab() -> Lab:
 
 
 def start_lab(
-    num_ranks: int | None = None,
-    *,
-    backend: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    on_progress: Callable[[str], None] = lambda text: None,
+    options: StartOptions, *, on_progress: Callable[[str], None] = lambda text: None
 ) -> Lab:
     """The lab that the magics use: a new one, or that which runs if it is as asked for.
 
-    Arguments are as for `Lab`. Raises ValueError where another kind is running, and
+    Raises ValueError where another kind is running, and
     else as `Lab` and `Lab.check` do.
     """
     if _current is None or not _current.is_running:
-        lab = Lab(
-            num_ranks,
-            backend=backend,
-            device=device,
-            threads=threads,
-            on_progress=on_progress,
-        )
+        lab = Lab(**vars(options), on_progress=on_progress)
         set_current_lab(lab)
         return lab
     lab, place = _current, _current.placements[0]
     running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
-    if num_ranks not in (None, lab.world_size):
-        raise ValueError(f"{running}one with -n {num_ranks}")
-    if backend not in ("auto", lab.backend) or device not in ("auto", lab.device):
+    if options.num_ranks not in (None, lab.world_size):
+        raise ValueError(f"{running}one with -n {options.num_ranks}")
+    is_other = options.backend not in ("auto", lab.backend)
+    if is_other or options.device not in ("auto", lab.device):
         raise ValueError(f"{running}another kind")
-    if threads not in (None, place.num_threads):
+    if options.threads not in (None, place.num_threads):
         raise ValueError(
             f"a lab is running whose ranks have {place.num_threads} torch "
             f"thread{'s' * (place.num_threads != 1)} each; %dist_stop it before you "
-            f"start one with --threads {threads}"
+            f"start one with --threads {options.threads}"
         )
     lab.check()
     return lab

@@ -33,27 +33,26 @@ from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
 from labkit.lab import start_lab
-from labkit.notebook.cluster.placement import BACKENDS
-from labkit.notebook.cluster.placement import DEVICES
+from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.live.live_view import show
 from labkit.notebook.runs.catalog import delete_runs
 from labkit.notebook.runs.catalog import find_runs
 from labkit.notebook.runs.catalog import list_runs
 from labkit.notebook.runs.run import Run
+from labkit.options import flag_of
+from labkit.options import option_of
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
 from labkit.records import shorten
 from labkit.strategies import STRATEGIES
 from labkit.train_options import TrainOptions
-from labkit.train_options import flag_of
-from labkit.train_options import option_of
 
 Args = argparse.Namespace
 
 
-def options(cls: type[TrainOptions], *names: str) -> Callable[[Any], Any]:
+def options(cls: type[Any], *names: str) -> Callable[[Any], Any]:
     """Arguments of a magic from an options class: those of these names, or all."""
 
     def add(magic: Any) -> Any:
@@ -76,7 +75,9 @@ def argument_of(each: "Field[Any]") -> Any:
     if text := found.default_text or (default is not None and f"{default}"):
         help += f" (default: {text})"
     kinds = {each.type, *get_args(each.type)}
+    names = [found.short] if found.short else []
     return argument(
+        *names,
         flag_of(each.name),
         type=next((kind for kind in (int, float) if kind in kinds), str),
         default=default,
@@ -84,6 +85,12 @@ def argument_of(each: "Field[Any]") -> Any:
         metavar=found.metavar,
         help=help,
     )
+
+
+def given(cls: type[Any], args: Args) -> dict[str, Any]:
+    """The values of those options of a class that a magic takes."""
+    names = [each.name for each in fields(cls)]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 @contextlib.contextmanager
@@ -170,43 +177,13 @@ class LabMagics(Magics):
     """The magics of labkit."""
 
     @magic_arguments()
-    @argument(
-        "-n",
-        "--num-ranks",
-        type=int,
-        metavar="N",
-        help="how many ranks; one per visible GPU by default, else 2",
-    )
-    @argument(
-        "--backend",
-        default="auto",
-        choices=BACKENDS,
-        help="nccl needs a GPU for each rank; with gloo ranks may share one",
-    )
-    @argument(
-        "--device",
-        default="auto",
-        choices=DEVICES,
-        help="cuda where there is a GPU by default; cpu leaves it alone",
-    )
-    @argument(
-        "--threads",
-        type=int,
-        metavar="T",
-        help="torch threads of a CPU rank (default: 1, or OMP_NUM_THREADS)",
-    )
+    @options(StartOptions, "num_ranks", "backend", "device", "threads")
     @line_magic
     @parsed
     def dist_start(self, args: Args) -> None:
         """Start a cluster: one engine per rank, all in one process group."""
         progress = ProgressLine()
-        lab = start_lab(
-            args.num_ranks,
-            backend=args.backend,
-            device=args.device,
-            threads=args.threads,
-            on_progress=progress,
-        )
+        lab = start_lab(StartOptions(**given(StartOptions, args)), on_progress=progress)
         progress.end(ready_line(lab))
 
     @magic_arguments()
@@ -242,12 +219,12 @@ class LabMagics(Magics):
         """Train under a strategy, plotted live; returns the Run."""
         if args.no_live and args.live is not True:
             raise ValueError("--live and --no-live: choose one of them")
-        given = {each.name: getattr(args, each.name) for each in fields(RunOptions)}
-        given["live"] = not args.no_live and args.live
+        chosen = given(RunOptions, args)
+        chosen["live"] = not args.no_live and args.live
         if args.config is not None:
-            given["config"] = self._variable(args.config)
+            chosen["config"] = self._variable(args.config)
         work = self._work_of(args)
-        return current_lab().train(args.strategy, work, **given)
+        return current_lab().train(args.strategy, work, **chosen)
 
     def _work_of(self, args: Args) -> Any:
         """The cell to run, or the notebook's function."""

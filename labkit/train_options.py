@@ -1,63 +1,18 @@
-"""The options of a training step, each declared once: default, help and check.
+"""The options of a training step."""
 
-A field of an options class says all there is to know about its option. The arguments
-of the magics, their help, `Lab.train`'s documentation and the checks are made from it.
-"""
-
-import inspect
-import re
-import textwrap
-from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import MISSING
-from dataclasses import Field
 from dataclasses import dataclass
-from dataclasses import field
 from dataclasses import fields
 from functools import partial
 from typing import Any
-from typing import TypeVar
 
 from labkit.checks import check_choice
 from labkit.checks import check_config
 from labkit.checks import check_count
-from labkit.checks import check_flag
 from labkit.checks import check_positive
-
-_F = TypeVar("_F", bound=Callable[..., Any])
+from labkit.options import option
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class Option:
-    """What the field of an option says about it, besides its name and default."""
-
-    help: str
-    check: Callable[[str, Any], None]
-    """Raises ValueError, given the option's name, for a value that cannot be; not
-    called for a None that is the default."""
-    metavar: str | None = None
-    choices: Sequence[str] | None = None
-    default_text: str = ""
-    """The default in words, where the value itself does not say it."""
-
-
-def option(
-    default: Any,
-    help: str,
-    check: Callable[[str, Any], None] = check_flag,
-    *,
-    metavar: str | None = None,
-    choices: Sequence[str] | None = None,
-    default_text: str = "",
-) -> Any:
-    """A field of an options class; a callable default makes the value."""
-    metadata = {"option": Option(help, check, metavar, choices, default_text)}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -103,55 +58,3 @@ class TrainOptions:
         """The step's options but the config, which JSON could not hold."""
         names = [each.name for each in fields(TrainOptions) if each.name != "config"]
         return {name: getattr(self, name) for name in names}
-
-
-def option_of(each: "Field[Any]") -> Option:
-    """What the field of an options class says about its option."""
-    found: Option = each.metadata["option"]
-    return found
-
-
-def documented(options: type[TrainOptions]) -> Callable[[_F], _F]:
-    """Write each option's help in place of its "{name}" in the docstring, and that of
-    all of `options` in place of "{options}"."""
-    texts = {each.name: _documentation(each) for each in fields(options)}
-    texts["options"] = "\n".join(texts.values())
-
-    def write(function: _F) -> _F:
-        if function.__doc__:  # which is not there under -OO
-            doc = inspect.cleandoc(function.__doc__)
-            for name, text in texts.items():
-                doc = doc.replace(f"{{{name}}}", text)
-            function.__doc__ = doc
-        return function
-
-    return write
-
-
-def _documentation(each: "Field[Any]") -> str:
-    """An option as a numpy-style parameter."""
-    found = option_of(each)
-    kind = re.sub(r"(\w+\.)+", "", inspect.formatannotation(each.type))
-    default = found.default_text or each.default
-    has_default = default is not None and default is not MISSING
-    kind = kind.removesuffix(" | None")
-    kind += f", default {default}" if has_default else ", optional"
-    said = found.help[0].upper() + found.help[1:] + "."
-    if found.choices:
-        said += f" One of: {', '.join(found.choices)}."
-    indent = " " * 4
-    text = textwrap.fill(said, 80, initial_indent=indent, subsequent_indent=indent)
-    return f"{each.name} : {kind}\n{text}"
-
-
-def flag_of(name: str) -> str:
-    """The option on a magic line: "--sync-batchnorm"."""
-    return "--" + name.replace("_", "-")
-
-
-def check_values(options: TrainOptions) -> None:
-    """ValueError for the first option whose value cannot be."""
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if not (value is None and each.default is None):
-            option_of(each).check(each.name, value)

@@ -16,15 +16,16 @@ import labkit
 import labkit.checkpoint
 import labkit.estimate
 from labkit import checks
+from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution import errors
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.history.collector import Collector
+from labkit.options import option_of
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.engine.cell_runner import TRAINING_NAMES
 from labkit.rank.engine.cell_runner import checkpoint_names
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.session import Session
-from labkit.train_options import option_of
 
 SECTIONS = ("Parameters", "Returns", "Attributes", "Raises", "Examples")
 HEAD = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
@@ -137,7 +138,8 @@ def test_the_parameters_are_those_of_the_signature(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_a_default_is_that_of_the_signature(name: str) -> None:
     value = WITH_PARAMETERS[name]
-    in_words = {each.name: option_of(each).default_text for each in fields(RunOptions)}
+    options = (*fields(RunOptions), *fields(StartOptions))
+    in_words = {each.name: option_of(each).default_text for each in options}
     parameters = parameters_of(value)
     for parameter, kind in entries(sections_of(value).get("Parameters", "")):
         default = parameters[parameter].default

@@ -39,6 +39,7 @@ from labkit.checks import short_repr
 from labkit.magics import LabMagics
 from labkit.magics import usage_errors
 from labkit.notebook.cluster.engines import CallError
+from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
@@ -116,6 +117,10 @@ def test_very_many_ranks_cost_nothing(ranks: Any) -> None:
     assert complaint(lambda: parse_ranks(ranks, 2))
 
 
+def place(**options: Any) -> Any:
+    return place_ranks(StartOptions(**options), num_gpus=0)
+
+
 @fuzzed
 @given(anything)
 def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> None:
@@ -124,13 +129,13 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
     assert complaint(lambda: find_strategy(value))
     if not complaint(lambda: find_view(value)):
         assert isinstance(value, bool)
-    if not complaint(lambda: place_ranks(value, num_gpus=0)):
+    if not complaint(lambda: place(num_ranks=value)):
         assert value is None or value in range(1, 10**5)
     for name in ("backend", "device"):
-        assert complaint(lambda name=name: place_ranks(num_gpus=0, **{name: value}))
+        assert complaint(lambda name=name: place(**{name: value}))
     for name in ("threads", "group_timeout_s"):
         options: dict[str, Any] = {name: value}
-        if not complaint(lambda options=options: place_ranks(num_gpus=0, **options)):
+        if not complaint(lambda options=options: place(**options)):
             assert value is None or 0 < value <= 1e7
 
     def check(name: str) -> str:
@@ -150,9 +155,24 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
             assert bool(found) is not isinstance(value, bool)
 
 
+# Keywords are written out, for help and completion; here they are held to the dataclass
+# that all else is made from.
+
+
+def test_a_lab_takes_every_option_by_its_name() -> None:
+    options = {each.name: each.default for each in fields(StartOptions)}
+    parameters = [*inspect.signature(Lab).parameters.values()][:-1]
+    assert {each.name: each.default for each in parameters} == options
+    assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    actions = {action.dest: action for action in LabMagics.dist_start.parser._actions}
+    assert set(actions) == set(options) - {"group_timeout_s"}
+    for name, action in actions.items():
+        assert action.default == options[name]
+        assert f"\n{name} : " in str(inspect.getdoc(Lab))
+    assert actions["num_ranks"].option_strings == ["-n", "--num-ranks"]
+
+
 def test_train_takes_every_option_by_its_name() -> None:
-    """The keywords are written out, for help and completion; here they are held to
-    the dataclass that all else is made from."""
     options = {
         each.name: None if each.default is MISSING else each.default
         for each in fields(RunOptions)

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "labkit"
 
 GROUND_FLOOR = {
-    *("call_by_name", "checks", "data", "models", "rank_spec", "records"),
+    *("call_by_name", "checks", "data", "models", "options", "rank_spec", "records"),
     *("serialization", "step_folders", "theory", "timeouts", "train_options"),
 }
 # What each part may import of labkit, besides itself. A part that is not named here

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from labkit import Lab
+from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import count_gpus
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.records import Placement
@@ -15,6 +16,12 @@ from labkit.records import Placement
 @pytest.fixture(autouse=True)
 def no_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def place(
+    num_ranks: Any = None, *, num_gpus: int | None = None, **options: Any
+) -> list[Placement]:
+    return place_ranks(StartOptions(num_ranks, **options), num_gpus=num_gpus)
 
 
 def devices(placements: list[Placement]) -> list[str]:
@@ -32,11 +39,11 @@ def test_two_cpu_ranks_with_gloo_is_the_default_without_a_gpu() -> None:
         group_timeout_s=1800.0,
     )
     second = replace(first, rank=1, local_rank=1)
-    assert place_ranks(num_gpus=0) == [first, second]
+    assert place(num_gpus=0) == [first, second]
 
 
 def test_one_rank_per_gpu_with_nccl_is_the_default_with_gpus() -> None:
-    placements = place_ranks(num_gpus=4)
+    placements = place(num_gpus=4)
     assert devices(placements) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert {placement.backend for placement in placements} == {"nccl"}
     assert {placement.num_threads for placement in placements} == {None}
@@ -44,30 +51,30 @@ def test_one_rank_per_gpu_with_nccl_is_the_default_with_gpus() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_ranks_are_numbered_in_order(num_ranks: int) -> None:
-    placements = place_ranks(num_ranks, num_gpus=0)
+    placements = place(num_ranks, num_gpus=0)
     assert [placement.rank for placement in placements] == list(range(num_ranks))
     assert [placement.local_rank for placement in placements] == list(range(num_ranks))
     assert {placement.world_size for placement in placements} == {num_ranks}
 
 
 def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
-    assert devices(place_ranks(2, num_gpus=4)) == ["cuda:0", "cuda:1"]
+    assert devices(place(2, num_gpus=4)) == ["cuda:0", "cuda:1"]
 
 
 def test_ranks_share_a_gpu_with_gloo() -> None:
-    placements = place_ranks(5, backend="gloo", num_gpus=2)
+    placements = place(5, backend="gloo", num_gpus=2)
     assert devices(placements) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
     assert {placement.backend for placement in placements} == {"gloo"}
 
 
 def test_the_cpu_can_be_chosen_although_there_are_gpus() -> None:
-    placements = place_ranks(device="cpu", num_gpus=4)
+    placements = place(device="cpu", num_gpus=4)
     assert devices(placements) == ["cpu", "cpu"]
     assert {placement.backend for placement in placements} == {"gloo"}
 
 
 def test_the_timeout_of_the_group_reaches_every_rank() -> None:
-    placements = place_ranks(3, group_timeout_s=7.5, num_gpus=0)
+    placements = place(3, group_timeout_s=7.5, num_gpus=0)
     assert [placement.group_timeout_s for placement in placements] == [7.5] * 3
 
 
@@ -76,12 +83,12 @@ def test_the_timeout_of_the_group_reaches_every_rank() -> None:
 
 def test_omp_num_threads_is_the_users_own_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert {each.num_threads for each in place_ranks(num_gpus=0)} == {3}
+    assert {each.num_threads for each in place(num_gpus=0)} == {3}
 
 
 def test_threads_come_before_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert {each.num_threads for each in place_ranks(threads=2, num_gpus=0)} == {2}
+    assert {each.num_threads for each in place(threads=2, num_gpus=0)} == {2}
 
 
 # OpenMP allows one number for each level of nesting; shells may export nothing.
@@ -90,7 +97,7 @@ def test_every_lawful_omp_num_threads_is_read(
     value: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert {each.num_threads for each in place_ranks(num_gpus=0)} == {threads}
+    assert {each.num_threads for each in place(num_gpus=0)} == {threads}
 
 
 # ---- what cannot be ----
@@ -99,7 +106,7 @@ def test_every_lawful_omp_num_threads_is_read(
 @pytest.mark.parametrize("num_ranks", [0, -1, True, 2.0, "2"])
 def test_a_number_of_ranks_that_is_none_is_refused(num_ranks: Any) -> None:
     with pytest.raises(ValueError, match=f"{num_ranks!r} ranks; choose 1 or more"):
-        place_ranks(num_ranks, num_gpus=0)
+        place(num_ranks, num_gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_what_cannot_be_placed_without_a_gpu_is_explained(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        place_ranks(num_gpus=0, **options)
+        place(num_gpus=0, **options)
 
 
 @pytest.mark.parametrize(("num_gpus", "found"), [(1, "1 GPU is"), (2, "2 GPUs are")])
@@ -130,15 +137,15 @@ def test_more_ranks_than_gpus_names_every_way_out(
     num_gpus: int, found: str, backend: str
 ) -> None:
     with pytest.raises(ValueError, match=f"4 ranks, but {found} visible") as error:
-        place_ranks(4, backend=backend, num_gpus=num_gpus)
+        place(4, backend=backend, num_gpus=num_gpus)
     for way_out in (f"-n {num_gpus}", "--backend gloo", "--device cpu"):
         assert way_out in str(error.value)
 
 
 def test_every_way_out_of_too_few_gpus_leads_somewhere() -> None:
-    assert len(place_ranks(1, num_gpus=1)) == 1
-    assert len(place_ranks(4, backend="gloo", num_gpus=1)) == 4
-    assert len(place_ranks(4, backend="gloo", device="cpu", num_gpus=1)) == 4
+    assert len(place(1, num_gpus=1)) == 1
+    assert len(place(4, backend="gloo", num_gpus=1)) == 4
+    assert len(place(4, backend="gloo", device="cpu", num_gpus=1)) == 4
 
 
 @pytest.mark.parametrize(

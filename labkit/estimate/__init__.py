@@ -32,10 +32,10 @@ from labkit.estimate.plans import Plan
 from labkit.estimate.trace import Loss
 from labkit.estimate.trace import Optimizer
 from labkit.estimate.trace import UntraceableError
+from labkit.options import documented
 from labkit.records import COMPONENTS
 from labkit.strategies import find_strategy
 from labkit.train_options import TrainOptions
-from labkit.train_options import documented
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,7 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,6 +18,8 @@ from labkit.checks import check_count
 from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import short_repr
+from labkit.options import check_values
+from labkit.options import option
 from labkit.records import Placement
 from labkit.records import format_bytes
 
@@ -25,6 +30,70 @@ MAX_THREADS = 1024
 MAX_TIMEOUT_S = 1e7
 RANK_BYTES = 200 * 2**20
 """What an idle rank on the CPU has to itself: torch, and an IPython kernel."""
+
+
+def check_num_ranks(what: str, num_ranks: Any) -> None:
+    """ValueError unless it is a number of ranks that this machine's memory holds."""
+    if not is_int(num_ranks) or num_ranks < 1:
+        raise ValueError(f"{short_repr(num_ranks)} ranks; choose 1 or more, as -n 2")
+    memory = psutil.virtual_memory().total
+    most = max(memory // RANK_BYTES, 1)
+    if num_ranks > most:
+        raise ValueError(
+            f"{short_repr(num_ranks)} ranks, and the {format_bytes(memory)} of this "
+            f"machine hold {most} at most, of {format_bytes(RANK_BYTES)} each when "
+            "they are idle; choose fewer, as -n 2"
+        )
+
+
+def check_group_timeout(what: str, value: Any) -> None:
+    """ValueError unless a process group can have this timeout."""
+    if not (is_number(value) and 0 < value <= MAX_TIMEOUT_S):
+        raise ValueError(
+            f"{what} is {short_repr(value)}; it must be a positive number of seconds, "
+            f"{MAX_TIMEOUT_S:,.0f} at most"
+        )
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What `%dist_start` says about the ranks, and `Lab` takes."""
+
+    num_ranks: int | None = option(
+        None,
+        "how many ranks; by default one per visible GPU, or 2 on the CPU",
+        check_num_ranks,
+        metavar="N",
+        short="-n",
+    )
+    backend: str = option(
+        "auto",
+        "what ranks communicate with: nccl needs a GPU for each rank; with gloo ranks "
+        "may share one",
+        partial(check_choice, choices=BACKENDS),
+        choices=BACKENDS,
+    )
+    device: str = option(
+        "auto",
+        "where ranks compute: by default on GPUs where there are any; cpu leaves them "
+        "alone",
+        partial(check_choice, choices=DEVICES),
+        choices=DEVICES,
+    )
+    threads: int | None = option(
+        None,
+        "torch threads of a rank on the CPU",
+        partial(check_count, meaning="those of one rank", most=MAX_THREADS),
+        metavar="T",
+        default_text="OMP_NUM_THREADS, or 1",
+    )
+    group_timeout_s: float = option(
+        timeouts.GROUP_S,
+        "how many seconds a collective waits: the timeout of the process group",
+        check_group_timeout,
+        metavar="SECONDS",
+        default_text=f"{timeouts.GROUP_S:g}",
+    )
 
 
 def count_gpus() -> int:
@@ -47,30 +116,16 @@ def count_gpus() -> int:
 
 
 def place_ranks(
-    num_ranks: int | None = None,
-    *,
-    backend: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    group_timeout_s: float = timeouts.GROUP_S,
-    num_gpus: int | None = None,
+    options: StartOptions, *, num_gpus: int | None = None
 ) -> list[Placement]:
     """One placement a rank: a GPU each with NCCL, or the CPU with gloo.
 
-    `num_ranks` is one per GPU by default, 2 without one. With the backend gloo
-    several ranks may share a GPU. Raises ValueError for what cannot be.
+    With the backend gloo several ranks may share a GPU. Raises ValueError for what
+    cannot be.
     """
-    if num_ranks is not None:
-        check_num_ranks(num_ranks)
-    check_choice("backend", backend, BACKENDS)
-    check_choice("device", device, DEVICES)
-    if threads is not None:
-        check_count("threads", threads, "those of one rank", most=MAX_THREADS)
-    if not (is_number(group_timeout_s) and 0 < group_timeout_s <= MAX_TIMEOUT_S):
-        raise ValueError(
-            f"group_timeout_s is {short_repr(group_timeout_s)}; it must be a positive "
-            f"number of seconds, {MAX_TIMEOUT_S:,.0f} at most"
-        )
+    check_values(options)
+    num_ranks, threads = options.num_ranks, options.threads
+    backend, device = options.backend, options.device
     if num_gpus is None:
         num_gpus = 0 if device == "cpu" else count_gpus()
     if device == "auto":
@@ -108,22 +163,7 @@ def place_ranks(
             device=f"cuda:{rank % num_gpus}" if device == "cuda" else "cpu",
             backend=backend,
             num_threads=threads,
-            group_timeout_s=group_timeout_s,
+            group_timeout_s=options.group_timeout_s,
         )
         for rank in range(num_ranks)
     ]
-
-
-def check_num_ranks(num_ranks: int) -> None:
-    """ValueError unless it is a number of ranks that this machine's memory holds."""
-    if not is_int(num_ranks) or num_ranks < 1:
-        raise ValueError(f"{short_repr(num_ranks)} ranks; choose 1 or more, as -n 2")
-    memory = psutil.virtual_memory().total
-    most = max(memory // RANK_BYTES, 1)
-    if num_ranks > most:
-        raise ValueError(
-            f"{short_repr(num_ranks)} ranks, and the {format_bytes(memory)} of this "
-            "machine "
-            f"hold {most} at most, of {format_bytes(RANK_BYTES)} each when they are "
-            "idle; choose fewer, as -n 2"
-        )

@@ -14,14 +14,14 @@ from labkit.checks import check_run_name
 from labkit.checks import check_seed
 from labkit.checks import check_timeout
 from labkit.notebook.live import VIEWS
+from labkit.options import check_values
+from labkit.options import flag_of
+from labkit.options import option
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_of
 from labkit.strategies import Strategy
 from labkit.train_options import TrainOptions
-from labkit.train_options import check_values
-from labkit.train_options import flag_of
-from labkit.train_options import option
 
 
 def check_view(what: str, value: Any) -> None:
