@@ -359,7 +359,7 @@ class LabMagics(Magics):
         return current_lab().stack(full=args.full)
 
     @magic_arguments()
-    @argument("names", nargs="*", metavar="NAME", help="runs to lay over each other")
+    @argument("names", nargs="*", metavar="NAME", help="runs to compare")
     @argument("--strategy", metavar="STRATEGY", help="list those under this strategy")
     @argument("--state", metavar="STATE", help="list those in this state, as finished")
     @argument("--last", type=int, metavar="N", help="list the newest N")
@@ -378,7 +378,7 @@ class LabMagics(Magics):
         filters = {key: value for key, value in filters.items() if value is not None}
         if bool(args.names) + bool(args.delete) + bool(filters) > 1:
             raise UsageError(
-                "%dist_runs lists runs, lays those that are named over each other, or "
+                "%dist_runs lists runs, compares those that are named, or "
                 "deletes some: give names, or --delete, or what to list"
             )
         own = own_runs()

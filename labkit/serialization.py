@@ -44,7 +44,7 @@ def dumps(value: Any) -> bytes:
         PortablePickler(buffer, protocol=_PROTOCOL).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ may raise
         raise ValueError(
-            f"this cannot go to another process: {error}; make it there instead"
+            f"this cannot be sent to another process: {error}; make it there instead"
         ) from error
     return buffer.getvalue()
 
@@ -55,5 +55,5 @@ def loads(payload: bytes | bytearray) -> Any:
         return cloudpickle.loads(payload)
     except (Exception, SystemExit) as error:  # whatever a value runs when it is made
         raise ValueError(
-            f"this cannot be made in another process: {type(error).__name__}: {error}"
+            f"this cannot be loaded in another process: {type(error).__name__}: {error}"
         ) from error

@@ -213,7 +213,11 @@ GPT_64 = functools.partial(GPT, 64, context=8, dim=16, num_heads=2, num_layers=1
 @pytest.mark.parametrize(
     ("model", "options", "sentence"),
     [
-        (GPT_64(), {}, "give --batch-size B and --sequence T, for the model begins"),
+        (
+            GPT_64(),
+            {},
+            "give --batch-size B and --sequence T, because the model begins",
+        ),
         (GPT_64(), {"batch_size": 4}, "give --batch-size B and --sequence T"),
         (mlp(), {}, "give --batch-size B, the samples of all ranks"),
         (ResNet(), {"batch_size": 4}, "begins with Conv2d, and its input cannot be"),

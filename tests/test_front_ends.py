@@ -274,7 +274,7 @@ def test_ctrl_c_while_a_lab_starts_leaves_nothing(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     try:
         terminal.run("%load_ext labkit")
-        for moment in ("starting 2 engines", "forming the process"):
+        for moment in ("starting 2 engines", "creating the process"):
             terminal.begin("%dist_start -n 2")
             terminal.wait_for(moment)
             terminal.interrupt()

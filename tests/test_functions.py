@@ -208,7 +208,7 @@ def test_a_function_that_cannot_travel_is_explained(make: Callable[[], Any]) -> 
         return thing
 
     with pytest.raises(
-        ValueError, match=r"cannot go to another process.*make it there"
+        ValueError, match=r"cannot be sent to another process.*make it there"
     ):
         pack_function(train)
 

@@ -179,7 +179,7 @@ def test_a_note_says_that_work_goes_on_and_none_comes_while_it_does(
         patch.setattr("sys.stderr", listener)
         patch.setattr("sys.stdout", listener)
         lab.run(code, hang_after=1.5)
-    told = r"\A.*noted:\n.*" + NOTE + r".*The ranks went on, after \d+ s\.\n\Z"
+    told = r"\A.*noted:\n.*" + NOTE + r".*The ranks continue, after \d+ s\.\n\Z"
     assert re.search(told, listener.text, re.DOTALL), listener.text
     assert NOTE not in listener.text.split("noted:")[0]
 
@@ -204,7 +204,7 @@ def test_a_rank_that_cannot_say_where_it_is_is_still_watched(
     )
     text = until_noted(lambda: lab.run(code, hang_after=0.5))
     assert "rank 0: not in a collective, at line 5: try: time.sleep(60)" in text
-    assert "rank 1: does not say where it is: rank 1 cannot answer 'stack': " in text
+    assert "rank 1: did not report where it is: rank 1 cannot answer 'stack': " in text
     assert_next_cell_works(lab)
 
 
@@ -372,7 +372,7 @@ def test_dist_stack_and_the_note_of_a_run_in_the_background(
 
     go.touch()
     # A client drops what comes for another cell than the one that it waits for.
-    wait_until(lambda: noted() and "went on" in notes[-1], 10, "the end of the note")
+    wait_until(lambda: noted() and "continue" in notes[-1], 10, "the end of the note")
     ended = kernel.run("import labkit\nlabkit.current_lab().runs[-1].wait()")
     assert ended.status == "ok", ended
     idle = kernel.run("%dist_stack").result["text/plain"]

@@ -250,7 +250,7 @@ def test_what_cannot_go_to_a_pool_is_one_error(lab: Lab, capsys: Captured) -> No
                 """
             )
         )
-    assert "PicklingError: compute: this cannot go to another process" in str(
+    assert "PicklingError: compute: this cannot be sent to another process" in str(
         caught.value
     )
     assert "rank 1: the same" in str(caught.value)

@@ -83,7 +83,7 @@ def test_samples_and_tokens_of_all_ranks_are_counted() -> None:
         (([1.0, 1.0], [1.0, NAN]), ["rank 1: loss is NaN from step 2 on"]),
         (
             ([1.0, 1.0, NAN], [1.0, NAN, NAN]),
-            ["rank 1: loss is NaN from step 2 on, later on 1 more rank"],
+            ["rank 1: loss is NaN from step 2 on, later 1 more rank"],
         ),
         (([1.0, INF], [1.0, -INF]), ["ranks 0-1: loss is infinite from step 2 on"]),
         (([NAN, 1.0], [1.0, 1.0]), ["rank 0: loss was NaN at step 1"]),
@@ -151,9 +151,7 @@ def test_samples_that_are_no_tokens_have_none(lab: Lab) -> None:
 def test_the_rank_where_nan_began_is_named(lab: Lab) -> None:
     run = train(lab, TRAINING.format(batch_size=4, nan_from=7))
     # The gradients are averaged: from the next step on every rank has it.
-    assert (
-        "rank 1: loss is NaN from step 7 on, later on 1 more rank" in run.status_line()
-    )
+    assert "rank 1: loss is NaN from step 7 on, later 1 more rank" in run.status_line()
 
 
 @pytest.mark.parametrize("name", ["samples", "tokens"])

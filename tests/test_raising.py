@@ -458,7 +458,7 @@ def test_out_of_memory_tells_what_was_held_and_what_would_fit(lab: Lab) -> None:
     )
     error = fails(lab, "can't allocate memory", "ddp", code)
     told = str(error)
-    for name in ("parameters", "gradients", "optimizer state", "this process in all"):
+    for name in ("parameters", "gradients", "optimizer state", "this process in total"):
         assert re.search(rf"^  {name} +[\d,.]+ MiB$", told, re.MULTILINE), told
     assert "Forecast for batches of 32: On 2 ranks of" in told
     assert error.outcomes[0].memory == ""

@@ -320,7 +320,7 @@ learning_rate = optimizer.param_groups[0]["lr"]
     # The body of the loop had not ended when the fourth step was taken.
     forget_after(tmp_path / "kept", 5)
     resumed = train("ddp", code.format(num_steps=2), resume=True)
-    said = "the loop of step 5 took its data from elsewhere than the loader"
+    said = "the loop of step 5 did not take its data from the loader"
     assert capsys.readouterr().err.count(said) == 1
     assert lab.pull("weight") == expected
     assert lab.pull("learning_rate") == pytest.approx(0.001)
@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_refused_before_the_loop(
         (loop().replace("16", "32"), {}, r"0\.weight .*\(16, 8\).*\(32, 8\)"),
         (loop().replace("data, 12", "data, 23"), {}, "batch_size=12 .*batch_size=23"),
         (loop().replace("AdamW", "SGD"), {}, "AdamW.*SGD"),
-        (loop(), {"seed": 7}, "--seed 0, .* go on with --seed 0"),
+        (loop(), {"seed": 7}, "--seed 0, .* resume with --seed 0"),
         (loop().replace("LambdaLR", "MultiplicativeLR"), {}, "LambdaLR .*Multiplica"),
     ]
     for code, options, found in other:

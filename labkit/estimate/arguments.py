@@ -174,7 +174,7 @@ def guessed_input(
     if isinstance(first, nn.Embedding):
         if sequence is None or batch_size is None:
             return None, (
-                "give --batch-size B and --sequence T, for the model begins "
+                "give --batch-size B and --sequence T, because the model begins "
                 "with an Embedding and so takes token ids (batch, T), or --input NAME, "
                 "a variable with a batch"
             )
@@ -183,7 +183,7 @@ def guessed_input(
     layer = first_layer(model)
     if not isinstance(layer, nn.Linear):
         return None, (
-            "give --input NAME, a variable with a batch, for the model begins "
+            "give --input NAME, a variable with a batch, because the model begins "
             f"with {type(layer or first).__name__}, and its input cannot be guessed"
         )
     if batch_size is None:
@@ -193,8 +193,8 @@ def guessed_input(
         )
     size = layer.in_features
     return torch.empty(1, size, device="meta"), (
-        f"Input of shape ({batch_size}, {size}) is assumed, for the model begins with "
-        "Linear; give other input by --input NAME."
+        f"Input of shape ({batch_size}, {size}) is assumed, because the model begins "
+        "with Linear; give other input by --input NAME."
     )
 
 

@@ -27,11 +27,11 @@ _LIKELY_CAUSES = {
     "SIGBUS": "a crash in native code, or /dev/shm is full",
     "SIGFPE": "a crash in native code",
     "SIGILL": "an instruction that this CPU does not have",
-    "SIGABRT": "native code gave up",
-    "SIGTERM": "asked to end from outside",
+    "SIGABRT": "native code aborted",
+    "SIGTERM": "terminated from outside",
     "SIGINT": "interrupted from outside",
     "SIGHUP": "its terminal or session was closed",
-    "SIGXCPU": "its limit of CPU time",
+    "SIGXCPU": "its CPU time limit",
 }
 
 
@@ -102,7 +102,9 @@ class EngineProcess:
         # The code is given once: ipyparallel's thread takes it, and keeps it there.
         waiter_of(self.launcher).join(timeouts.REAP_S)
         if self.is_alive:
-            return Death(self.pid, "out of the controller's sight", time.time(), None)
+            return Death(
+                self.pid, "no longer known to the controller", time.time(), None
+            )
         with self._lock:
             if self._death is None:
                 line = crash_line(self.log())
@@ -128,13 +130,13 @@ class EngineProcess:
         """Who sends SIGKILL: the kernel counts what it kills when out of memory."""
         had = f"it had {format_bytes(self._memory_bytes)}"
         if not self._num_oom_kills:
-            return f"by hand, or by the system when memory ran out; {had}"
+            return f"by hand, or by the system when out of memory; {had}"
         self._count_oom_kills(self._num_oom_kills)
         if time.monotonic() - self._oom_kill_at > timeouts.OOM_KILL_S:
             return f"by a program or by hand, not by the out-of-memory killer; {had}"
         if self._limit_bytes is not None:
             had += f", and its control group may have {format_bytes(self._limit_bytes)}"
-        return f"by the kernel, because memory ran out; {had}"
+        return f"by the kernel, out of memory; {had}"
 
     def _count_oom_kills(self, paths: Iterable[str]) -> None:
         """Note when a count rose; a process may move from one group to another."""

@@ -24,7 +24,7 @@ NUM_RELEASES = 30
 
 _CALLS = "labkit.rank.engine.rpc"
 
-DEAF = (
+NO_CONTROL_CHANNEL = (
     "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "
     "asked nor stopped in a collective; %dist_restart restarts the rank"
 )
@@ -65,7 +65,7 @@ class RankGroup:
             len(self.placements), environment=environment, on_progress=on_progress
         )
         try:
-            on_progress("forming the process group")
+            on_progress("creating the process group")
             self._install(self.everyone)
             self._form()
             self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
@@ -88,12 +88,12 @@ class RankGroup:
     def state(self, rank: int) -> tuple[str, str]:
         """What is known of a rank that does not answer: in a word, and why."""
         if reason := self.cluster.unreachable_reason():
-            return "out of reach", reason
+            return "unreachable", reason
         if not self.cluster.is_alive(rank):
             death = self.cluster.death(rank)
             return "dead", f"dead since {death.clock}: {death}"
         if self.cluster.has_no_control_channel(rank):
-            return "deaf", DEAF
+            return "no control channel", NO_CONTROL_CHANNEL
         return "does not answer", ""
 
     @contextlib.contextmanager
@@ -113,7 +113,7 @@ class RankGroup:
                 )
             for rank in self.everyone:
                 if self.cluster.has_no_control_channel(rank):
-                    print(f"labkit: rank {rank}: {DEAF}", file=sys.stderr)
+                    print(f"labkit: rank {rank}: {NO_CONTROL_CHANNEL}", file=sys.stderr)
             if not self._is_whole:
                 self._form()
             yield self.cluster

@@ -87,7 +87,7 @@ class HangDetector:
         if self._is_noted:
             self._is_noted = False
             quiet_s = now - self._last_sign
-            self._show(f"The ranks went on, after {quiet_s:.0f} s.")
+            self._show(f"The ranks continue, after {quiet_s:.0f} s.")
         self._last_sign = now
         self._request = None
 
@@ -110,7 +110,7 @@ class HangDetector:
                     "no rank has printed anything.",
                     *lines,
                     f"{stop} ends this on every rank, with variables kept; --timeout "
-                    f"SECONDS does so by itself.{look}",
+                    f"SECONDS does so automatically.{look}",
                 ]
             )
         )

@@ -160,7 +160,7 @@ class StackRequest:
                 if frames := read_dump(dump):
                     positions.append(Position(rank, frames=frames))
             elif (error := answer.exception()) is not None:
-                absent[rank] = f"does not say where it is: {error}"
+                absent[rank] = f"did not report where it is: {error}"
             else:
                 positions.append(Position.from_message(answer.result()))
         return Stacks(positions, absent, is_full=self._is_full)

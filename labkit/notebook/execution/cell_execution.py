@@ -186,7 +186,7 @@ class CellExecution:
         try:
             steps = [reply.result(timeout=timeouts.ANSWER_S) for reply in replies]
         except (TimeoutError, CancelledError) as error:
-            raise UserError("a rank does not say at which step it is") from error
+            raise UserError("a rank did not report its step") from error
         for rank in ranks:
             self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 
@@ -332,7 +332,7 @@ def says_nothing(rank: int) -> Outcome:
     return Outcome(
         rank=rank,
         status="error",
-        ename="the rank does not say how the cell ended",
+        ename="the rank did not report how the cell ended",
         evalue="something in it has disabled labkit's hooks; "
         "%dist_restart --all restarts every rank",
         group_in_place=False,

@@ -146,7 +146,7 @@ class Elastic:
             if outcome.ename == "NameError" and outcome.rank in self._restarted
         }
         why = (
-            f"; {format_ranks(lacking)} died and was started again, with nothing but "
+            f"; {format_ranks(lacking)} died and was restarted with nothing but "
             "this cell: --elastic needs a cell that makes or imports all that it uses"
         )
         return self._add(execution, lacking, why) if lacking else outcomes

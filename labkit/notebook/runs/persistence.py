@@ -108,7 +108,7 @@ def save(run: Run) -> None:
         warn_once(
             run.folder,
             f"the newest state of {run.name} cannot be written to {run.folder}: "
-            f"{error}. The run goes on; what is on disk is older",
+            f"{error}. The run continues; what is on disk is older",
         )
 
 
@@ -127,7 +127,7 @@ def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
         warn_once(
             run.folder,
             f"the newest state of {run.name} cannot be written to {run.folder}: "
-            f"{error}. The run goes on; what is on disk is older",
+            f"{error}. The run continues; what is on disk is older",
         )
     save(run)
 

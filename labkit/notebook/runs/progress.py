@@ -124,7 +124,7 @@ def troubles(collector: Collector) -> list[str]:
             f"is {word} from step {step} on" if lasts else f"was {word} at step {step}"
         )
         later = sum(key != first for key in ranks.values())
-        then = f", later on {later} more rank{'s' * (later > 1)}" if later else ""
+        then = f", later {later} more rank{'s' * (later > 1)}" if later else ""
         found.append(f"{where}: {metric} {when}{then}")
     return found
 

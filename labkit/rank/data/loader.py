@@ -219,7 +219,7 @@ class RankLoader:
         if self.batches.first_fingerprint != self.resume_at.fingerprint:
             raise UnsupportedLoopError(
                 f"--resume: epoch {self.num_epochs} does not begin with the samples "
-                "that it had before the checkpoint, so the run cannot go on from "
+                "that it had before the checkpoint, so the run cannot resume from "
                 "there; seed the sampler or the stream the same way in every run, or "
                 "leave out --resume and call load_checkpoint"
             )

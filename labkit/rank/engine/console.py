@@ -63,7 +63,8 @@ class Console:
             os.chdir(directory)
         except OSError as error:
             self._print(
-                f"labkit: the rank stays in its folder: {error}", file=sys.stderr
+                f"labkit: the rank keeps its working directory: {error}",
+                file=sys.stderr,
             )
 
     def restore(self) -> None:

@@ -25,8 +25,8 @@ IN_PARTS = (
 )
 PARTIAL_SUMS = (
     "if this is parameter.grad: with --accumulate it is None between the microbatches "
-    "of a step, for it is not whole yet. Skip parameters whose grad is None, or clip "
-    "with --clip NORM"
+    "of a step, because it is not complete yet. Skip parameters whose grad is None, or "
+    "clip with --clip NORM"
 )
 OTHER_PRECISION = (
     "ZeRO keeps the parameters in the dtype of --precision, and only model(x) casts x "

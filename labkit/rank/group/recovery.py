@@ -23,7 +23,7 @@ from labkit.compat.deepspeed import forget_world_group
 
 Group = dist.ProcessGroup
 
-LOST = "(of a process group that is no more)"
+LOST = "(of a process group that no longer exists)"
 """The name of a mesh's group that has no successor: torch would find another's."""
 
 

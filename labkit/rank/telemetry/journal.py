@@ -76,7 +76,7 @@ class Journal:
         if len(self.names) > MAX_NAMES:
             raise ValueError(
                 f"log({name[:40]}=...): a run has at most {MAX_NAMES:,} metrics, and "
-                "this one has them all; log what varies as a value, not in the name"
+                "this one has as many; log what varies as a value, not in the name"
             )
         if self._num_on_disk is None:
             try:
@@ -167,7 +167,7 @@ def check_name(name: str) -> None:
         is_name = False
     if not is_name:
         raise ValueError(
-            f"log({short_repr(name)}=...): a metric's name is a text of 1 to "
+            f"log({short_repr(name)}=...): a metric's name is a string of 1 to "
             f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
 

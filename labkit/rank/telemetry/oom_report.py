@@ -127,7 +127,7 @@ def rows_of_device(device: torch.device, states: float) -> Sequence[Row]:
     if device.type != "cuda":
         free = psutil.virtual_memory().available
         return [
-            ("this process in all", memory_reader(device)()),
+            ("this process in total", memory_reader(device)()),
             (f"free in the machine, of {format_bytes(total)}", free),
         ]
     allocated = torch.cuda.memory_allocated(device)
@@ -135,7 +135,7 @@ def rows_of_device(device: torch.device, states: float) -> Sequence[Row]:
     free, _ = torch.cuda.mem_get_info(device)
     return [
         ("activations and other tensors", allocated - states),
-        ("kept by PyTorch for tensors to come", reserved - allocated),
+        ("cached by PyTorch's allocator", reserved - allocated),
         ("in use otherwise (context, NCCL, other processes)", total - reserved - free),
         (f"free on the device, of {format_bytes(total)}", free),
     ]

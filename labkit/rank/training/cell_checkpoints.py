@@ -66,7 +66,7 @@ class Checkpoints:
         tensors, sections = self._collect(model, optimizer)
         if not tensors and not values:
             raise ValueError(
-                "there is nothing to save; call prepare before, or give model=model, "
+                "there is nothing to save; call prepare first, or give model=model, "
                 "optimizer=optimizer, or values by name"
             )
         contents = {"sections": sections, "user": values}
@@ -150,7 +150,7 @@ class Checkpoints:
         if len(parts) > len(sections) or (model is None and len(parts) < len(sections)):
             raise ValueError(
                 f"{found.folder} has {len(sections)} models with their optimizers, and "
-                f"{len(parts)} were prepared in this cell; prepare as many before, or "
+                f"{len(parts)} were prepared in this cell; prepare as many first, or "
                 "give model=model, optimizer=optimizer"
             )
         with_optimizer = model is None or optimizer is not None

@@ -143,8 +143,8 @@ class RunCheckpointer(Observer):
         if self._saved["active"] is None and place == len(saved) - 1:
             self._go_on()
             self._say(
-                f"the loop of step {self.first_step} took its data from elsewhere than "
-                "the loader that prepare gave, so that data starts from its beginning"
+                f"the loop of step {self.first_step} did not take its data from the "
+                "loader that prepare returned, so that data starts from its beginning"
             )
 
     def begin_epoch(self) -> None:
@@ -165,8 +165,8 @@ class RunCheckpointer(Observer):
         if self.is_replaying:
             raise RuntimeError(
                 "--resume cannot tell which steps of this cell were taken before the "
-                "checkpoint, for its loop takes some without the loader that prepare "
-                "gave; leave out --resume and call load_checkpoint in the cell"
+                "checkpoint, because its loop takes some without the loader that "
+                "prepare gave; leave out --resume and call load_checkpoint in the cell"
             )
         if step // self._plan.every > self._last_step // self._plan.every:
             self.save(step)
@@ -217,10 +217,10 @@ class RunCheckpointer(Observer):
                 f"there was nothing to do: the cell ends where the checkpoint of step "
                 f"{self.first_step} was taken, or before"
                 if self._checkpoint
-                else "nothing was resumed, for the cell did not call prepare"
+                else "nothing was resumed, because the cell did not call prepare"
             )
         elif not self._optimizers:
-            self._say("no checkpoint was taken, for the cell did not call prepare")
+            self._say("no checkpoint was taken, because the cell did not call prepare")
         else:
             self.save(step)
             while self._pending and not self._pending.done():
@@ -252,8 +252,8 @@ class RunCheckpointer(Observer):
         if self._saved["seed"] != self._seed:
             raise ValueError(
                 f"{self._name} is of a run with --seed "
-                f"{self._saved['seed']}, which orders the samples otherwise than "
-                f"--seed {self._seed}; go on with --seed {self._saved['seed']}"
+                f"{self._saved['seed']}, which orders the samples differently than "
+                f"--seed {self._seed}; resume with --seed {self._saved['seed']}"
             )
         self.first_step = self._last_step = self._saved["step"]
         self._waiting = list(self._saved["schedulers"])

@@ -78,7 +78,7 @@ class ZeRO3(ZeRO):
             print(
                 "labkit: the loop uses parameters outside the model's forward pass. "
                 "zero3 shards them, so those are gathered now and stay whole on every "
-                "rank, which takes memory",
+                "rank, which costs memory",
                 file=sys.stderr,
             )
 
