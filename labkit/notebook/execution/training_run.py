@@ -100,9 +100,13 @@ class Training:
         strategy = request.strategy.name
         options = request.options
         self.run = Run(
-            self._name, strategy, self._source, collector, options.of_the_step
+            self._name,
+            strategy,
+            self._source,
+            collector,
+            options.of_the_step,
+            log_scale=options.log_scale,
         )
-        self.run.log_scale = options.log_scale
         placements = self._group.placements
         persistence.begin(
             self.run,

@@ -256,17 +256,25 @@ def open_run(folder: Path) -> Run:
         info = run_files.read_info(folder)
         options = run_files.known(TrainOptions, info["options"])
         collector = Collector(info["ranks"], info.get("resumed_from") or 0)
-        run = Run(info["name"], info["strategy"], str(info["code"]), collector, options)
-        run.folder = folder
-        run.log_scale = bool(info.get("log_scale"))
+        run = Run(
+            info["name"],
+            info["strategy"],
+            str(info["code"]),
+            collector,
+            options,
+            folder=folder,
+            log_scale=bool(info.get("log_scale")),
+            on_refresh=refresh,
+        )
         take(run, info)
-
-    def reload() -> None:
-        with run_files.reading(folder):
-            take(run, run_files.read_info(folder))
-
-    run._reload = reload
     return run
+
+
+def refresh(run: Run) -> None:
+    """Bring a run from disk up to date, which another kernel may still run."""
+    assert run.folder is not None
+    with run_files.reading(run.folder):
+        take(run, run_files.read_info(run.folder))
 
 
 def take(run: Run, info: dict[str, Any]) -> None:
@@ -282,9 +290,6 @@ def take(run: Run, info: dict[str, Any]) -> None:
         restarts=[(each.step, each.seconds) for each in restarts],
         is_growing=state == "running",
     )
-    other = info.keys() - run_info(Run("", "", "", Collector([]))).keys()
-    run.info = {key: info[key] for key in info if key in other}
-    run._mismatches = [str(each) for each in info["mismatches"]]
     collector.notes = [str(each) for each in info.get("notes", [])]
     for rank in collector.ranks:
         collector.measurements[rank] = [
@@ -304,15 +309,17 @@ def take(run: Run, info: dict[str, Any]) -> None:
             collector.progress[rank] = run_files.known(
                 Progress, info["progress"][str(rank)]
             )
-    run.state = state
-    run.seconds = float(info["seconds"])
-    if state != "running":
-        run.has_ended.set()
-    if state == "running":
-        run._started = time.monotonic() - (time.time() - info["began"])
-    elif state == "lost":
+    seconds = float(info["seconds"])
+    if state == "lost":
         ends = [collector.records(rank)["seconds"] for rank in collector.ranks]
-        run.seconds = max([run.seconds, *(float(e[-1]) for e in ends if len(e))])
+        seconds = max([seconds, *(float(e[-1]) for e in ends if len(e))])
+    other = info.keys() - run_info(Run("", "", "", Collector([]))).keys()
+    run.catch_up(
+        state,
+        seconds=seconds,
+        info={key: info[key] for key in info if key in other},
+        mismatches=[str(each) for each in info["mismatches"]],
+    )
 
 
 def state_of(info: Mapping[str, Any]) -> str:

@@ -1,8 +1,11 @@
 """What was recorded of a training run, and the tables that follow from it."""
 
-import dataclasses
 import math
 import time
+from dataclasses import KW_ONLY
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from labkit.train_options import TrainOptions
 RUN_STATES = ("running", "finished", "failed", "interrupted", "lost")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Restart:
     """A restart of dead ranks in a run with `--elastic`."""
 
@@ -44,34 +47,29 @@ class Restart:
         return f"{format_ranks(self.ranks)} died; resumed from step {self.step}"
 
 
+@dataclass(eq=False, repr=False)
 class RunRecord:
     """The records of one training run on all its ranks."""
 
-    def __init__(
-        self,
-        name: str,
-        strategy: str,
-        code: str,
-        collector: Collector,
-        options: TrainOptions | None = None,
-    ) -> None:
-        self.name = name
-        self.strategy = strategy
-        self.code = code
-        self.options = options or TrainOptions()
-        self.state = "running"
-        self.collector = collector
-        self.log_scale = False
-        """Whether `plot` has the loss on one by default."""
-        self.seconds = 0.0
-        """How long the cell ran."""
-        self.folder: Path | None = None
-        """Where it is on disk, if it is."""
-        self.info: dict[str, Any] = {}
-        """What was run, besides the code: seed, config, devices, backend, versions;
-        when and where; and, once it has ended, its outcome by rank."""
-        self._started = time.monotonic()
-        self._mismatches: list[str] | None = None
+    name: str
+    strategy: str
+    code: str
+    collector: Collector
+    options: TrainOptions = TrainOptions()  # noqa: RUF009
+    _: KW_ONLY
+    log_scale: bool = False
+    """Whether `plot` has the loss on one by default."""
+    folder: Path | None = None
+    """Where it is on disk, if it is."""
+    state: str = field(default="running", init=False)
+    seconds: float = field(default=0.0, init=False)
+    """How long the cell ran."""
+    info: dict[str, Any] = field(default_factory=dict, init=False)
+    """What was run, besides the code: seed, config, devices, backend, versions; when
+    and where; and, once it has ended, its outcome by rank."""
+    _started: float = field(default_factory=time.monotonic, init=False)
+    _mismatches: list[str] | None = field(default=None, init=False)
+    """As they were written, of a run from disk."""
 
     def __repr__(self) -> str:
         # Nothing here may differ from one run of the notebook to the next.
@@ -182,7 +180,7 @@ class RunRecord:
             for rank, measured in self.collector.measurements.items()
             for collective in (measured[-1].collectives if measured else [])
         ]
-        names = ["rank", *(field.name for field in dataclasses.fields(Collective))]
+        names = ["rank", *(each.name for each in fields(Collective))]
         return pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
 
     @property

@@ -1,19 +1,21 @@
 """The handle of a training run: waits for it, stops it, shows it."""
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from typing import Any
 from typing import Protocol
 
 from labkit import timeouts
-from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.progress import status_line
 from labkit.notebook.runs.record import RunRecord
-from labkit.train_options import TrainOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.kernel.background import Job
@@ -30,6 +32,7 @@ class Execution(Protocol):
         """Stop every rank; the second time kill those that do not."""
 
 
+@dataclass(eq=False, repr=False)
 class Run(RunRecord):
     """One training run on all its ranks: `Lab.train` and `load_run` return it.
 
@@ -50,21 +53,13 @@ class Run(RunRecord):
         where it ran, and the outcome on each rank.
     """
 
-    def __init__(
-        self,
-        name: str,
-        strategy: str,
-        code: str,
-        collector: Collector,
-        options: TrainOptions | None = None,
-    ) -> None:
-        super().__init__(name, strategy, code, collector, options)
-        self.execution: Execution | None = None
-        """What runs it, where it is of this lab."""
-        self.has_ended = threading.Event()
-        self.job: Job | None = None
-        """What runs it in the background."""
-        self._reload: Callable[[], None] = lambda: None
+    on_refresh: "Callable[[Run], None] | None" = field(default=None, kw_only=True)
+    """Reads what another kernel has written of it since."""
+    execution: Execution | None = field(default=None, init=False)
+    """What runs it, where it is of this lab."""
+    job: "Job | None" = field(default=None, init=False)
+    """What runs it in the background."""
+    has_ended: threading.Event = field(default_factory=threading.Event, init=False)
 
     def refresh(self) -> "Run":
         """Read what was written since, where another kernel runs it.
@@ -75,8 +70,8 @@ class Run(RunRecord):
             This run.
         """
         # Ranks outlive their kernel, but not for long.
-        if self.state in ("running", "lost"):
-            self._reload()
+        if self.on_refresh is not None and self.state in ("running", "lost"):
+            self.on_refresh(self)
         return self
 
     def to_tensorboard(self, folder: str | Path) -> None:
@@ -161,6 +156,31 @@ class Run(RunRecord):
     def end(self, state: str) -> None:
         super().end(state)
         self.has_ended.set()
+
+    def catch_up(
+        self, state: str, *, seconds: float, info: dict[str, Any], mismatches: list[str]
+    ) -> None:
+        """Note how far another kernel has written that the run is.
+
+        Parameters
+        ----------
+        state : str
+            One of `RUN_STATES`.
+        seconds : float
+            How long the cell ran.
+        info : dict
+            As the attribute.
+        mismatches : list of str
+            As the property.
+        """
+        self.state = state
+        self.seconds = seconds
+        self.info = info
+        self._mismatches = mismatches
+        if state == "running":
+            self._started = time.monotonic() - (time.time() - info["began"])
+        else:
+            self.has_ended.set()
 
     def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
         """Plot loss, memory and metrics per rank, and memory by component.
