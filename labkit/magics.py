@@ -463,7 +463,7 @@ def own_runs() -> list[Run]:
 
 
 def ready_line(lab: Lab) -> str:
-    """One line that says what was seen to work."""
+    """One line that says what works."""
     return (
         f"Ready: {lab.describe()}; every rank answered, and one all-reduce was right."
     )

@@ -70,7 +70,7 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank stands: what `%dist_start` decided for one engine."""
+    """The place of a rank: what `%dist_start` decided for one engine."""
 
     rank: int
     local_rank: int
@@ -95,7 +95,7 @@ class CheckpointPlan:
     keep: int = 3
     """How many are kept, the newest."""
     resume_from: str | None = None
-    """The checkpoint that the run goes on from; None for one that starts over."""
+    """The checkpoint that the run resumes from; None for one that starts at step 0."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training loop has come, where the length is known."""
+    """The progress of a training loop, where its length is known."""
 
     epoch: int = 0
     epochs: int | None = None
@@ -129,7 +129,7 @@ class Progress:
 PROGRESS = {f.name: f"({f.name.replace('_', ' ')})" for f in fields(Progress)}
 """Field of `Progress` -> the metric that notes it."""
 NOTES = frozenset({STEP_TAKEN, CHECKPOINT, *PROGRESS.values()})
-"""Metrics that tell how far a run has come; they are no part of its history."""
+"""Metrics that report progress; they are not part of a run's history."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class ReplicaNotes:
-    """What one rank had that others are to have too, or are not to."""
+    """Samples and parameters of one rank, to be compared across ranks."""
 
     group: int
     """Ranks of the same group hold replicas of each other."""
@@ -239,8 +239,8 @@ class ReplicaNotes:
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence about the cell's loop, to be shown under the run: what may not be what
-    one process computes, or what labkit did otherwise than the cell says."""
+    """A sentence about the cell's loop, to be shown under the run: where its result may
+    differ from that of one process, or where labkit did not do what the cell says."""
 
     text: str
 
@@ -338,7 +338,7 @@ class Outcome:
     disk_error: str = ""
     """Why they were."""
     group_in_place: bool = True
-    """Whether the process group that labkit formed is still the default one."""
+    """Whether labkit's own process group is still the default one."""
     freed_bytes: int = 0
     """Of its tensors, which went with the traceback and the cell's garbage."""
     memory: str = ""
@@ -348,19 +348,19 @@ class Outcome:
     def summary(self, because: str = "") -> str:
         """One line for a rank that is named but not shown in full."""
         lines = self.evalue.strip().splitlines()
-        return self._told(shorten(lines[0], 160) if lines else "", because)
+        return self._line(shorten(lines[0], 160) if lines else "", because)
 
     def in_full(self) -> str:
         """As `summary`, with the whole message of an error, which may be many lines."""
-        return self._told(self.evalue.strip())
+        return self._line(self.evalue.strip())
 
     def freed(self) -> str:
-        """What was freed, in words; "" for what is not worth a word."""
+        """A phrase that says how much was freed; "" below 1 MiB."""
         if self.freed_bytes < 2**20:
             return ""
         return f"{format_bytes(self.freed_bytes)} of its tensors were freed"
 
-    def _told(self, message: str, because: str = "") -> str:
+    def _line(self, message: str, because: str = "") -> str:
         between = "\n" if "\n" in message else " "
         place = f"{between}at {self.where}" if self.where else ""
         freed = self.freed()
@@ -392,7 +392,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def message(name: str, value: Any) -> dict[str, Any]:
-    """A published message, told apart from a user's own by its key."""
+    """A published message, distinguished from a user's own by its key."""
     return {KEY: (name, value)}
 
 

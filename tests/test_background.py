@@ -74,7 +74,7 @@ def begin(
     return run
 
 
-def test_a_run_in_the_background_goes_on_beside_the_notebook(
+def test_a_run_in_the_background_continues_beside_the_notebook(
     lab: Lab, end: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = begin(lab, end)

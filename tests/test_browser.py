@@ -158,7 +158,7 @@ while not Path({str(file)!r}).exists():
     optimizer.zero_grad()"""
 
 
-def test_a_run_goes_on_while_the_page_is_reloaded(
+def test_a_run_continues_while_the_page_is_reloaded(
     browser: Browser, server: LabServer, tmp_path: Path
 ) -> None:
     cells = [

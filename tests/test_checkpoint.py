@@ -127,7 +127,7 @@ def assert_same(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero3", "fsdp"))
-def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(
+def test_training_resumes_from_a_checkpoint_as_if_nothing_had_been(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
     for optimizer in OPTIMIZERS:

@@ -197,7 +197,7 @@ def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
     pd.testing.assert_frame_equal(late.history(), reader.history(), check_like=True)
 
 
-def test_what_cannot_go_on_fails_with_the_cause(
+def test_what_cannot_continue_fails_with_the_cause(
     lab: Lab,
     cell: Callable[[str], str],
     options: dict[str, Any],

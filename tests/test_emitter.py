@@ -45,7 +45,7 @@ def test_close_sends_all_that_is_left() -> None:
     assert records(batches).dtype == RECORD
 
 
-def test_records_are_sent_while_the_run_goes_on() -> None:
+def test_records_are_sent_while_the_run_continues() -> None:
     batches: list[Batch] = []
     emitter = Emitter(batches.append, interval_s=0.01)
     emitter.put("loss", 0.5, 1, 0)

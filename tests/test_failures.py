@@ -395,7 +395,7 @@ def small_group() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-def test_a_rank_that_ran_out_of_memory_is_told_from_one_that_was_killed(
+def test_a_rank_that_ran_out_of_memory_is_distinguished_from_one_that_was_killed(
     lab: Lab, small_group: Path
 ) -> None:
     (small_group / "cgroup.procs").write_text(str(lab.status()["pid"][1]))
@@ -493,7 +493,9 @@ def find_children(name: str) -> list[psutil.Process]:
     return found
 
 
-def test_the_death_of_the_controller_is_told_and_all_can_start_again(lab: Lab) -> None:
+def test_the_death_of_the_controller_is_reported_and_all_can_start_again(
+    lab: Lab,
+) -> None:
     pids = set(lab.status()["pid"])
     controller = find_children("ipyparallel.controller")[-1]
     timer = threading.Timer(0.5, controller.kill)

@@ -160,7 +160,7 @@ model(x)
     assert_next_cell_works(lab)
 
 
-def test_a_note_says_that_work_goes_on_and_none_comes_while_it_does(
+def test_a_note_says_that_work_continues_and_none_comes_while_it_does(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = tmp_path / "go"
@@ -228,7 +228,7 @@ def test_a_rank_that_holds_the_gil_is_restarted(
     assert_next_cell_works(lab)
 
 
-def test_a_second_interrupt_restarts_a_rank_that_goes_on(
+def test_a_second_interrupt_restarts_a_rank_that_continues(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -270,7 +270,7 @@ def test_a_key_pressed_twice_restarts_nothing(
     assert list(lab.status()["pid"]) == pids
 
 
-def test_a_rank_that_went_on_into_a_collective_is_freed_from_it(
+def test_a_rank_that_continued_into_a_collective_is_freed_from_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -420,9 +420,7 @@ def waits(rank: int, *call: Any, started: int = 0) -> Position:
         ([waits(0, "send to rank 1"), waits(1)], []),
     ],
 )
-def test_mismatches_are_told_in_words(
-    positions: list[Position], told: list[str]
-) -> None:
+def test_mismatches_are_reported(positions: list[Position], told: list[str]) -> None:
     assert Stacks(positions, {}).mismatches == told
 
 

@@ -249,7 +249,9 @@ def test_any_magic_line_is_done_or_explained_in_one_line(
 
 
 @pytest.mark.parametrize("magic", MAGICS)
-def test_an_unknown_option_is_told_what_there_is(shell: Any, magic: str) -> None:
+def test_an_unknown_option_is_answered_with_what_there_is(
+    shell: Any, magic: str
+) -> None:
     run = shell.run_cell_magic if magic == "dist" else shell.run_line_magic
     cell = ["1"] if magic == "dist" else []
     actions = getattr(LabMagics, magic).parser._actions

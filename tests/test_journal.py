@@ -196,7 +196,7 @@ def test_records_survive_a_sigkill_right_after_them(tmp_path: Path) -> None:
     assert steps(tmp_path) == list(range(100_000))
 
 
-def test_a_full_disk_leaves_training_to_go_on(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_training_to_continue(tmp_path: Path) -> None:
     """Here a limit on a file's size; to the journal it is as a disk that is full."""
     done = in_a_process(
         "limit = int(1.5 * 34 * CHUNK_RECORDS)\n"
@@ -216,7 +216,7 @@ def test_a_full_disk_leaves_training_to_go_on(tmp_path: Path) -> None:
     assert steps(tmp_path) == list(range(CHUNK_RECORDS))
 
 
-def test_a_folder_that_is_not_there_leaves_training_to_go_on(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_leaves_training_to_continue(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "nothing", 0)
     write(journal, 3)
     assert journal.error == "No such file or directory"

@@ -118,7 +118,7 @@ def test_an_exception_in_the_spawned_function_is_the_ranks(lab: Lab) -> None:
     check_whole(lab)
 
 
-def test_spawn_that_goes_on_beside_is_refused(lab: Lab) -> None:
+def test_spawn_that_continues_beside_is_refused(lab: Lab) -> None:
     with pytest.raises(RankError, match="leave join out"):
         lab.run(TUTORIAL + "mp.spawn(train, args=(2, 3), nprocs=2, join=False)")
 

@@ -584,7 +584,7 @@ def test_a_stream_without_a_length_has_none() -> None:
         lambda: DataLoader(Numbers(9, shuffle=True), 3, num_workers=2),
     ],
 )
-def test_a_pass_goes_on_where_it_was(make: Callable[[], DataLoader[Any]]) -> None:
+def test_a_pass_resumes_where_it_was(make: Callable[[], DataLoader[Any]]) -> None:
     [whole] = all_ranks(make(), 1)
     list(whole)
     batches = iter(whole)
@@ -598,7 +598,7 @@ def test_a_pass_goes_on_where_it_was(make: Callable[[], DataLoader[Any]]) -> Non
     assert [x.tolist() for x, _ in resumed] == expected
 
 
-def test_a_pass_does_not_go_on_with_other_samples() -> None:
+def test_a_pass_does_not_resume_with_other_samples() -> None:
     [whole] = all_ranks(SAMPLED["weighted"](), 1)
     batches = iter(whole)
     next(batches)

@@ -398,7 +398,7 @@ def test_a_config_is_a_dict_of_the_notebook(kernel: Kernel) -> None:
         ("--precision fp16", "fp16 needs a GPU"),
     ],
 )
-def test_wrong_options_of_a_step_are_told(
+def test_wrong_options_of_a_step_are_reported(
     kernel: Kernel, options: str, message: str
 ) -> None:
     assert message in usage_error(kernel, LOOP.format(options=options, epochs=1))

@@ -464,7 +464,7 @@ def test_runs_are_compared_in_one_table(
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_run_that_is_not_there_is_told(lab: Lab) -> None:
+def test_a_run_that_is_not_there_is_reported(lab: Lab) -> None:
     told = r"there is no run 'nowhere' in .*; there are: .*; of this lab: .*"
     with pytest.raises(ValueError, match=told):
         lab.compare("nowhere")

@@ -89,7 +89,7 @@ def test_samples_and_tokens_of_all_ranks_are_counted() -> None:
         (([NAN, 1.0], [1.0, 1.0]), ["rank 0: loss was NaN at step 1"]),
     ],
 )
-def test_nan_is_told_with_the_rank_and_step_where_it_began(
+def test_nan_is_reported_with_the_rank_and_step_where_it_began(
     losses: tuple[list[float], ...], words: list[str]
 ) -> None:
     collector = collect(*losses)

@@ -246,7 +246,7 @@ def test_a_model_whose_backward_pass_failed_is_trained_on(
 
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_a_loop_that_catches_what_a_backward_pass_raises_goes_on(
+def test_a_loop_that_catches_what_a_backward_pass_raises_continues(
     lab: Lab, strategy: str, zeroes: bool, references: list[dict[str, Any]]
 ) -> None:
     lab.run(SET_UP + BREAK_INSIDE + "def fail(): raise ValueError('on purpose')\n")
@@ -426,7 +426,9 @@ before = live_bytes()
 """
 
 
-def test_the_tensors_of_a_failed_cell_are_freed_and_their_size_told(lab: Lab) -> None:
+def test_the_tensors_of_a_failed_cell_are_freed_and_their_size_reported(
+    lab: Lab,
+) -> None:
     lab.run(SET_UP + HOLD)
     code = "def then():\n    fail()\n    dist.barrier()\nhold(then)"
     error = fails(lab, "rank 1: RuntimeError: because of it", None, code)

@@ -80,12 +80,12 @@ def test_a_fingerprint_is_of_the_values_and_their_places(
         assert len(found) == 4
 
 
-def test_the_same_random_numbers_on_every_rank_are_told(lab: Lab) -> None:
+def test_the_same_random_numbers_on_every_rank_are_reported(lab: Lab) -> None:
     [only] = train(lab, "ddp", "torch.manual_seed(0)").mismatches
     assert only.startswith("ranks 0-1 draw the same random numbers")
 
 
-def test_samples_that_are_dealt_twice_are_told(lab: Lab) -> None:
+def test_samples_that_are_dealt_twice_are_reported(lab: Lab) -> None:
     cheat = 'object.__setattr__(loader.batches.dealer.peers, "rank", 0)'
     [only] = train(lab, "zero2", cheat).mismatches
     assert "drew some samples twice" in only or "samples together" in only
@@ -109,7 +109,7 @@ for epoch in range(2):
 """
 
 
-def test_a_textbook_cell_without_a_distributed_sampler_is_told(lab: Lab) -> None:
+def test_a_textbook_cell_without_a_distributed_sampler_is_reported(lab: Lab) -> None:
     run = lab.train("raw", TEXTBOOK.format(sampler="None"), live=False)
     [only] = run.mismatches
     assert only.startswith("ranks 0-1 each drew all 1438 samples")

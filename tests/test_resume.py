@@ -220,7 +220,7 @@ weights = {name: value.tolist() for name, value in model.state_dict().items()}
 """
 
 
-def test_fit_goes_on_and_validates_what_was_not(
+def test_fit_resumes_and_validates_what_was_not(
     lab: Lab, train: Callable[..., Run], tmp_path: Path
 ) -> None:
     whole = train("ddp", FIT, every=2)
@@ -234,7 +234,7 @@ def test_fit_goes_on_and_validates_what_was_not(
         pd.testing.assert_series_equal(here, there[-num_validations:])
 
 
-def test_a_stopped_run_goes_on_where_it_stopped(
+def test_a_stopped_run_resumes_where_it_stopped(
     lab: Lab, train: Callable[..., Run], tmp_path: Path
 ) -> None:
     code = loop(epochs=40)
@@ -327,7 +327,7 @@ learning_rate = optimizer.param_groups[0]["lr"]
     assert sorted(set(resumed.history["step"])) == [6, 7]
 
 
-def test_what_a_killed_kernel_left_is_gone_on_with_in_a_new_one(
+def test_what_a_killed_kernel_left_is_resumed_in_a_new_one(
     lab: Lab, train: Callable[..., Run], tmp_path: Path
 ) -> None:
     whole = train("fsdp", loop(epochs=6), checkpoint=None, keep=None)

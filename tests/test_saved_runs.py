@@ -175,7 +175,7 @@ def test_two_runs_of_a_name_have_two_folders(folder: Path) -> None:
     assert labkit.load_run("again").folder == runs[-1].folder
 
 
-def test_without_a_folder_a_run_goes_on_and_it_is_said_once(
+def test_without_a_folder_a_run_continues_and_it_is_said_once(
     lab: Lab,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -258,7 +258,7 @@ def test_a_run_is_read_by_others_while_it_runs_and_after_its_kernel_died(
 LIMIT = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({}, -1))"
 
 
-def test_training_goes_on_when_a_ranks_disk_is_full(
+def test_training_continues_when_a_ranks_disk_is_full(
     lab: Lab, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lab.run(LIMIT.format(100_000), "1")
@@ -401,7 +401,7 @@ def test_a_run_is_loaded_without_torch_or_a_cluster(folder: Path) -> None:
     ), done.stderr
 
 
-def test_runs_go_to_the_working_directory_unless_told(
+def test_runs_go_to_the_working_directory_unless_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(persistence.FOLDER_VARIABLE)

@@ -97,7 +97,7 @@ def test_ranks_with_equal_work_have_no_straggler(lab: Lab) -> None:
     assert run.summary()["behind"].abs().max() < 0.2
 
 
-def test_ranks_that_do_not_wait_for_each_other_are_told_apart_by_their_rate(
+def test_ranks_that_do_not_wait_for_each_other_are_distinguished_by_their_rate(
     lab: Lab,
 ) -> None:
     run = train(lab, "raw", ALONE)

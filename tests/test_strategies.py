@@ -682,7 +682,9 @@ def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2"])
-def test_fit_goes_on_with_the_model_of_an_earlier_fit(lab: Lab, strategy: str) -> None:
+def test_fit_continues_with_the_model_of_an_earlier_fit(
+    lab: Lab, strategy: str
+) -> None:
     fit = f"""
 fit(
     model, data, loss_fn, optimizer={OPTIMIZERS["no momentum"]},

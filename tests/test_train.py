@@ -306,7 +306,7 @@ def test_raw_runs_a_script_that_makes_its_own_group(lab: Lab, capsys: Captured) 
     assert capsys.readouterr().out == "[ranks 0-1] 2.0\n"
 
 
-def test_a_script_for_another_number_of_ranks_is_told(lab: Lab) -> None:
+def test_a_script_for_another_number_of_ranks_is_reported(lab: Lab) -> None:
     with pytest.raises(RankError, match=r"world_size=8.*this rank has world_size=2"):
         lab.run("dist.init_process_group('gloo', rank=rank, world_size=8)")
     lab.run("dist.barrier()")

@@ -167,7 +167,7 @@ def test_a_gap_is_seen_and_mended_by_the_next_keyframe(
     assert front_end.points == points_of(collector)
 
 
-def test_a_keyframe_holds_what_the_deltas_told_and_no_more(
+def test_a_keyframe_holds_what_the_deltas_sent_and_no_more(
     collector: Collector, ranks: list[Rank]
 ) -> None:
     """Else the next delta would tell it again."""

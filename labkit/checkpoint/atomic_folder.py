@@ -48,7 +48,7 @@ def others_in(folder: Path) -> list[str]:
 class StagingFolder:
     """A hidden folder beside `folder`, in which its next contents are made.
 
-    Who makes one holds a lock on it, so that another process can tell what was left
+    The process that makes one locks it, so that others can tell what was left
     behind by one that is gone. Raises ValueError if something else is at `folder`.
     """
 

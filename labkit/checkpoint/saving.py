@@ -36,7 +36,7 @@ _in_flight: "weakref.WeakSet[_Save]" = weakref.WeakSet()
 
 Pending = Future[None]
 """A save in flight: `result()` waits for its end and raises what went wrong, `done()`
-tells whether it has come."""
+is whether it has ended."""
 
 
 class SaveError(RuntimeError):
@@ -200,8 +200,8 @@ class _Save:
             dist.all_gather_object(offers, offers[0], group=group)
         if error:
             raise error
-        if told := first_of([problem for _, _, problem in offers]):
-            raise SaveError(f"{self._folder} was not saved: {told}")
+        if reason := first_of([each for _, _, each in offers]):
+            raise SaveError(f"{self._folder} was not saved: {reason}")
         plans, _ = planner.create_global_plan([plan for plan, _, _ in offers])
         self._entries = entries_of(plans)
         self._path = Path(offers[0][1])
@@ -251,14 +251,14 @@ class _Save:
                 os.fsync(file.fileno())
 
     def _conclude(self, problem: str) -> str:
-        """Tell the first rank how it went; it tells all how all of it went."""
-        told = [f"{self._path.name}/{rank}" for rank in range(self._world_size)]
+        """Report to the first rank, and wait for its report on all of them."""
+        reports = [f"{self._path.name}/{rank}" for rank in range(self._world_size)]
         concluded = f"{self._path.name}/concluded"
         if self._rank > 0:
-            self._post(told[self._rank], problem)
+            self._post(reports[self._rank], problem)
             return self._read(concluded)
         try:
-            problem = first_of([problem, *(self._read(key) for key in told[1:])])
+            problem = first_of([problem, *(self._read(key) for key in reports[1:])])
             if not problem:
                 self._publish()
         except OSError as error:

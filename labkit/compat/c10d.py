@@ -142,7 +142,7 @@ def group_names_of(mesh: Any) -> list[str]:
 def set_groups_of(mesh: Any, names: list[str], groups: Mapping[str, Group]) -> None:
     """Have a DeviceMesh find other groups, by their names.
 
-    It can be made of groups, but whoever has this one goes on to have it.
+    A new mesh can be made of groups, but others hold references to this one.
     """
     mesh._dim_group_names = names
     if hasattr(mesh, "_pg_registry"):  # since torch 2.11; before, all are looked up

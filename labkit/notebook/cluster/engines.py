@@ -35,7 +35,7 @@ from labkit.records import KEY
 from labkit.records import is_message
 
 # Registration waits for heartbeats; ipyparallel's own period of 3 s makes it slow.
-# A rank that holds the GIL for long must not count as dead: its nanny tells that.
+# A rank that holds the GIL for long must not count as dead; its nanny reports deaths.
 _CONTROLLER_ARGS = [
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=2400",
@@ -59,7 +59,7 @@ class RankDiedError(CallError):
 
 
 class SilentRankError(CallError):
-    """A rank is alive and answers nothing, so nobody knows how far its call is."""
+    """A rank is alive and does not answer, so the state of its call is unknown."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class SilentRankError(CallError):
 
 
 class PortTakenError(UserError):
-    """Another process took a port that the controller was to listen on."""
+    """Another process took a port that the controller was going to use."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -141,10 +141,10 @@ class Cluster:
             raise
 
     def _is_port_taken(self) -> bool:
-        """Whether the controller could not listen where it was to.
+        """Whether another process listens on one of the controller's ports.
 
         ipyparallel looks for free ports, and listens on them a moment later: another
-        process may have one by then. The controller goes on without that part.
+        process may have one by then. The controller runs on without that part.
         """
         launcher = self._cluster.controller
         if launcher is None:
@@ -449,7 +449,7 @@ class Cluster:
         return answer
 
     def interrupt(self, rank: int, release_after_s: float) -> "Future[Any]":
-        """Ask the rank to stop its cell; the future is done when it has heard that."""
+        """Ask the rank to stop its cell; the future is done when it knows."""
         if self.has_no_control_channel(rank):
             self.signal(rank)
         return self.ask(rank, "interrupt", release_after_s=release_after_s)

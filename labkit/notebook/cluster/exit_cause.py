@@ -20,7 +20,7 @@ from labkit.records import format_bytes
 _STOPPED = "received signal 15, stopping"
 """What ipyparallel's engine says of a SIGTERM."""
 _NO_LIMIT = 2**60
-"""Control groups without a limit tell a number near 2**63, or "max"."""
+"""Control groups without a limit report a number near 2**63, or "max"."""
 
 _LIKELY_CAUSES = {
     "SIGSEGV": "a crash in native code",
@@ -94,7 +94,7 @@ class EngineProcess:
             if rss := self.process.memory_info().rss:  # it is not about to end
                 self._memory_bytes = rss
                 self._limit_bytes = memory_limit(self.pid)
-            # Where it is, its control group is not told any more.
+            # cgroup files are gone once the process is; read them while it lives.
             self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
 
     def death(self) -> Death:
@@ -168,7 +168,7 @@ def crash_line(log: str) -> int | None:
 def count_oom_kills(pid: int) -> dict[str, int]:
     """Kills by the kernel's out-of-memory killer so far: file -> its count.
 
-    Of the process's control group, else of the whole host; {} where nothing tells.
+    Of the process's control group, else of the whole host; {} where neither has one.
     """
     for folder, file in _cgroup_folders(pid):
         name = "memory.events" if file == "memory.max" else "memory.oom_control"
@@ -198,7 +198,7 @@ def memory_limit(pid: int) -> int | None:
 
 
 def _cgroup_folders(pid: int) -> list[tuple[Path, str]]:
-    """Where the process's control group tells of memory, and the file of its limit.
+    """Where the process's control group reports memory, and the file of its limit.
 
     In a container the group's own folder may be mounted in place of the root.
     """

@@ -177,7 +177,7 @@ class RankGroup:
                 self._form()
 
     def restore_group(self, outcomes: Sequence[Outcome]) -> None:
-        """Re-create the group where a cell left it of no use, and bring back the
+        """Re-create the group where a cell left it broken, and restart the
         ranks that had to be ended to end it.
 
         After a failure on which the ranks agree it is as good as before, and what
@@ -248,7 +248,7 @@ class RankGroup:
         self._is_whole = True
 
     def _free(self) -> None:
-        """Get ranks out of a group that was not formed: one died on the way to it."""
+        """Release ranks that wait for a group to form: one of them has died."""
         for _ in range(NUM_RELEASES):
             try:
                 self.cluster.call(

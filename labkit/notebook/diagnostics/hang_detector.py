@@ -19,7 +19,7 @@ from labkit.notebook.kernel.output import is_notebook
 class HangDetector:
     """Watches one cell; says where its ranks are once nothing happens any more.
 
-    What ranks send is a sign of life, and costs nothing. When nothing has come for a
+    What ranks send is a sign of life, and costs nothing. When nothing arrives for a
     while they are asked every few seconds how many steps and collectives they have
     done. It never ends anything.
     """
@@ -68,7 +68,7 @@ class HangDetector:
                 if rank not in self._answers:
                     self._answers[rank] = self._cluster.ask(rank, "progress")
             if now - self._last_sign >= self._after_s:
-                # Also those at the end: it tells what the others wait for.
+                # Also those at the end: it shows what the others wait for.
                 self._request = StackRequest(self._cluster, self._cluster.pids)
 
     def _take_progress(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Asks ranks where they are, and says it in words."""
+"""Asks ranks where they are, and formats the answers."""
 
 import html
 import re
@@ -57,7 +57,7 @@ class Stacks:
         alike: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted({*by_rank, *self.absent}):
             found = by_rank.get(rank)
-            stack = [] if is_brief or found is None else self._told_stacks(found)
+            stack = [] if is_brief or found is None else self._stack_lines(found)
             alike.setdefault((self._where(rank, found), *stack), []).append(rank)
         for (where, *stack), ranks in alike.items():
             yield f"{format_ranks(ranks)}: {where}", stack
@@ -68,23 +68,23 @@ class Stacks:
             return self.absent[rank]
         if not position.is_running:
             return "not in the cell" if is_any_running else "idle"
-        told = [self.absent.get(rank, ""), _stands(position)]
-        return ", ".join(filter(None, told))
+        parts = [self.absent.get(rank, ""), _place(position)]
+        return ", ".join(filter(None, parts))
 
-    def _told_stacks(self, position: Position) -> list[str]:
+    def _stack_lines(self, position: Position) -> list[str]:
         if not position.is_running:
             return []
-        lines = _told_stack(position.frames, is_full=self.is_full)
+        lines = _format_stack(position.frames, is_full=self.is_full)
         for name, frames in position.others.items() if self.is_full else ():
-            lines += [f"thread {name}:", *_told_stack(frames, is_full=True)]
+            lines += [f"thread {name}:", *_format_stack(frames, is_full=True)]
         return lines
 
     def __repr__(self) -> str:
-        told = [
+        parts = [
             "\n".join([head, *("    " + line for line in stack)])
             for head, stack in self._blocks()
         ]
-        return "\n".join([*told, *self.mismatches])
+        return "\n".join([*parts, *self.mismatches])
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -190,7 +190,7 @@ def mismatched_collectives(positions: Sequence[Position]) -> list[str]:
     pairs = {call.kind.split()[0] for call in calls.values()} <= {"send", "recv"}
     is_any_free = len(calls) < len(running)
     if not lines and not pairs and not is_any_free and _differ(calls.values()):
-        lines.append("the ranks do not agree: " + _told_calls(calls))
+        lines.append("the ranks do not agree: " + _format_calls(calls))
     return lines
 
 
@@ -200,7 +200,7 @@ def _mismatches_in(
     """Those in the collectives of one group."""
     here = {r: call for r, call in calls.items() if call.group == group and call.number}
     if _differ(here.values()):
-        yield "the ranks do not agree: " + _told_calls(here)
+        yield "the ranks do not agree: " + _format_calls(here)
     last = max(here.values(), key=lambda call: call.number or 0)
     late = [
         each
@@ -228,18 +228,18 @@ def _essence(call: Call) -> tuple[Any, ...]:
     return call.kind, call.number, size
 
 
-def _told_calls(calls: Mapping[int, Call]) -> str:
+def _format_calls(calls: Mapping[int, Call]) -> str:
     """As "rank 0 waits in all_reduce #12, ranks 1-3 in broadcast #12"."""
     by_name: dict[str, list[int]] = {}
     names = {call.name for call in calls.values()}
     for rank, call in calls.items():
         name = call.name if len(names) > 1 else f"{call.name} of {_size(call)}"
         by_name.setdefault(name, []).append(rank)
-    told = [f"{format_ranks(ranks)} in {name}" for name, ranks in by_name.items()]
-    return ", ".join(told).replace(" in ", " waits in ", 1)
+    parts = [f"{format_ranks(ranks)} in {name}" for name, ranks in by_name.items()]
+    return ", ".join(parts).replace(" in ", " waits in ", 1)
 
 
-def _stands(position: Position) -> str:
+def _place(position: Position) -> str:
     """As "all_reduce #412 of 1 MiB, at Cell In[7], line 31: loss.backward()"."""
     frame = position.users_frame
     at = ""
@@ -265,7 +265,7 @@ def _waits_for_workers(frames: Sequence[Frame]) -> str:
     return ""
 
 
-def _told_stack(frames: Sequence[Frame], *, is_full: bool) -> list[str]:
+def _format_stack(frames: Sequence[Frame], *, is_full: bool) -> list[str]:
     """The user's frames, outermost first, and the innermost one of a library."""
     shown = list(frames)
     if not is_full:

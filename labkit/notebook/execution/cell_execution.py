@@ -38,7 +38,7 @@ class CellListener:
         """A rank has measured a step, or says something of the loop."""
 
     def tick(self) -> None:
-        """Some time has passed, or something has come."""
+        """Called at every turn of the wait, with messages or without."""
 
     def before_output(self) -> None:
         """Something is about to be printed."""
@@ -115,14 +115,14 @@ class CellExecution:
 
     @property
     def is_to_end(self) -> bool:
-        """Whether somebody wants it to."""
+        """Whether the user, the time limit or a fault asks it to end."""
         is_over = self.stop_policy.is_to_end(time.monotonic())
         return is_over or self.is_stopping or self.problem is not None
 
     def start_over(self, spec: CellSpec) -> None:
-        """Make ready to run the cell once more, when it has ended on every rank.
+        """Reset, to run the cell again after it has ended on every rank.
 
-        Whoever wants it to end still does, and the time that is left is less.
+        A request to end stays, and the time limit keeps counting.
         """
         self._spec = dataclasses.asdict(spec)
         self._tally = Tally(self._ranks)
@@ -181,7 +181,7 @@ class CellExecution:
         self.is_stopping = True
         ranks = list(self._tally.running)
         if not ranks:
-            return  # dead ones are being brought back: it ends where that does
+            return  # dead ranks are restarting: the run ends after that
         replies = [self._cluster.ask(rank, "hold") for rank in ranks]
         try:
             steps = [reply.result(timeout=timeouts.ANSWER_S) for reply in replies]
@@ -198,7 +198,7 @@ class CellExecution:
     def noting_interrupts(self) -> Iterator[None]:
         """Note a SIGINT, where Python would raise KeyboardInterrupt at any line.
 
-        The ranks are to end first, and nothing here is to be left half done.
+        The ranks end first, and nothing here is left half done.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -246,7 +246,7 @@ class CellExecution:
     # ---- from the ranks ----
 
     def _take_events(self) -> None:
-        """Handle what has come; wait for the first event, but not long."""
+        """Handle the events in the queue; wait briefly for the first one."""
         timeout = timeouts.POLL_S
         while self._tally.running:
             try:

@@ -30,7 +30,7 @@ def run_to_completion(
     """Run a cell to its end, which is that of `run` too; return if it ended well.
 
     Raises RankError, Interrupted and CellTimeoutError, as `Lab.run` says. The ranks
-    are in a group that works by then, or the next cell forms it.
+    are then in a working group, or the next cell re-creates it.
     """
     state = "interrupted"
     # Also those that come while the run is written and the group restored.
@@ -92,7 +92,7 @@ def classify_outcomes(
 def restore_group(
     group: RankGroup, outcomes: Sequence[Outcome], lost: Sequence[int]
 ) -> None:
-    """Restore the group; bring back the ranks that were `lost` for not stopping."""
+    """Restore the group, and restart the ranks that did not stop (`lost`)."""
     if lost:
         say(f"{format_ranks(lost)} did not stop: restarting")
     group.restore_group(outcomes)

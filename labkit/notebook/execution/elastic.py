@@ -1,4 +1,4 @@
-"""Sees a run with `--elastic` to its end: brings dead ranks back, and goes on."""
+"""Runs a cell with `--elastic`: restarts dead ranks, and resumes the run."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from labkit.step_folders import last_in
 from labkit.step_folders import step_of
 
 MAX_RESTARTS = 3
-"""How often a run goes on from the same checkpoint: what ends it there may again."""
+"""How often a run resumes from the same checkpoint: it may die there each time."""
 
 
 class Elastic:
@@ -69,7 +69,7 @@ class Elastic:
         return self._explained(execution, outcomes)
 
     def _death(self, execution: CellExecution) -> Outcome | None:
-        """The first one, if the run is to go on after it."""
+        """The first death, if the run can continue after it."""
         first = first_failure(execution.outcomes)
         if first is None or first.status != "died" or execution.is_to_end:
             return None

@@ -15,17 +15,17 @@ NUM_ASKED_ALONE = 2
 
 @dataclass
 class Actions:
-    """What is to be done now, each for these ranks."""
+    """What to do now, each to these ranks."""
 
     ask: list[int] = field(default_factory=list)
-    """To stop the cell; `StopPolicy.answered` is to know of the answer."""
+    """To stop the cell; `StopPolicy.answered` is called with the answer."""
     signal: list[int] = field(default_factory=list)
     """As well, by the system."""
     kill: list[int] = field(default_factory=list)
 
 
 class StopPolicy:
-    """What is to be done to stop one cell, from what has happened and what time it is.
+    """Decides how to stop one cell, from what has happened and what time it is.
 
     It does nothing itself and reads no clock: each `now` is a time of one monotonic
     clock. `interrupt` and `answered` may be called in any thread.
@@ -40,7 +40,7 @@ class StopPolicy:
         self.start_over()
 
     def start_over(self) -> None:
-        """The cell is run once more: who wants it to end still does."""
+        """The cell is run again: a request to end it stays."""
         self.killed: set[int] = set()
         self._stop_at: float | None = None
         self._next_look = 0.0
@@ -59,7 +59,7 @@ class StopPolicy:
             self._stop_from(now + timeouts.GRACE_S)
 
     def stop(self, now: float) -> None:
-        """The ranks are to stop, whatever they do."""
+        """Stop the ranks, whatever they do."""
         self._stop_from(now)
 
     def interrupt(self, now: float) -> None:
@@ -99,7 +99,7 @@ class StopPolicy:
         return self.was_interrupted or self.timed_out
 
     def due(self, running: Collection[int], now: float) -> Actions:
-        """What is to be done now with the ranks that still run the cell."""
+        """What to do now to the ranks that still run the cell."""
         if self.is_to_end(now):
             self._stop_from(now)
         if self._stop_at is None or now < self._stop_at:

@@ -1,4 +1,4 @@
-"""One training run on a lab's ranks: sent, shown, and seen to its end."""
+"""One training run on a lab's ranks: starts it, shows it, waits for its end."""
 
 from collections.abc import Callable
 from dataclasses import asdict

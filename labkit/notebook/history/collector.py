@@ -28,7 +28,7 @@ _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
 class Collector:
     """The records of a run, by rank, in the order in which they were logged.
 
-    The run goes on from `first_step`, if that is not 0.
+    A run that resumes from a checkpoint begins at `first_step`.
     """
 
     def __init__(self, ranks: Sequence[int], first_step: int = 0) -> None:
@@ -46,7 +46,7 @@ class Collector:
         self.notes: list[str] = []
         """What ranks said of the cell's loop, each sentence once."""
         self._notices_steps: set[int] = set()
-        """Ranks whose optimizer steps are noticed; of the others `log` tells them."""
+        """Ranks whose optimizer steps are noticed; for the others `log` counts them."""
         self._names: dict[int, list[str]] = {rank: [] for rank in ranks}
         self._records = {rank: GrowingArray(RECORD) for rank in ranks}
         self.num_restarts = 0
@@ -83,7 +83,7 @@ class Collector:
             self.num_records[rank] += len(records)
 
     def _take_notes(self, rank: int, batch: Batch) -> np.ndarray:
-        """The batch's records without those that tell how far the run has come."""
+        """The batch's records without those that report progress."""
         records = batch.records
         ids = {name: number for number, name in enumerate(batch.names)}
 
@@ -127,8 +127,8 @@ class Collector:
         self.curves = Curves(self)
 
     def restart(self, step: int, seconds: float) -> None:
-        """The run goes on from its checkpoint of `step`, `seconds` after it began:
-        forget what came after that. Each rank's records count from 0 again."""
+        """The run resumes from its checkpoint of `step`, `seconds` after it began:
+        drop the records after that. Each rank's records count from 0 again."""
         self.num_restarts += 1
         self._first_step, self._restarted_at = step, seconds
         for rank in self.ranks:

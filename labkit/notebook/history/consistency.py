@@ -1,4 +1,4 @@
-"""Says in words where the ranks of a run differ that should agree."""
+"""Reports where the ranks of a run differ but should agree."""
 
 from collections.abc import Mapping
 

@@ -35,7 +35,7 @@ class NonFinite:
     word: str
     """"NaN" or "infinite"."""
     lasts: bool
-    """Whether no finite value has come since."""
+    """Whether no finite value follows."""
 
 
 class Curve:
@@ -81,7 +81,7 @@ class Curve:
     def _halve(self) -> None:
         self._stretch *= 2
         whole = len(self._x) // 4 * 4
-        # An odd stretch at the end is to be a part of the next one.
+        # An odd stretch at the end becomes a part of the next one.
         self._rest_x = np.concatenate([self._x[whole:], self._rest_x])
         self._rest_y = np.concatenate([self._y[whole:], self._rest_y])
         self._x, self._y = extremes(self._x[:whole], self._y[:whole], 4)

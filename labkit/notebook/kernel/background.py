@@ -1,4 +1,4 @@
-"""Work that goes on beside the notebook's cells."""
+"""Work in a thread, beside the notebook's cells."""
 
 import contextvars
 import sys

@@ -1,4 +1,4 @@
-"""Draws live pictures in a process of its own, that gives way to all others.
+"""Draws live pictures in a process of its own, at the lowest priority.
 
 A training loop on full cores, whose ranks wait for each other, would wait for every
 picture that the kernel drew; so would the kernel's own answer to a failure.
@@ -70,7 +70,7 @@ class Picture:
 class Painter:
     """A process that keeps the figures of views and draws them when asked.
 
-    It ends with this process, in whatever way that ends: nobody is left to write to it.
+    It ends with this process, however that ends: its input closes.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def close() -> None:
 
 
 def main() -> None:
-    """Answer requests until nobody is left to ask."""
+    """Answer requests until the input closes."""
     from labkit.notebook.plots.run_plot import RunPlot
 
     # Only now, so that the imports, which the first picture waits for, are soon done.

@@ -21,8 +21,8 @@ class Unsent:
     def take(self) -> tuple[New, bool]:
         """What is new since the last call, and whether it continues what was sent.
 
-        It does not where a run that was restarted goes back some steps, or a metric is
-        called otherwise: then what was sent is to be forgotten.
+        It does not where a restarted run goes back some steps, or a metric has another
+        name: then the receiver starts over.
         """
         continues = self._num_restarts == self._collector.num_restarts
         self._num_restarts = self._collector.num_restarts

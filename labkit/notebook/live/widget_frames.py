@@ -36,7 +36,7 @@ class FrameEncoder:
         self._unsent = Unsent(collector)
 
     def delta(self) -> Frame | None:
-        """What came since the last delta; None where more records cannot tell it, and a
+        """What is new since the last delta; None where that is more than records, and a
         keyframe is due."""
         self._sequence += 1
         new, continues = self._unsent.take()
@@ -45,7 +45,7 @@ class FrameEncoder:
         return self._pack([each for rank in new for each in _split(rank, *new[rank])])
 
     def keyframe(self) -> Frame:
-        """What the deltas so far have told, each series thinned where it is long."""
+        """What all deltas until now add up to, long series thinned."""
         series = [
             (rank, name, *thin(steps, values))
             for rank, num_records in self._unsent.num_sent.items()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EAGER_S = 3.0
 """For so long each update has a keyframe: the front end may still be loading."""
 KEYFRAME_S = 5.0
-"""The time between keyframes then. A busy kernel does not hear who asks for one."""
+"""The time between keyframes then. A busy kernel does not process requests for one."""
 STATUS_S = 1.0
 """The time between status lines, each of which takes a look at all steps."""
 

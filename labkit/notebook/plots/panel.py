@@ -31,7 +31,7 @@ FINE_SMOOTHING = 0.005
 """That of one rank's line, where it is too dense to be drawn as it is."""
 MAX_ROUGH_POINTS = 400
 NUM_RECENT = 20
-"""How many of the newest points tell which rank is worst."""
+"""How many of the newest points decide which rank is worst."""
 
 
 class Panel:
@@ -235,12 +235,12 @@ class Panel:
         return float(steps.max(initial=0.0))
 
     def data_limits(self) -> Limits | None:
-        """Least and greatest value that is to be seen, as a power of ten on a log
-        scale; None where there is none."""
+        """Least and greatest value that is drawn, as a power of ten on a log scale;
+        None where there is none."""
         values = [line.get_ydata() for line in (*self.lines.values(), self.worst)]
         values.append(self.band.get_xy()[:, 1])
         joined = np.concatenate([np.asarray(each, dtype=float) for each in values])
-        # Differences of such values are to be finite as well.
+        # Differences of such values have to be finite as well.
         seen = joined[np.abs(joined) < 1e300]
         if self.log_scale:
             seen = np.log10(seen[seen > 1e-300])
@@ -256,7 +256,7 @@ class Panel:
 
 
 def do_differ(spread: np.ndarray) -> bool:
-    """Whether ranks go ways of their own, for long enough that a mean tells more.
+    """Whether ranks differ enough, for long enough, that their mean is worth drawing.
 
     `spread`: (5, num_steps), as of `Curves.spread`.
     """

@@ -99,7 +99,7 @@ class RunPlot:
             limits = wanted
         else:
             limits = tuple(map(roomy, self._limits, wanted))
-            if num_steps:  # there is no more to come
+            if num_steps:  # nothing follows
                 limits = (wanted[0], *limits[1:])
         if limits != self._limits or is_final:
             self._limits = limits
@@ -210,7 +210,7 @@ class RunPlot:
         low, high = panel.data_limits() or (0.0, 1.0)
         if panel.log_scale:
             return low, high
-        if panel.metric == MEMORY:  # a change is to look as large as it is
+        if panel.metric == MEMORY:  # a change looks as large as it is
             return 0.0, high or 1.0
         # From 0 where that does not flatten the curve, so that it need not move as
         # the loss falls.

@@ -52,9 +52,9 @@ def begin(
     checkpoints: CheckpointPlan | None = None,
     resumed_from: int | None = None,
 ) -> None:
-    """Give a run its folder, with what is to be run.
+    """Make a run's folder, and write what is known of it before it runs.
 
-    Where that cannot be written the run goes on without, and a line says so once.
+    Where that cannot be written the run continues without it, and a line says so once.
     """
     run.info = {
         "began": time.time(),
@@ -113,8 +113,8 @@ def save(run: Run) -> None:
 
 
 def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
-    """A run goes on after ranks died, which left these outcomes: keep its records up
-    to there, and give the next a folder of their own."""
+    """A run resumes after ranks died with these outcomes: keep its records until then,
+    and write the next ones to a folder of their own."""
     for outcome in outcomes:
         _take_outcome(run, outcome)
     run.collector.restart(restarted.step, restarted.seconds)
@@ -196,7 +196,7 @@ def warn_once(folder: Path, text: str) -> None:
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """What a list of runs tells of one."""
+    """The row of a run in a list of runs."""
     memory = run.memory["total_peak"]
     return {
         "strategy": run.strategy,
@@ -325,7 +325,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
 def state_of(info: Mapping[str, Any]) -> str:
     """The state of a run by its `run.json`: "lost" if the kernel that ran it is gone.
 
-    On another host that cannot be told.
+    On another host that is not known.
     """
     state = info["state"]
     if state != "running" or info["host"] != socket.gethostname():

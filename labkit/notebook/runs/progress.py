@@ -1,4 +1,4 @@
-"""Says how far a run has come, and what is not as it should be, in one line."""
+"""Reports a run's progress and problems in one line."""
 
 import math
 
@@ -12,7 +12,7 @@ from labkit.rank_spec import format_ranks
 
 MAX_TROUBLES = 2
 RECENT_STEPS = 500
-"""How many steps the rate of a run that goes on is taken from."""
+"""How many of the newest steps give the rate of a run that is running."""
 
 
 def status_line(run: RunRecord) -> str:
@@ -69,7 +69,7 @@ def remarks(run: RunRecord) -> list[str]:
 
 
 def marks(run: RunRecord) -> dict[int, str]:
-    """Where ranks died, by the step that the run went on from, and which."""
+    """The ranks that died, by the step that the run resumed from."""
     found: dict[int, str] = {}
     for restart in run.restarts:
         before = found.get(restart.step, "")

@@ -35,7 +35,7 @@ class Restart:
     died_at: int
     """The optimizer steps taken before the death."""
     ranks: list[int]
-    """Those that were brought back."""
+    """The ranks that were restarted."""
     cause: str
     """Of the first death."""
     seconds: float

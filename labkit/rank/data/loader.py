@@ -35,7 +35,7 @@ DRAWN_BY_A_THREAD = (
 
 @dataclass(frozen=True)
 class LoaderPosition:
-    """Where a loop over a loader stands, on any number of ranks."""
+    """The position of a loop in its loader, on any number of ranks."""
 
     epoch: int
     """The number of its pass, counted from 1."""
@@ -95,7 +95,7 @@ class RankLoader:
         self.was_measured = False
         """Whether the loop has asked for its length."""
         self._at: LoaderPosition | None = None
-        """Where the loop stands in a pass, once it has worked on what it was given;
+        """The position in a pass, once the loop has worked on its last batch;
         None between two passes."""
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class RankLoader:
 
     @property
     def position(self) -> LoaderPosition:
-        """Where its loop stands, between two optimizer steps."""
+        """The position of its loop, between two optimizer steps."""
         return self._at or LoaderPosition(self.num_epochs + 1)
 
     def share(

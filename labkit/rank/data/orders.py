@@ -188,7 +188,7 @@ class DrawnOrder:
             yield block
 
     def skip(self, epoch: int) -> None:
-        # Its generator, and whatever else it keeps, goes on from pass to pass.
+        # Its generator, and whatever else it keeps, continues from pass to pass.
         with contextlib.suppress(TypeError):
             len(self)
             for _ in self._blocks(epoch):
@@ -197,7 +197,7 @@ class DrawnOrder:
 
 class RandomNumbers:
     """Random numbers apart from this rank's: within `with` torch, numpy and random
-    draw from a seed of their own, and go on where they were."""
+    draw from a seed of their own; afterwards they continue where they were."""
 
     def __init__(self, seed: int) -> None:
         self._seed: int | None = seed

@@ -262,7 +262,7 @@ class CellRunner:
         )
 
     def _note_shown(self, error: BaseException) -> None:
-        """A traceback that IPython shows is a failure, also where the cell goes on."""
+        """A traceback that IPython shows is a failure, also if the cell continues."""
         if self._interrupts.is_running:
             self._shown_error = error
             add_hint(error, self.group.device)

@@ -36,7 +36,7 @@ class Console:
             # A closed one could never be opened again.
             setattr(stream, "close", lambda: None)  # noqa: B010
         sys.breakpointhook = pass_breakpoint
-        # Lightning takes a prompt for a sign that somebody types.
+        # Lightning takes a prompt for a sign of an interactive user.
         vars(sys).pop("ps1", None)
 
     def listen(self, parent: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Console:
         self._listener = parent["header"]
 
     def _handle(self, parent: dict[str, Any]) -> None:
-        """A request is to be handled: what is printed belongs to it."""
+        """A request begins: what is printed now belongs to it."""
         self._set_parent(parent)
         if KEY not in parent.get("metadata", {}):
             self._leave_to_threads()
@@ -80,7 +80,7 @@ class Console:
         builtins.print = self._print
 
     def end_cell(self) -> None:
-        """Send what the cell has printed; threads that go on print between cells."""
+        """Send what the cell has printed; threads that continue print between cells."""
         for stream in self._streams.values():
             stream.flush()
         self._leave_to_threads()

@@ -65,7 +65,7 @@ class CellInterrupts:
         self._enter(Phase.RUNNING)
         signal.signal(signal.SIGINT, self._on_sigint)
         if signal.getsignal(signal.SIGTERM) == self._sigterm_when_idle:
-            # Which waits for the end of the cell; in one it is to end the process.
+            # ipykernel's waits for the end of the cell; within one, end the process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def end_code(self) -> None:
@@ -133,7 +133,7 @@ class CellInterrupts:
             self._group.release()
 
     def _is_due(self) -> bool:
-        """Whether the cell has not been interrupted yet, or goes on regardless."""
+        """Whether the cell has not been interrupted yet, or ignored that."""
         waits_s = time.monotonic() - self._signalled_at
         return not self._seen.is_set() or waits_s >= timeouts.SIGNAL_AGAIN_S
 

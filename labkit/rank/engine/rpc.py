@@ -61,7 +61,7 @@ def install(placement: Placement, stack_file: str) -> None:
 
     _runner = CellRunner(get_ipython(), placement)
     dump_on_signal(stack_file)
-    # A crash in native code tells where, in the engine's log.
+    # A crash in native code writes its stack to the engine's log.
     faulthandler.enable(ipython.stderr_fd())
 
 
@@ -90,7 +90,7 @@ def group_sequence() -> int:
 
 
 def prove_group(timeout_s: float, after_failure: bool) -> float | None:
-    """The sum of all ranks over the group as it is; None if it is of no use.
+    """The sum of all ranks over the group as it is; None if it does not work.
 
     Models are made fit for a next step where the last one may have failed half-way.
     """

@@ -39,7 +39,7 @@ class Launchers:
     `notebook_launcher` are made of, call their function on this rank, once."""
 
     def __init__(self, group: RankProcessGroup, note: Callable[[str], None]) -> None:
-        """`note` tells the user one sentence."""
+        """`note` shows the user a sentence."""
         self._group = group
         self._note = note
         # `spawn` looks it up in its module, which goes by the same name.

@@ -38,7 +38,7 @@ _torch_init_process_group = dist.init_process_group
 _torch_rendezvous = rendezvous_of("env")
 
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
-"""How the variables begin by which torchrun and MPI tell a process its rank."""
+"""Prefixes of the variables by which torchrun and MPI pass a process its rank."""
 
 
 def loopback_interface() -> str:
@@ -182,7 +182,7 @@ class RankProcessGroup:
 
     @property
     def in_place(self) -> bool:
-        """Whether the group that labkit formed is whole and the default one."""
+        """Whether labkit's own group is complete and the default one."""
         return (
             self._group is not None
             and not self._is_broken
@@ -207,11 +207,11 @@ class RankProcessGroup:
         """Enter the group whose store is at `port`; the sum of ranks over it.
 
         Collective: every rank calls it. The sum is one all-reduce over the new
-        group, so that whoever asked can see that it works.
+        group, so that the caller can see that it works.
         """
         placement = self.placement
         if placement.rank != 0:
-            # Rank 0 listens already, unless it has died: torch would go on trying.
+            # Rank 0 listens already, unless it has died: torch would keep trying.
             self._store = dist.TCPStore(
                 "127.0.0.1",
                 port,
@@ -294,7 +294,7 @@ class RankProcessGroup:
         finally:
             self._is_alone = False
             # Groups are named by a count. One that only this rank has made leaves the
-            # counts unequal: all groups are to be re-created.
+            # counts unequal: all groups have to be re-created.
             self._is_broken |= num_groups_made() != count
             if dist.is_initialized() and dist.group.WORLD is self._solo:
                 set_default_group(self._group)
@@ -330,8 +330,8 @@ class RankProcessGroup:
     ) -> None:
         """`init_process_group` for code that was written as a script.
 
-        The group that labkit formed makes way for the user's own and is formed
-        again after the cell. The ranks have met already, so `init_method` and
+        labkit's own group is replaced by the user's, and re-created after the
+        cell. The ranks are connected already, so `init_method` and
         MASTER_PORT are not needed: no port is taken and two labs cannot clash.
         """
         here = self.placement
@@ -378,10 +378,10 @@ class RankProcessGroup:
     def _rendezvous_as_user(
         self, url: str, timeout: timedelta = c10d.default_pg_timeout, **more: Any
     ) -> Iterator[tuple[dist.Store, int, int]]:
-        """`env://`, by which `init_rpc` meets: at the group's own store.
+        """The rendezvous `env://`, which `init_rpc` uses: at the group's own store.
 
-        Whoever is not one of the ranks, as a process that a cell has started, meets
-        where the environment says.
+        A process that is not one of the ranks, as one that a cell has started, uses
+        the address in the environment.
         """
         here = self.placement
         query = dict(parse_qsl(urlparse(url).query))
@@ -397,7 +397,7 @@ class RankProcessGroup:
 
     def end_rpc(self) -> None:
         """After a cell that failed: let the next one call `init_rpc` again."""
-        # The ranks need not have come as far in its store.
+        # The ranks' counts in its store may differ.
         self._is_broken |= end_rpc()
 
     def note_once(self, text: str) -> None:

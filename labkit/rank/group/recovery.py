@@ -31,7 +31,7 @@ class FormerGroups:
     """The process groups that this rank was in, when it left them all."""
 
     def __init__(self, default: Group, formation: int) -> None:
-        """`formation` tells one forming of groups from another, on all ranks alike."""
+        """`formation` numbers the creations of the group, the same on all ranks."""
         self.default_name = str(default.group_name)
         self.formation = formation
         self.names = {default: self.default_name}
@@ -94,9 +94,9 @@ def bind_to_new_groups(
 def recover_models(
     found: list[Any] | None = None, *, is_group_new: bool = False
 ) -> None:
-    """Take back what a step that failed half-way has left in models.
+    """Reset what a step that failed half-way has left in models.
 
-    To be called on all ranks: DDP's buckets start over, and are to be equal.
+    Call it on all ranks: DDP's buckets start over, and have to be equal.
     """
     for each in models_and_meshes() if found is None else found:
         # One that cannot be recovered says so when it is used.

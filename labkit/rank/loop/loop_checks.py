@@ -40,7 +40,7 @@ class LoopChecks:
         self._note = note
 
     def install(self, hooks: LossHooks) -> None:
-        """Have `hooks` call them, where ranks or microbatches are to be one."""
+        """Have `hooks` call them, where several ranks or microbatches share a step."""
         is_plain = self._strategy.is_single and self._options.accumulate == 1
         if self._strategy.is_by_hand or is_plain:
             return
@@ -175,7 +175,7 @@ class LoopChecks:
             )
 
     def check_inputs(self, inputs: Roots) -> None:
-        """A backward pass is to give gradients to `inputs` alone."""
+        """Check a backward pass that gives gradients to `inputs` alone."""
         ours = self._prepared_ids()
         if (
             self._world_size > 1

@@ -61,7 +61,7 @@ class LossHooks:
         self.check_inputs: Callable[[Roots], None] = lambda inputs: None
         """Called before a backward pass that is for some tensors alone."""
         self.check_graph: Callable[[], None] = lambda: None
-        """Called before a backward pass that is to be differentiated itself."""
+        """Called before a backward pass with create_graph=True."""
         self.check_optimizer: Callable[[torch.optim.Optimizer], None] = lambda o: None
         """Called before the step of an optimizer that is none of `prepare`'s."""
         self._on_step = on_step
@@ -143,7 +143,7 @@ class LossHooks:
                 handle.remove()
             torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
-    # ---- what `labkit.strategies.autograd.backward` tells ----
+    # ---- called by `labkit.strategies.autograd.backward` ----
 
     def begin(
         self, roots: Roots, seeds: Seeds, create_graph: bool, inputs: Roots

@@ -201,8 +201,8 @@ class LossWatch:
         microbatch: int,
         seed: torch.Tensor | None = None,
     ) -> str | None:
-        """What is to be noted of a loss of this microbatch; None where it is as it is
-        taken to be.
+        """The note on a loss of this microbatch; None where it is a mean over the
+        samples, as expected.
 
         Without `num_samples`, in a loop over data of its own, sums alone are seen.
         """
@@ -217,7 +217,7 @@ class LossWatch:
             try:
                 return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
             except (RuntimeError, TypeError):
-                return None  # of numbers of another kind: a look is to end no loop
+                return None  # of other kinds of numbers: a check must not end the loop
 
     def _judge(self, found: "Terms", root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
@@ -249,7 +249,7 @@ class LossWatch:
     def _judge_group(
         self, group: list[Term], num_samples: int | None, place: int, *, is_alone: bool
     ) -> str | None:
-        """What is to be noted of terms that are alike, if they are over data."""
+        """The note on terms that are alike, if they are over data."""
         term = group[0]
         if term.is_weighted:
             return UNEVEN
@@ -454,7 +454,7 @@ class Terms:
     def _factored(
         self, node: Any, kind: str, factors: tuple[Factor, ...], curve: Any
     ) -> list[tuple[Any, int, tuple[Factor, ...], Any]]:
-        """Where to go on at a product or quotient."""
+        """Where to continue at a product or quotient."""
         (one, other) = (*node.next_functions, (None, 0))[:2]
         if one[0] is None or other[0] is None:
             factor = _constant(node, is_second=other[0] is None)
@@ -560,7 +560,7 @@ def _is_one_a_sample(group: list[Term], num_samples: int) -> bool:
 
 
 def _of_sum(term: Term, sizes: tuple[int, ...], num_samples: int | None) -> str | None:
-    """What is to be noted of a sum over something of this shape."""
+    """The note on a sum over something of this shape."""
     if num_samples and _has_factor(term, {num_samples, prod(sizes), *_counts(sizes)}):
         return None
     divisor = term.divisor

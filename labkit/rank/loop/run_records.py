@@ -47,7 +47,7 @@ class RunRecords:
         self._emitter.put(name, value, at, self._read_memory())
 
     def resume(self, first_step: int) -> None:
-        """The run goes on after `first_step` steps, if it has not begun."""
+        """Begin to count at `first_step`, if no step was taken yet."""
         self.first_step = first_step
         if not self.num_steps:
             self.num_steps = first_step

@@ -129,10 +129,10 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
         return lines
 
     def telling(send: Callable[..., None]) -> Callable[..., None]:
-        def send_told(kind: Any, error: Any, lines: list[str]) -> None:
+        def send_lines(kind: Any, error: Any, lines: list[str]) -> None:
             send(kind, TextOnlyError(safe_str(error)), lines)
 
-        return send_told
+        return send_lines
 
     shell.showtraceback = showtraceback
     wrap_send_error(shell, telling)

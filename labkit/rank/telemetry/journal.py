@@ -37,7 +37,7 @@ class Journal:
 
     They are written into pages that the system shares with the file, so a record is
     safe as soon as `append` returns, however the process ends. Where `folder` cannot
-    be written, or the disk is full, they go on in memory alone: training does not
+    be written, or the disk is full, they are kept in memory alone: training does not
     fail because of it. Without a `folder` there is no file.
 
     One thread appends at a time; one other may `fill` and `take`.
@@ -58,7 +58,7 @@ class Journal:
                 self._names_file = _create(Path(folder, NAMES_FILE.format(rank)))
                 self._records_file = _create(Path(folder, RECORDS_FILE.format(rank)))
             except OSError as error:
-                self._go_on_in_memory(error)
+                self._continue_in_memory(error)
         self._chunk, self._chunk_begins = self._new_chunk(0), 0
 
     @property
@@ -82,7 +82,7 @@ class Journal:
             try:
                 self._write_name(name)
             except OSError as error:
-                self._go_on_in_memory(error)
+                self._continue_in_memory(error)
         self.names.append(name)
         return len(self.names) - 1
 
@@ -130,7 +130,7 @@ class Journal:
         """Let go of the files; nothing is appended after it."""
         for descriptor in (self._records_file, self._names_file):
             if descriptor >= 0:
-                # Some file systems tell here only that the disk is full.
+                # Some file systems report only here that the disk is full.
                 with suppress(OSError):
                     os.close(descriptor)
         self._records_file = self._names_file = -1
@@ -142,7 +142,7 @@ class Journal:
             try:
                 chunk = _extend(self._records_file, number * _CHUNK_BYTES)
             except OSError as error:
-                self._go_on_in_memory(error)
+                self._continue_in_memory(error)
         if chunk is None:
             chunk = mmap.mmap(-1, _CHUNK_BYTES)
         self._chunks[number] = chunk
@@ -154,7 +154,7 @@ class Journal:
         if os.write(self._names_file, line) < len(line):
             raise OSError("the disk is full")
 
-    def _go_on_in_memory(self, error: OSError) -> None:
+    def _continue_in_memory(self, error: OSError) -> None:
         self._num_on_disk = self.num_records
         self.error = error.strerror or str(error)
 

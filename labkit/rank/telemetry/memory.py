@@ -14,7 +14,7 @@ def memory_reader(device: torch.device) -> Callable[[], int]:
     """A function that reads the bytes in use on `device`, in a few microseconds.
 
     On a GPU the bytes of live tensors (`torch.cuda.memory_allocated`), read again after
-    20 ms: torch sorts all of its statistics to tell one. On the CPU the resident set of
+    20 ms: torch sorts all statistics to return one. On the CPU the resident set of
     the process.
     """
     if device.type == "cuda":

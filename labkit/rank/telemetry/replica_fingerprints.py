@@ -1,4 +1,4 @@
-"""Notes what the ranks are to have in common, for the notebook to compare."""
+"""Fingerprints what ranks should have in common, for the notebook to compare."""
 
 import contextlib
 from collections.abc import Callable

@@ -148,7 +148,7 @@ def _load() -> float:
     """The share of a core that the main thread uses, about now."""
     ident = threading.main_thread().ident
     if not hasattr(time, "pthread_getcpuclockid") or ident is None:
-        return 0.0  # macOS does not tell
+        return 0.0  # not available on macOS
     clock = time.pthread_getcpuclockid(ident)
     began, used = time.monotonic(), time.clock_gettime(clock)
     time.sleep(timeouts.LOAD_S)

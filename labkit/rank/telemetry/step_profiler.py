@@ -34,7 +34,7 @@ from labkit.strategies.prepared import Prepared
 
 LOOK_EVERY_OPS = 16
 """How often all storages are looked at, which takes some 0.2 ms: FSDP and DeepSpeed
-change the size of some, and no operator tells."""
+change the size of some without an operator."""
 
 # What kind of collective an operator is, and which of its arguments is the whole
 # tensor, or this rank's part of it. With `_c10d_functional` the group is a name.
@@ -171,7 +171,7 @@ class StepProbe(TorchDispatchMode):
         collectives = list(self._collectives.values())
         return Measurement(self._held, collectives, facts, seconds)
 
-    # ---- what is seen ----
+    # ---- operators and collectives ----
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -48,7 +48,7 @@ class ForwardState:
         ]
         names = [name for name, *_ in self._buffers]
         self.replicas = self._comparable(dict.fromkeys(names, 0))
-        """By name, what of the buffers is to be equal on all ranks: as they were before
+        """By name, the buffers that should be equal on all ranks: as they were before
         the last step that was looked at."""
 
     def look(self, *, num_ranks: int, is_last: bool) -> None:

@@ -115,7 +115,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         """UnsupportedLoopError for gradients that no backward pass through the model
-        has given, where those of ranks or microbatches are to be one. Collective."""
+        has given, where several ranks or microbatches share a step. Collective."""
         prepared = self.prepared
         has_microbatches = prepared.options.accumulate > 1
         if prepared.is_reached or not is_followed(prepared):

@@ -1,4 +1,4 @@
-"""Takes a run's checkpoints between its steps, and goes on from one."""
+"""Takes a run's checkpoints between its steps, and resumes from one."""
 
 import contextlib
 import random
@@ -36,13 +36,13 @@ SEED_STRIDE = 1_000_003
 
 
 _GAUSS = struct.Struct("<?d")
-"""The normal number that a generator has in hand: whether it has one, and which."""
+"""The spare normal number of a generator: whether it has one, and which."""
 
 
 class RunCheckpointer(Observer):
     """One rank's side of the checkpoints of one run.
 
-    A run that goes on from a checkpoint runs its cell from the first line. Model and
+    A run that resumes from a checkpoint runs its cell from the first line. Model and
     optimizer are restored when they are prepared. Until the loop is where it was when
     the checkpoint was taken, it *replays*: loaders yield nothing, schedulers take no
     step, nothing is logged. There the schedulers and random numbers are restored too.
@@ -58,8 +58,8 @@ class RunCheckpointer(Observer):
         on_checkpoint: Callable[[int], None],
         note: Callable[[str], None],
     ) -> None:
-        """`on_checkpoint(step)` is called when one is taken; `note(text)` with what is
-        to be known of the cell's schedules."""
+        """`on_checkpoint(step)` is called when one is taken; `note(text)` with
+        a sentence about the cell's schedules."""
         self._tell = note
         self.is_replaying = plan is not None and plan.resume_from is not None
         self.first_step = 0
@@ -70,7 +70,7 @@ class RunCheckpointer(Observer):
         self._device = device
         self._seed = seed
         self._checkpoint: Checkpoint | None = None
-        """What the run goes on from."""
+        """What the run resumes from."""
         self._saved: dict[str, Any] = {}
         """What it says of the loop."""
         self._sections: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ class RunCheckpointer(Observer):
         self._active: int | None = None
         """The loader that was asked for a batch last."""
         self._schedulers: list[LRScheduler] = []
-        """All of the cell's, in the order in which they were seen first."""
+        """All of the cell's, in the order in which they first appeared."""
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         """Class and state of those that are yet to be restored, in the same order."""
         self._rates: list[list[dict[str, Any]]] = []
@@ -109,7 +109,7 @@ class RunCheckpointer(Observer):
             for optimizer in self._optimizers
         )
 
-    # ---- what the session tells ----
+    # ---- called by the session ----
 
     def add(self, optimizer: PreparedOptimizer, loader: RankLoader) -> None:
         """Take in what was prepared; restore it if the checkpoint has it.
@@ -141,7 +141,7 @@ class RunCheckpointer(Observer):
         )
         loader.resume_at = LoaderPosition(**saved[place]["position"])
         if self._saved["active"] is None and place == len(saved) - 1:
-            self._go_on()
+            self._end_replay()
             self._say(
                 f"the loop of step {self.first_step} did not take its data from the "
                 "loader that prepare returned, so that data starts from its beginning"
@@ -154,7 +154,7 @@ class RunCheckpointer(Observer):
             return
         loader = self._loaders[active]
         if loader.num_epochs >= loader.resume_at.epoch:
-            self._go_on()
+            self._end_replay()
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         """Take a checkpoint if it is time to."""
@@ -267,7 +267,7 @@ class RunCheckpointer(Observer):
                     "them equal, or leave out --resume and call load_checkpoint"
                 )
 
-    def _go_on(self) -> None:
+    def _end_replay(self) -> None:
         """The loop is where it was: restore what the way there may have changed."""
         self.is_replaying = False
         for scheduler in self._ours():
@@ -412,7 +412,7 @@ def as_bytes(content: bytes) -> torch.Tensor:
 
 
 def numbers_of(packed: torch.Tensor) -> tuple[np.ndarray, bool, float]:
-    """The words of a generator's state, and the normal number that it has in hand."""
+    """The words of a generator's state, and its spare normal number."""
     content = packed.numpy().tobytes()
     words = np.frombuffer(content[: -_GAUSS.size], "<u4").astype(np.uint32)
     return words, *_GAUSS.unpack(content[-_GAUSS.size :])

@@ -190,7 +190,7 @@ class Session:
         """From now on their steps are plain ones, and no part of this run."""
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
-            optimizer.num_ranks = 1  # there is nobody to tell of what differs
+            optimizer.num_ranks = 1  # there are no others to compare with
         self._has_ended = True
         BatchNorm.counts_here = True
         self._undo.clear()
@@ -298,7 +298,7 @@ class Session:
         self._loss_hooks.scale = prepared.scale
         self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
-        # From here on ranks may differ: dropout is to fall on other units.
+        # From here on ranks differ: dropout falls on other units on each.
         seed_everything(self.seed + self.rank)
         rank_loader = self._rank_loader(loader, batches, weigh)
         self._checkpointer.add(stepping, rank_loader)
@@ -497,7 +497,7 @@ class Session:
         rank_loader.refuse = self._refuse
         return rank_loader
 
-    # ---- what the loop tells the session ----
+    # ---- called by the loop ----
 
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._data.begin_epoch()

@@ -8,7 +8,7 @@ from labkit.rank.training.observers import Observer
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in a cell that is to stop. The notebook says where it stood: a traceback
+    """Raised in a cell to stop it. The notebook says where it was: a traceback
     from here would only take time."""
 
     def _render_traceback_(self) -> list[str]:
@@ -23,14 +23,14 @@ class StopPoint(Observer):
     """Stops a run after the same step on every rank, wherever each is when it is asked.
 
     First all ranks are asked to `hold`: each says how many steps it has taken, and
-    takes one more at most. What they are then told to `stop_after` lies ahead of all.
+    takes one more at most. The step that they `stop_after` is then ahead of all.
     """
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._is_holding = False
         self._stop_after: int | None = None
-        self._told = threading.Condition()
+        self._answered = threading.Condition()
 
     @property
     def num_steps(self) -> int:
@@ -38,15 +38,17 @@ class StopPoint(Observer):
         return self._num_steps
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
-        """Raises StoppedAtStep if `step` steps are enough."""
+        """Raise StoppedAtStep if `step` steps are enough."""
         # In this order: `hold` writes and reads them in the other.
         self._num_steps = step
         if not self._is_holding:
             return
-        with self._told:
-            self._told.wait_for(lambda: self._stop_after is not None, timeouts.HOLD_S)
+        with self._answered:
+            self._answered.wait_for(
+                lambda: self._stop_after is not None, timeouts.HOLD_S
+            )
             if self._stop_after is None:
-                self._is_holding = False  # whoever asked is gone
+                self._is_holding = False  # the notebook no longer answers
             elif step >= self._stop_after:
                 raise StoppedAtStep
 
@@ -56,7 +58,7 @@ class StopPoint(Observer):
         return self._num_steps
 
     def stop_after(self, num_steps: int) -> None:
-        """Go on until `num_steps` are taken, and stop there. From another thread."""
-        with self._told:
+        """Continue until `num_steps` are taken, and stop there. From another thread."""
+        with self._answered:
             self._stop_after = num_steps
-            self._told.notify_all()
+            self._answered.notify_all()
