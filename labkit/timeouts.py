@@ -18,11 +18,13 @@ LOOK_S = 0.25
 # ---- a lab: its processes and its group ----
 
 START_S = 120.0
-"""The engines start, and then load torch: each of the two."""
+"""The fork server imports torch; then the engines start: each of the two."""
 END_S = 10.0
 """A killed engine ends."""
 REAP_S = 2.0
 """The exit code of an ended engine is known."""
+REPORT_S = 1.0
+"""The fork server reports it."""
 OOM_KILL_S = 10.0
 """A process that the kernel killed for memory gives it back, and ends."""
 CONNECT_S = 10.0

@@ -4,9 +4,14 @@ Its public views run functions; labkit sends a cell with metadata, listens to on
 request's output, and asks an engine over the control channel while it runs a cell.
 """
 
+import os
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
+
+import psutil
+from ipyparallel.cluster.launcher import LocalEngineLauncher
+from ipyparallel.cluster.launcher import LocalEngineSetLauncher
 
 from labkit.compat.gate import Gate
 
@@ -16,6 +21,9 @@ _LAUNCHER = "ipyparallel.cluster.launcher:LocalProcessLauncher"
 
 OnOutput = Callable[[dict[str, Any]], None]
 """Takes each message that a request leads to on the iopub channel."""
+
+StartEngine = Callable[[list[str], dict[str, str], str], psutil.Process]
+"""Starts an engine with these arguments, this environment and this output file."""
 
 
 @GATE.needs(f"{_CLIENT}._mux_stream")
@@ -79,3 +87,25 @@ def waiter_of(launcher: Any) -> Thread:
     """
     thread: Thread = launcher._wait_thread
     return thread
+
+
+@GATE.needs(f"{_LAUNCHER}._start_waiting")
+def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
+    """A launcher of engines that `start` starts.
+
+    In ipyparallel's own, one method calls Popen and does all the rest.
+    """
+
+    class Launcher(LocalEngineLauncher):
+        def start(self) -> None:
+            arguments = self.cluster_args + self.engine_args
+            environment = {**os.environ, **self.get_env()}
+            self.process = start(arguments, environment, self.output_file)
+            self.pid = self.process.pid
+            self.notify_start(self.pid)
+            self._start_waiting()
+
+    class SetLauncher(LocalEngineSetLauncher):
+        launcher_class = Launcher
+
+    return SetLauncher

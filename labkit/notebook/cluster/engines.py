@@ -27,7 +27,9 @@ from labkit.compat import ipyparallel as compat
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import EngineProcess
+from labkit.notebook.cluster.forked_engines import ForkServer
 from labkit.notebook.cluster.silence import SilenceWatch
+from labkit.notebook.cluster.watchdog import is_running
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import DUMP_SIGNAL
@@ -105,12 +107,14 @@ class Cluster:
         self._token = uuid.uuid4().hex
         self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
         self._watchdog = self._start_watchdog()
+        self._fork_server = self._start_fork_server()
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
             profile_dir=self._folder,
             cluster_file="",
             controller_ip="127.0.0.1",
             controller_args=_CONTROLLER_ARGS,
+            engine_launcher_class=compat.launcher_of_engines(self._fork),
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
         )
@@ -168,10 +172,22 @@ class Cluster:
             start_new_session=True,
         )
 
+    def _start_fork_server(self) -> ForkServer:
+        return ForkServer(self._environment, Path(self._folder, "fork-server.log"))
+
+    def _fork(
+        self, arguments: list[str], environment: dict[str, str], output_file: str
+    ) -> psutil.Process:
+        return self._fork_server.fork(arguments, environment, output_file)
+
     def start_engines(
         self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
     ) -> None:
         """Start an engine for each of `ranks`, and wait until it can be a rank."""
+        if not self._fork_server.is_alive:
+            self._fork_server = self._start_fork_server()
+        on_progress("loading torch")
+        self._fork_server.wait_until_ready(interrupts.check)
         on_progress(f"starting {len(ranks)} engines")
         sets = set(self._cluster.engines)
         known = set() if self._client is None else set(self._client.ids)
@@ -229,7 +245,6 @@ class Cluster:
             time.sleep(timeouts.QUICK_POLL_S)
         if self._is_port_taken():
             raise PortTakenError
-        on_progress("loading torch on the engines")
         loading = self._client[engines].apply_async(call_by_name, _LOAD, ())
         try:
             self._wait(loading, started, timeouts.START_S)
@@ -527,14 +542,7 @@ class Cluster:
             self._watchdog.stdin.close()
         if self._watchdog.wait() != 0:  # somebody ended it
             watchdog.clean_up(self._token, self._folder)
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process, which need not be this one's child, has not ended."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+        self._fork_server.join()
 
 
 def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:

@@ -45,15 +45,37 @@ def end_processes(token: str) -> None:
     others = [process for process in processes if not is_tidying(process)]
     for process in others:
         _send(process, signal.SIGTERM)
-    _, others = psutil.wait_procs(others, timeout=TERM_SECONDS)
-    for process in others:
+    for process in wait_for_ends(others, TERM_SECONDS):
         _send(process, signal.SIGKILL)
-    psutil.wait_procs(processes, timeout=TIDY_SECONDS)
+    wait_for_ends(processes, TIDY_SECONDS)
     while processes := find_processes(token):
         for process in processes:
             _send(process, signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=TERM_SECONDS)
-        time.sleep(0.05)
+        wait_for_ends(processes, TERM_SECONDS)
+
+
+def wait_for_ends(
+    processes: list[psutil.Process], timeout: float
+) -> list[psutil.Process]:
+    """Wait until these have ended; those that have not after `timeout` seconds.
+
+    Unlike `psutil.wait_procs` it does not wait for their parents to reap them: an
+    orphan's is the system's first process, which may take a second.
+    """
+    deadline = time.monotonic() + timeout
+    while processes := [each for each in processes if is_running(each)]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.02)
+    return processes
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process, which need not be this one's child, has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def is_tidying(process: psutil.Process) -> bool:

@@ -22,9 +22,9 @@ from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
 from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.engine.requests import ControlRequests
-from labkit.rank.engine.spawned import send_definitions
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.group.spawned import send_definitions
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
 from labkit.rank.telemetry.exceptions import clear_frames

@@ -28,18 +28,23 @@ def load() -> int:
     return os.getpid()
 
 
-def warm_up() -> None:
-    """Load what the first cells would have to wait for, while the user reads.
+def import_for_first_cells() -> None:
+    """Import what the first cells would have to wait for.
 
     An optimizer imports torch._dynamo when the first one is made (1.6 s), a checkpoint
-    its planner (0.3 s), what was bound to a former group is rebound by way of DTensor's
-    debug module, and IPython needs its formatter when the first traceback is shown
-    (0.5 s). Not in a thread: two threads that import the same modules can leave one
-    half made.
+    its planner (0.3 s), and what was bound to a former group is rebound by way of
+    DTensor's debug module. Not in a thread: two threads that import the same modules
+    can leave one half made.
     """
     torch.load_compiler()
     importlib.import_module("torch.distributed.checkpoint")
     importlib.import_module("torch.distributed.tensor.debug")
+
+
+def warm_up() -> None:
+    """Prepare for the first cells while the user reads: IPython needs its formatter
+    when the first traceback is shown (0.5 s)."""
+    import_for_first_cells()
     try:
         raise RuntimeError
     except RuntimeError:

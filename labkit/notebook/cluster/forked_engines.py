@@ -1,0 +1,161 @@
+"""Engines that a lab's fork server starts: the notebook's side of it."""
+
+import json
+import math
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labkit import timeouts
+from labkit.checks import UserError
+from labkit.notebook.cluster.watchdog import is_running
+
+_SERVER = "labkit.rank.engine.fork_server"
+
+
+class ForkServer:
+    """The process from which a lab's engines are forked.
+
+    It imports torch once, so that an engine, also one in place of another that died,
+    is there in a moment.
+    """
+
+    def __init__(self, environment: dict[str, str], log_file: Path) -> None:
+        """Begins to start it: it takes some seconds to import torch."""
+        self._log_file = log_file
+        self._engines: dict[int, ForkedProcess] = {}
+        self._answers: queue.SimpleQueue[ForkedProcess | str] = queue.SimpleQueue()
+        self._forking = threading.Lock()
+        self._is_ready = threading.Event()
+        self._channel, theirs = socket.socketpair()
+        with theirs, log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _SERVER, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._listener = threading.Thread(
+            target=self._listen, name="labkit-fork-server", daemon=True
+        )
+        self._listener.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can start engines, now or in a moment."""
+        return self._listener.is_alive()
+
+    def wait_until_ready(self, check: Callable[[], None]) -> None:
+        """Until it has imported torch; `check` is called meanwhile, and may raise.
+
+        UserError, with what it printed, where it does not.
+        """
+        deadline = time.monotonic() + timeouts.START_S
+        while not self._is_ready.wait(timeouts.POLL_S):
+            check()
+            if not self.is_alive:
+                raise self._failure("the process that starts the engines has ended")
+            if time.monotonic() > deadline:
+                raise self._failure(
+                    f"torch was not imported within {timeouts.START_S:g} s"
+                )
+
+    def fork(
+        self, arguments: list[str], environment: dict[str, str], output_file: str
+    ) -> "ForkedProcess":
+        """An engine with these arguments; UserError where none can be started."""
+        request = {
+            "arguments": arguments,
+            "environment": environment,
+            "folder": str(Path.cwd()),
+            "output_file": output_file,
+        }
+        with self._forking:
+            try:
+                self._channel.sendall(json.dumps(request).encode() + b"\n")
+            except OSError as error:
+                raise self._failure(f"no engine was started: {error}") from error
+            answer = self._answers.get()
+        if isinstance(answer, str):
+            raise self._failure(f"no engine was started: {answer}")
+        return answer
+
+    def join(self) -> None:
+        """Wait until it has ended: by a SIGTERM, once its engines have."""
+        self._listener.join()
+
+    def _listen(self) -> None:
+        """In a thread: take in what the server sends until it has ended."""
+        with self._channel, self._channel.makefile("rb") as lines:
+            for line in lines:
+                self._take(json.loads(line))
+        self._process.wait()
+        for engine in self._engines.values():
+            engine.is_orphan = True
+        self._answers.put("the process that starts them has ended")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"ready": _}:
+                self._is_ready.set()
+            case {"pid": pid}:
+                try:
+                    self._engines[pid] = ForkedProcess(pid)
+                except psutil.NoSuchProcess:
+                    self._answers.put("it ended at once")
+                else:
+                    self._answers.put(self._engines[pid])
+            case {"error": why}:
+                self._answers.put(why)
+            case {"ended": pid, "code": code}:
+                if engine := self._engines.pop(pid, None):
+                    engine.set_ended(code)
+
+    def _failure(self, what: str) -> UserError:
+        said = self._log_file.read_text(errors="replace").strip()
+        words = "\n".join((said or "(nothing)").splitlines()[-15:])
+        return UserError(f"{what}; it printed:\n{words}")
+
+
+class ForkedProcess(psutil.Process):
+    """An engine. It is not this process's child: the fork server has its exit code."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(pid)
+        self._has_ended = threading.Event()
+        self._exit_code: int | None = None
+        self.is_orphan = False
+        """Whether the server has ended before it."""
+
+    def set_ended(self, exit_code: int) -> None:
+        """Note that it has ended, and how: as `subprocess.Popen.returncode`."""
+        self._exit_code = exit_code
+        self._has_ended.set()
+
+    def wait(  # type: ignore[override]
+        self, timeout: float | None = None
+    ) -> int | None:
+        """As `psutil.Process.wait`: its exit code once it has ended; None where the
+        fork server is gone, or stopped, and cannot report it."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._has_ended.wait(
+            max(0, min(timeouts.LOOK_S, deadline - time.monotonic()))
+        ):
+            if not is_running(self):
+                self._has_ended.wait(0 if self.is_orphan else timeouts.REPORT_S)
+                break
+            if time.monotonic() >= deadline:
+                raise psutil.TimeoutExpired(timeout or 0, self.pid)
+        return self._exit_code

@@ -1,0 +1,160 @@
+"""Forks a lab's engines from a process that has torch imported: all for one import.
+
+Run as `python -m labkit.rank.engine.fork_server FD`, where FD is a stream socket from
+the notebook. Lines of JSON go over it: {"ready": true} when torch is imported, then a
+`ForkRequest` of the notebook's, each answered by {"pid": ...} or {"error": ...}; and
+{"ended": pid, "code": exit code} when an engine has.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """An engine that is to be started."""
+
+    arguments: list[str]
+    """Of `python -m ipyparallel.engine`."""
+    environment: dict[str, str]
+    folder: str
+    """Its working directory."""
+    output_file: str
+
+
+def main(fd: int) -> None:
+    """Serve until the notebook is gone; in each fork, be an engine."""
+    os.set_inheritable(fd, False)
+    channel = socket.socket(fileno=fd)
+    preload()
+    if request := ForkServer(channel).serve():
+        become_engine(request)
+
+
+def preload() -> None:
+    """Import what every engine needs, and freeze it: a collection in an engine would
+    copy the pages that it shares with the others.
+
+    A fork has no other threads, and can use no CUDA context of this process.
+    """
+    gc.disable()  # collections take a sixth of the imports' time
+    importlib.import_module("ipyparallel.engine.app")
+    importlib.import_module("labkit.rank.engine.rpc").import_for_first_cells()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    assert not sys.modules["torch"].cuda.is_initialized()
+
+
+class ForkServer:
+    """Forks on request, and reports how each fork ended."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._received = b""
+        self._hears = True
+        self._is_ending = False
+        self._engines: set[int] = set()
+        # A signal ends a wait in `select` by a byte in this pipe.
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._send(ready=True)
+
+    def _end(self, *_: Any) -> None:
+        """Engines that were sent the same signal are to be reaped first."""
+        self._is_ending = True
+
+    def serve(self) -> ForkRequest | None:
+        """Returns in each fork, with what it is to be; here, when all is over."""
+        while not self._is_ending or self._engines:
+            sources: list[Any] = [self._woken]
+            if self._hears:
+                sources.append(self._channel)
+            ready, _, _ = select.select(sources, [], [], _POLL_S)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
+            self._reap()
+            if self._channel in ready:
+                data = self._channel.recv(1 << 16)
+                if not data:  # the notebook is gone: the watchdog ends the engines
+                    self._hears, self._is_ending = False, True
+                *lines, self._received = (self._received + data).split(b"\n")
+                for line in lines:
+                    request = ForkRequest(**json.loads(line))
+                    if self._fork():
+                        return request
+        return None
+
+    def _fork(self) -> bool:
+        """Whether this is the new process."""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._send(error=f"{error.strerror}")
+            return False
+        if pid == 0:
+            self._leave()
+            return True
+        self._engines.add(pid)
+        self._send(pid=pid)
+        return False
+
+    def _leave(self) -> None:
+        """Let this process, a fork, have nothing of the server's."""
+        signal.set_wakeup_fd(-1)
+        for each in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for end in (self._woken, self._wake):
+            os.close(end)
+        self._channel.close()
+
+    def _reap(self) -> None:
+        for pid in list(self._engines):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self._engines.discard(pid)
+                self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
+
+    def _send(self, **content: Any) -> None:
+        with contextlib.suppress(OSError):  # the notebook is gone
+            self._channel.sendall(json.dumps(content).encode() + b"\n")
+
+
+def become_engine(request: ForkRequest) -> None:
+    """Be what `python -m ipyparallel.engine` would be, in a session of its own."""
+    os.setsid()
+    output = os.open(request.output_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    if sys.path[:1] == [str(Path.cwd())]:  # as -m has it
+        sys.path[0] = request.folder
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.modules["numpy"].random.seed()  # the module random does so by itself
+    sys.argv[1:] = request.arguments
+    runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

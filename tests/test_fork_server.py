@@ -1,0 +1,120 @@
+"""Engines are forks of one process that has torch imported."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from labkit import Lab
+from labkit import RankError
+from labkit.checks import UserError
+from labkit.notebook.cluster.forked_engines import ForkServer
+
+FACTS = """
+import json, os, random, signal, sys, threading
+import numpy as np
+facts = dict(
+    parent=os.getppid(),
+    session=os.getsid(0),
+    pid=os.getpid(),
+    drawn=[random.random(), float(np.random.rand())],
+    folder=os.getcwd(),
+    variable=os.environ.get("LABKIT_TESTED"),
+    term=signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+    pipes=sum("pipe:" in os.readlink(f"/proc/self/fd/{fd}")
+              for fd in os.listdir("/proc/self/fd")
+              if os.path.exists(f"/proc/self/fd/{fd}")),
+    product=float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()),
+    is_main=vars(sys.modules["__main__"]) is globals(),
+    gc=__import__("gc").isenabled(),
+)
+"""
+
+
+def test_engines_share_an_import_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LABKIT_TESTED", "yes")
+    with Lab(num_ranks=2) as lab:
+        lab.run(FACTS)
+        found = lab.pull("facts", "all")
+        [server] = {each["parent"] for each in found}
+        assert server != os.getpid()
+        assert psutil.Process(server).ppid() == os.getpid()
+        for name in ("session", "pid"):
+            assert found[0][name] != found[1][name]
+        for each in found:
+            assert each["session"] == each["pid"]
+            assert each["folder"] == str(Path.cwd())
+            assert each["variable"] == "yes"
+            assert each["product"] == 300.0**3
+            assert each["is_main"]
+            assert each["gc"]
+        drawn = [number for each in found for number in each["drawn"]]
+        assert len(set(drawn)) == 4
+        # What is new is as the others are: the server imported torch before them.
+        os.kill(found[1]["pid"], signal.SIGKILL)
+        assert lab.restart() == [1]
+        lab.run(FACTS)
+        again = lab.pull("facts", "all")
+        assert again[1]["parent"] == server
+        assert again[1]["folder"] == str(Path.cwd())
+        assert {*again[1]["drawn"]}.isdisjoint(drawn)
+
+
+def test_ranks_outlive_the_server_and_another_takes_its_place() -> None:
+    with Lab(num_ranks=2) as lab:
+        lab.run("import os; kept, server = 'kept', os.getppid()")
+        server = lab.pull("server", 0)
+        os.kill(server, signal.SIGKILL)
+        lab.run("dist.barrier()")
+        assert lab.pull("kept", "all") == ["kept"] * 2
+        # Nobody can tell how a rank ended whose parent was gone before.
+        with pytest.raises(RankError, match=r"the process died: pid \d+, ended;"):
+            lab.run("if rank == 1: os._exit(3)")
+        assert lab.restart() == [1]
+        lab.run("import os; server = os.getppid()", ranks=1)
+        assert lab.pull("server", 1) != server
+        with pytest.raises(RankError, match="ended with exit code 3"):
+            lab.run("if rank == 1: os._exit(3)")
+    assert not psutil.pid_exists(server)
+
+
+def test_a_server_that_is_stopped_hides_no_death() -> None:
+    with Lab(num_ranks=2) as lab:
+        lab.run("import os; server = os.getppid()")
+        server = lab.pull("server", 0)
+        os.kill(server, signal.SIGSTOP)
+        with pytest.raises(RankError, match="rank 1: the process died"):
+            lab.run("if rank == 1: os._exit(3)")
+        os.kill(server, signal.SIGCONT)
+        assert lab.restart() == [1]
+        lab.run("dist.barrier()")
+
+
+def test_what_keeps_the_server_from_importing_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libcudart is missing')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UserError, match=r"has ended; it printed:\n(.*\n)*.*libcudart"):
+        Lab(num_ranks=2)
+
+
+def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
+    server = ForkServer({}, tmp_path / "log")
+    server.wait_until_ready(lambda: None)
+    [process] = [
+        child
+        for child in psutil.Process().children()
+        if "labkit.rank.engine.fork_server" in child.cmdline()
+    ]
+    process.terminate()
+    server.join()
+    assert not server.is_alive
+    with pytest.raises(UserError, match="no engine was started"):
+        server.fork([], {}, str(tmp_path / "out"))
