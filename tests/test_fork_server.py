@@ -55,7 +55,8 @@ def test_engines_share_an_import_and_nothing_else(
         drawn = [number for each in found for number in each["drawn"]]
         assert len(set(drawn)) == 4
         # What is new is as the others are: the server imported torch before them.
-        os.kill(found[1]["pid"], signal.SIGKILL)
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         assert lab.restart() == [1]
         lab.run(FACTS)
         again = lab.pull("facts", "all")
@@ -106,13 +107,10 @@ def test_what_keeps_the_server_from_importing_is_shown(
 
 
 def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
+    before = psutil.Process().children()
     server = ForkServer({}, tmp_path / "log")
     server.wait_until_ready(lambda: None)
-    [process] = [
-        child
-        for child in psutil.Process().children()
-        if "labkit.rank.engine.fork_server" in child.cmdline()
-    ]
+    [process] = set(psutil.Process().children()) - set(before)
     process.terminate()
     server.join()
     assert not server.is_alive

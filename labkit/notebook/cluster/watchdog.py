@@ -40,34 +40,23 @@ def find_processes(token: str) -> list[psutil.Process]:
 
 
 def end_processes(token: str) -> None:
-    """Terminate, then kill, until none is left; those that tidy up come last."""
-    processes = find_processes(token)
-    others = [process for process in processes if not is_tidying(process)]
+    """Terminate, then kill, until none is left; those that tidy up come last.
+
+    An ended process counts as gone before its parent has reaped it: an orphan's is the
+    system's first process, which may take a second.
+    """
+    others = [each for each in find_processes(token) if not is_tidying(each)]
     for process in others:
         _send(process, signal.SIGTERM)
-    for process in wait_for_ends(others, TERM_SECONDS):
-        _send(process, signal.SIGKILL)
-    wait_for_ends(processes, TIDY_SECONDS)
+    kill_at = time.monotonic() + TERM_SECONDS
+    while any(map(is_running, others)) and time.monotonic() < kill_at:
+        time.sleep(0.02)
+    kill_all_at = time.monotonic() + TIDY_SECONDS
     while processes := find_processes(token):
         for process in processes:
-            _send(process, signal.SIGKILL)
-        wait_for_ends(processes, TERM_SECONDS)
-
-
-def wait_for_ends(
-    processes: list[psutil.Process], timeout: float
-) -> list[psutil.Process]:
-    """Wait until these have ended; those that have not after `timeout` seconds.
-
-    Unlike `psutil.wait_procs` it does not wait for their parents to reap them: an
-    orphan's is the system's first process, which may take a second.
-    """
-    deadline = time.monotonic() + timeout
-    while processes := [each for each in processes if is_running(each)]:
-        if time.monotonic() >= deadline:
-            break
+            if time.monotonic() > kill_all_at or not is_tidying(process):
+                _send(process, signal.SIGKILL)
         time.sleep(0.02)
-    return processes
 
 
 def is_running(process: psutil.Process) -> bool:
