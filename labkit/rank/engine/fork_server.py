@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_POLL_S = 1.0
-
 
 @dataclass(frozen=True)
 class ForkRequest:
@@ -88,7 +86,7 @@ class ForkServer:
             sources: list[Any] = [self._woken]
             if self._hears:
                 sources.append(self._channel)
-            ready, _, _ = select.select(sources, [], [], _POLL_S)
+            ready, _, _ = select.select(sources, [], [])
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
             self._reap()
