@@ -133,20 +133,23 @@ import signal
 
 def fail_once(spec):
     del runner()._start_session
-    1 / 0
+    raise ValueError("no session")
 
 runner()._start_session = fail_once
 signal.raise_signal(signal.SIGINT)
 """
 
 
-def test_a_cell_that_fails_before_its_code_was_not_interrupted(lab: Lab) -> None:
+def test_a_cell_that_fails_before_its_code_does_not_run_it(lab: Lab) -> None:
     with pytest.raises(RankError, match="stopped at line 10") as first:
         lab.run(FAIL_NEXT)
     assert [each.status for each in first.value.outcomes] == ["interrupted"] * 2
-    with pytest.raises(RankError, match="ZeroDivisionError") as then:
-        lab.run("pass")
+    with pytest.raises(RankError, match="ValueError: no session") as then:
+        lab.run("has_run = True")
     assert [each.status for each in then.value.outcomes] == ["error"] * 2
+    assert "ValueError" in "".join(then.value.outcomes[0].traceback)
+    with pytest.raises(NameError, match="no variable 'has_run'"):
+        lab.pull("has_run")
     assert_group_works(lab)
 
 

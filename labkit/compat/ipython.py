@@ -37,6 +37,23 @@ def wrap_send_error(
     shell._showtraceback = wrap(shell._showtraceback)
 
 
+def refuse_cells(shell: Any, reason: Callable[[], BaseException | None]) -> None:
+    """Have the shell show `reason()` instead of running a cell's code, if it gives one.
+
+    An event before the cell cannot keep it from running, and a transformer of its
+    syntax tree can.
+    """
+    from IPython.core.error import InputRejected
+
+    class Refusing:
+        def visit(self, node: Any) -> Any:
+            if error := reason():
+                raise InputRejected("so the cell did not run") from error
+            return node
+
+    shell.ast_transformers.append(Refusing())
+
+
 def keep_no_errors(shell: Any) -> None:
     """Have no traceback kept in the history, for which IPython renders it again.
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
+from labkit.compat.ipython import refuse_cells
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
@@ -103,6 +104,7 @@ class CellRunner:
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
+        refuse_cells(shell, lambda: self._begin_error)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
 
@@ -118,7 +120,7 @@ class CellRunner:
     def _before_cell(self, info: Any) -> None:
         try:
             self._begin_cell(getattr(info, "raw_cell", ""))
-        except Exception as error:  # IPython would say so, and run the cell
+        except Exception as error:  # in place of the cell: see `refuse_cells`
             self._begin_error = error
 
     def _begin_cell(self, code: str) -> None:
