@@ -664,7 +664,7 @@ class Lab:
             yield cluster
 
     def _wait_for_the_last_run(self) -> None:
-        """One that has ended in the background still looks after its group."""
+        """A run that has ended in the background still restores the group."""
         for run in self.runs[-1:]:
             if run.job is not None and run.state != "running":
                 run.job.join()

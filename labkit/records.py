@@ -108,7 +108,7 @@ class CellSpec:
     """The strategy of `%%dist_train`, or None for a plain `%%dist` cell."""
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    """The `TrainOptions` of a training cell, but for its config, which is pickled."""
+    """The `TrainOptions` of a training cell, except its config, which is pickled."""
     folder: str | None = None
     """The run's, in which ranks keep their records; None for a run without one."""
     checkpoints: dict[str, Any] | None = None

@@ -363,7 +363,7 @@ class Cluster:
         collective ends with the first failure, which leaves others waiting in it.
 
         Raises the ValueError that a rank raised, RankDiedError as soon as one of them
-        is dead, SilentRankError where one answers nothing any more, and CallError for
+        is dead, SilentRankError where one does not answer any more, and CallError for
         all else.
         """
         name = function.split(":")[1]

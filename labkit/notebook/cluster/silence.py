@@ -13,7 +13,7 @@ class SilenceWatch:
     """Asks ranks again and again, so that a long wait ends with the last answer.
 
     What a rank does may take any time as long as its control thread answers. One that
-    is not asked, for it is dead or has no control channel, is not waited for either.
+    is not asked, being dead or without a control channel, is not waited for either.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sees a cell to its end on every rank, mends the group, and says how it ended."""
+"""Waits for a cell's end on every rank, restores the group, raises what went wrong."""
 
 from collections.abc import Callable
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ _CALLS = "labkit.rank.engine.rpc"
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A training run as it was asked for, and found to be possible."""
+    """The arguments of a training run, checked."""
 
     strategy: Strategy
     work: str | Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Holds Ctrl-C and the stop button back where they would leave things half done."""
+"""Delays Ctrl-C and the stop button where they would leave an inconsistent state."""
 
 import contextlib
 import signal

@@ -5,9 +5,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-# Okabe and Ito's colours, told apart by the colour-blind too, but for yellow, which
-# is not seen on white, and black, which is for means: violet and brown are as far from
-# the others for any eye.
+# Okabe and Ito's colours, which the colour-blind distinguish too, without yellow,
+# which is hard to see on white, and black, which is for means. Violet and brown are as
+# far from the others for any eye.
 RANK_COLOURS = (
     "#0072B2",
     "#E69F00",

@@ -225,7 +225,7 @@ def versions() -> dict[str, str]:
 
 
 def run_info(run: Run) -> dict[str, Any]:
-    """All of a run but its records, for `run_files.write_info`."""
+    """All of a run except its records, for `run_files.write_info`."""
     collector = run.collector
     return {
         "name": run.name,

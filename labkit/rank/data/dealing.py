@@ -69,9 +69,9 @@ class Share:
 
 
 def part_of(length: int, part: int, num_parts: int, least: int = 1) -> slice:
-    """Part `part` of `length` elements in a row that are cut into `num_parts`: equal
-    but for one element, of `least` elements at least, and the last ones empty where
-    there are too few for that."""
+    """Part `part` of `length` elements, cut into `num_parts` whose sizes differ
+    by one at most. A part has `least` elements or more; where there are too few for
+    that, the last parts are empty."""
     num_used = min(num_parts, max(1, length // least))
     if part >= num_used:
         return slice(length, length)
@@ -126,7 +126,7 @@ class Dealer:
 
     @property
     def weight_outside(self) -> float:
-        """As `Share.weight`, for microbatches that the loop has from elsewhere."""
+        """As `Share.weight`, for microbatches that do not come from this loader."""
         return self.peers.world_size if self.is_sum else 1.0 / self.accumulate
 
 

@@ -199,7 +199,7 @@ class CellRunner:
         self._publish("outcome", replace(outcome, memory=memory))
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
-            # user reads, for it takes a tenth of a second.
+            # user reads: it takes a tenth of a second.
             gc.collect()
 
     def _finish_run(self, session: Session) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""What to write instead, for errors that say it in the words of a library only."""
+"""Adds to errors of libraries what to write instead in a cell."""
 
 import re
 

@@ -139,7 +139,7 @@ class RankProcessGroup:
             # By which Lightning knows that its processes are there.
             "TORCHELASTIC_RUN_ID": "labkit",
         }
-        """What torchrun would have set, for code that reads it."""
+        """The environment variables of torchrun, for code that reads them."""
 
     def install(self) -> None:
         """Make this process a rank: its settings, its environment, torch's own ways
@@ -391,7 +391,7 @@ class RankProcessGroup:
             return
         assert self._store is not None
         self._num_meetings += 1
-        # A clone, for its user gives it a timeout.
+        # A clone, because its user sets a timeout on it.
         own: Any = self._store.clone()  # type: ignore[attr-defined]
         yield dist.PrefixStore(f"meeting/{self._num_meetings}", own), *found
 

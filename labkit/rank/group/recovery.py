@@ -41,7 +41,7 @@ class FormerGroups:
     def in_use(
         self, meshes: Iterable[Any], variables: dict[str, Any]
     ) -> dict[str, list[int]]:
-        """Name and ranks of those that anything holds, but for the default one."""
+        """Name and ranks of those still referenced, except the default one."""
         used = {name for mesh in meshes for name in group_names_of(mesh)}
         for holder in [variables, *holders_of(self.names)]:
             for value in holder.values() if isinstance(holder, dict) else holder:

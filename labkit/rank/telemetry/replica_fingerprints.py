@@ -106,10 +106,10 @@ class ReplicaWatch:
 
 
 def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """For each tensor a whole number that changes with any bit of it.
+    """For each tensor an integer that changes with any bit of it.
 
-    It also changes where values change places, but for places a multiple of `COLUMNS`
-    words of 8 bytes apart, in which several changes can cancel out.
+    It also changes where values swap places, unless these are a multiple of `COLUMNS`
+    words of 8 bytes apart: several changes there can cancel out.
 
     The tensors are summed as words of the sum's own size, for which nothing is copied:
     with words of 4 bytes it would take 20 to 100 times as long.

@@ -169,7 +169,7 @@ class ReplicaObserver(Observer):
 def is_sampled(step: int) -> bool:
     """Whether a run's optimizer step `step`, counted from 1, is measured.
 
-    The first, in which state is made; the third, for DDP arranges its buckets again in
+    The first, in which state is made; the third, because DDP rebuilds its buckets in
     the second; then the 10th, 100th, ..., so that it costs nothing.
     """
     return step == 3 or str(step).rstrip("0") == "1"

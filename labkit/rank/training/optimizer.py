@@ -48,7 +48,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._has_passed = False
         """Whether there was a backward pass since the last `step()`."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters whose gradients the loop does not see as yet, and those."""
+        """Parameters whose gradients the loop does not see yet, and the gradients."""
         self.begin_microbatch()
 
     def is_of(self, scheduler: LRScheduler) -> bool:
@@ -320,9 +320,9 @@ def watching_zero_grad(optimizers: list[PreparedOptimizer]) -> Iterator[None]:
 def watching_schedulers(
     note: Callable[[LRScheduler, bool], None], may_step: Callable[[LRScheduler], bool]
 ) -> Iterator[None]:
-    """Tell `note` of every learning-rate scheduler that is made (True) or takes a step
-    (False). A step that `may_step` does not allow does nothing, but for the one with
-    which it is made."""
+    """Call `note` with each learning-rate scheduler that is made (True) or takes a step
+    (False). A step that `may_step` does not allow does nothing, except the first one,
+    which its constructor takes."""
     patched: list[tuple[type, str, Callable[..., Any]]] = []
     making: list[Any] = []
 

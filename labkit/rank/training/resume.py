@@ -230,7 +230,7 @@ class RunCheckpointer(Observer):
             self._wait()
 
     def _wait(self) -> None:
-        """Until no save is in flight; one that failed is reported, and no more."""
+        """Wait until no save is in flight; only report one that failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
