@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -82,7 +83,7 @@ def assert_same_weights(lab: Lab, variables: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero2"))
 @pytest.mark.parametrize("kind", LOADERS)
 def test_any_sampler_gives_what_one_process_gives(
     lab: Lab, kind: str, strategy: str
@@ -149,7 +150,7 @@ y[20:] = torch.tensor([1, -100])  # the last batch: one rank has nothing that co
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "fsdp"))
 def test_a_mean_over_some_targets_is_that_of_the_global_batch(
     lab: Lab, strategy: str, accumulate: int
 ) -> None:
@@ -168,7 +169,7 @@ model, optimizer, loader = prepare(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "zero2", "fsdp"))
 def test_a_sum_over_samples_is_that_of_the_global_batch(
     lab: Lab, strategy: str, accumulate: int
 ) -> None:
@@ -341,7 +342,7 @@ data, model = TensorDataset(x, x + 1, y), Model(6, 4)
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp"], "fsdp"))
 @pytest.mark.parametrize("kind", FITTED)
 def test_fit_takes_batches_of_any_kind(lab: Lab, kind: str, strategy: str) -> None:
     setup, loss_fn, loss = FITTED[kind]

@@ -13,9 +13,9 @@ from labkit.train_options import TrainOptions
 
 MIB = 2**20
 
-# The reference values of 16.8 M parameters in fp32 under AdamW on two ranks, in MiB.
-NUM_PARAMETERS = 16 * (1024 * 1024 + 1024)
-WHOLE = 4 * NUM_PARAMETERS / MIB  # 64.06
+# The reference values of 4.2 M parameters in fp32 under AdamW on two ranks, in MiB.
+NUM_PARAMETERS = 16 * (512 * 512 + 512)
+WHOLE = 4 * NUM_PARAMETERS / MIB  # 16.03
 HALF = WHOLE / 2
 
 CELL = """
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-data = TensorDataset(torch.randn(48, 1024), torch.randn(48, 1024))
+data = TensorDataset(torch.randn(48, 512), torch.randn(48, 512))
 model, optimizer, loader = prepare(model, optimizer, data, batch_size=16)
 for x, y in loader:
     F.mse_loss(model(x), y).backward()
@@ -94,14 +94,16 @@ def test_activations_are_those_of_the_microbatch(
     runs: dict[tuple[str, int], Run],
 ) -> None:
     # Sixteen layers keep their input, and what the loss needs; two ranks share a batch.
-    one_layer = 16 * 1024 * 4
+    one_layer = 16 * 512 * 4
     whole = runs["single", 1].memory.loc[0, "activations_peak"]
     assert 15 * one_layer <= whole <= 19 * one_layer
     for strategy in ("ddp", "zero2", "fsdp"):
+        # A layer's gathered parameters may be there until gloo frees them.
+        freed_late = 512 * 513 * 4 if strategy == "fsdp" else 0
         shared = runs[strategy, 1].memory.loc[0, "activations_peak"]
-        assert shared == pytest.approx(whole / 2, rel=0.1)
+        assert 0.9 * whole / 2 <= shared <= 1.1 * whole / 2 + freed_late
         halved = runs[strategy, 2].memory.loc[0, "activations_peak"]
-        assert halved == pytest.approx(whole / 4, rel=0.3)
+        assert 0.7 * whole / 4 <= halved <= 1.3 * whole / 4 + freed_late
 
 
 def sent(run: Run) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernels import running_kernel
 from kernels import wait_until
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -110,9 +111,10 @@ def assert_goes_on(resumed: Run, whole: Run, *, after: int) -> pd.DataFrame:
     return again
 
 
-@pytest.mark.parametrize(
-    "strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
-)
+ALL = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+
+
+@pytest.mark.parametrize("strategy", long_but(ALL, "ddp", "zero3", "fsdp"))
 def test_resumed_equals_uninterrupted_under_every_strategy(
     train: Callable[..., Run],
     tmp_path: Path,

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(90)
 Captured = pytest.CaptureFixture[str]
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+WITH_SINGLE = ["single", *STRATEGIES]
 
 # 19 samples in batches of 9 are 9, 9 and 1: no batch divides evenly, and of the last
 # one all ranks but one have no part. BatchNorm is to have a sample on every rank, with
@@ -269,7 +270,7 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", WITH_SINGLE)
 @pytest.mark.parametrize("setup", COMBINATIONS)
 def test_losses_and_weights_equal_one_process(
     lab_of_any_size: Lab, setup: str, strategy: str
@@ -289,7 +290,7 @@ def test_losses_and_weights_equal_one_process(
     plain_model(setup).load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
 def test_adamw_with_parameter_groups_equals_one_process(
     lab: Lab, strategy: str
 ) -> None:
@@ -333,7 +334,7 @@ def test_batchnorm_counts_no_sample_that_is_not_there(
     assert_equals_reference(lab, run, reference(setup, accumulate=2))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero3", "fsdp"))
 def test_fit_equals_one_process_with_validation(lab: Lab, strategy: str) -> None:
     code = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -354,7 +355,7 @@ fit(
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
 def test_schedulers_made_before_or_after_prepare_step_with_the_optimizer(
     lab: Lab, strategy: str, made: str, capsys: Captured
 ) -> None:
@@ -394,7 +395,7 @@ def in_bf16(shared_lab: Lab) -> InBf16:
     return InBf16(global_losses(run), pull_weights(shared_lab, "single"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero3", "fsdp"))
 def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     lab: Lab, strategy: str, in_bf16: InBf16
 ) -> None:
@@ -416,7 +417,7 @@ def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     plain_model("gpt").load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
 def test_activation_checkpointing_computes_twice_and_gives_the_same(
     lab: Lab, strategy: str
 ) -> None:
@@ -658,8 +659,8 @@ def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
         train(lab, strategy, again)
 
 
-@pytest.mark.parametrize("then", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("then", long_but(["ddp", "zero1", "zero2"], "ddp", "zero2"))
+@pytest.mark.parametrize("strategy", long_but(["ddp", "zero1", "zero2"], "zero1"))
 def test_a_whole_model_of_an_earlier_run_is_trained_on(
     lab: Lab, strategy: str, then: str
 ) -> None:
