@@ -49,6 +49,6 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     shell : InteractiveShell
         IPython's own.
     """
-    from labkit.magics import LabMagics
+    from labkit.magics.lab_magics import LabMagics
 
     shell.register_magics(LabMagics)

@@ -36,8 +36,8 @@ from labkit import RankError
 from labkit.checks import check_timeout
 from labkit.checks import is_run_name
 from labkit.checks import short_repr
-from labkit.magics import LabMagics
-from labkit.magics import usage_errors
+from labkit.magics.lab_magics import LabMagics
+from labkit.magics.line import usage_errors
 from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks

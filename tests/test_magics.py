@@ -10,7 +10,7 @@ import pytest
 from kernels import Kernel
 from kernels import running_kernel
 
-from labkit.magics import LabMagics
+from labkit.magics.lab_magics import LabMagics
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,16 +1,7 @@
-"""The magics: parse, delegate to the Lab, show."""
+"""The magics: each parses its line, delegates to the Lab and shows the result."""
 
-import argparse
-import contextlib
-import functools
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import MISSING
-from dataclasses import Field
-from dataclasses import fields
 from typing import Any
-from typing import get_args
 
 import pandas as pd
 from IPython.core.error import UsageError
@@ -21,18 +12,18 @@ from IPython.core.magic import line_magic
 from IPython.core.magic import magics_class
 from IPython.core.magic_arguments import argument
 from IPython.core.magic_arguments import magic_arguments
-from IPython.core.magic_arguments import parse_argstring
 from IPython.display import display
-from IPython.utils.process import arg_split
 
-from labkit.checks import UserError
-from labkit.checks import is_raised_by_labkit
 from labkit.checks import short_repr
-from labkit.compat.ipython import options_of
 from labkit.lab import Lab
 from labkit.lab import current_lab
 from labkit.lab import set_current_lab
 from labkit.lab import start_lab
+from labkit.magics.line import Args
+from labkit.magics.line import given
+from labkit.magics.line import options
+from labkit.magics.line import parsed
+from labkit.magics.line import whole_numbers
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.live.live_view import show
@@ -40,117 +31,11 @@ from labkit.notebook.runs.catalog import delete_runs
 from labkit.notebook.runs.catalog import find_runs
 from labkit.notebook.runs.catalog import list_runs
 from labkit.notebook.runs.run import Run
-from labkit.options import flag_of
-from labkit.options import option_of
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
-from labkit.records import shorten
 from labkit.strategies import STRATEGIES
 from labkit.train_options import TrainOptions
-
-Args = argparse.Namespace
-
-
-def options(cls: type[Any], *names: str) -> Callable[[Any], Any]:
-    """Arguments of a magic from an options class: those of these names, or all."""
-
-    def add(magic: Any) -> Any:
-        # The first decorator that is applied gives the last argument.
-        for each in reversed(fields(cls)):
-            if not names or each.name in names:
-                magic = argument_of(each)(magic)
-        return magic
-
-    return add
-
-
-def argument_of(each: "Field[Any]") -> Any:
-    """The argument of a magic for the field of an options class."""
-    found = option_of(each)
-    help = found.help.replace("%", "%%")
-    default = None if each.default is MISSING else each.default
-    if default is False:
-        return argument(flag_of(each.name), action="store_true", help=help)
-    if text := found.default_text or (default is not None and f"{default}"):
-        help += f" (default: {text})"
-    kinds = {each.type, *get_args(each.type)}
-    names = [found.short] if found.short else []
-    return argument(
-        *names,
-        flag_of(each.name),
-        type=next((kind for kind in (int, float) if kind in kinds), str),
-        default=default,
-        choices=found.choices,
-        metavar=found.metavar,
-        help=help,
-    )
-
-
-def given(cls: type[Any], args: Args) -> dict[str, Any]:
-    """The values of those options of a class that a magic takes."""
-    names = [each.name for each in fields(cls)]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """What a user can mend is one line, without a traceback through labkit."""
-    try:
-        yield
-    except (ValueError, NameError, UserError) as error:
-        if not (isinstance(error, UserError) or is_raised_by_labkit(error)):
-            raise
-        raise UsageError(str(error)) from None
-
-
-def parse(magic: Any, line: str) -> argparse.Namespace:
-    """The arguments of a magic's line; UsageError, in one line, with what it takes."""
-    parser = magic.parser
-    parser.allow_abbrev = False  # the next option would give --s another meaning
-    try:
-        names = {
-            word: action.option_strings[-1]
-            for action in options_of(parser)
-            for word in action.option_strings
-        }
-        typed = [each.split("=")[0] for each in arg_split(line)]
-        given = [names[word] for word in typed if word in names]
-        if twice := [option for option in given if given.count(option) > 1]:
-            raise ValueError(f"{twice[0]} is given twice")
-        return parse_argstring(magic, line)
-    except (UsageError, ValueError) as error:
-        found = shorten(" ".join(str(error).split()), 300)
-        if found.startswith("unrecognized"):
-            takes = [
-                [*action.option_strings, action.metavar or action.dest.upper()]
-                for action in options_of(parser)
-            ]
-            words = ", ".join(words[0] for words in takes) or "no arguments"
-            found += f"; {magic.__name__} takes {words}"
-        raise UsageError(f"{found}; %{magic.__name__}? shows its help") from None
-
-
-def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A magic that takes its parsed arguments, with the cell below it as `cell`.
-
-    `--help` shows its help; what a user can mend is an error in one line.
-    """
-
-    @functools.wraps(method)
-    def run(self: Any, line: str, cell: str | None = None) -> Any:
-        magic = getattr(self, method.__name__)
-        if "--help" in line.split():
-            print(magic.parser.format_help().removeprefix("::\n\n"))
-            return None
-        args = parse(magic, line)
-        args.cell = None
-        if cell is not None:
-            args.cell = numbered_like_notebook(method.__name__, line, cell)
-        with usage_errors():
-            return method(self, args)
-
-    return run
 
 
 class ProgressLine:
@@ -467,25 +352,6 @@ def ready_line(lab: Lab) -> str:
     return (
         f"Ready: {lab.describe()}; every rank answered, and one all-reduce was right."
     )
-
-
-def whole_numbers(text: str) -> list[int]:
-    """The numbers of "8,64,512"."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--ranks {short_repr(text)}: write world sizes with commas and no spaces, "
-            "as 8,64,512"
-        ) from None
-
-
-def numbered_like_notebook(magic: str, line: str, cell: str) -> str:
-    """The cell with a first line in place of the magic's, so that the line numbers
-    of a traceback are the notebook's. A cell magic must stay the first line."""
-    if cell.startswith("%%"):
-        return cell
-    return f"# %%{magic} {line}\n{cell}"
 
 
 def in_mib(table: pd.DataFrame) -> pd.DataFrame:
