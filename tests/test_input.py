@@ -565,7 +565,7 @@ WRONG_IN_A_CELL = {
     "log(a=1, step='x')": "log(step='x'): the step must be a whole number",
     "log(a=1, step=10**30)": "the step must be a whole number",
     "log(**{'': 1})": "log(''=...): a metric's name is a string of 1 to 200",
-    "log(**{'\\ud800': 1})": "is a text of",
+    "log(**{'\\ud800': 1})": "is a string of",
     "log(**{'x' * 201: 1})": "is a string of 1 to 200 bytes",
     "log(**{'(epoch)': 1})": "is labkit's own; choose another name",
     "prepare(m, o, d)": "batch_size is None; it must be a whole number from 1: the",
