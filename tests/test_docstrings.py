@@ -17,9 +17,11 @@ import labkit.checkpoint
 import labkit.estimate
 from labkit import checks
 from labkit.notebook.cluster.placement import StartOptions
+from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.execution import errors
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.plots.estimate_plot import Forecast
 from labkit.options import option_of
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.engine.cell_runner import TRAINING_NAMES
@@ -29,7 +31,7 @@ from labkit.rank.training.session import Session
 
 SECTIONS = ("Parameters", "Returns", "Attributes", "Raises", "Examples")
 HEAD = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
-MADE_BY_LABKIT = (labkit.Run, labkit.RankError, RankLoader)
+MADE_BY_LABKIT = (labkit.Run, labkit.RankError, RankLoader, Forecast, Stacks)
 """Classes whose constructors are not for users."""
 ERRORS = {
     **vars(builtins),
@@ -71,8 +73,8 @@ def public() -> dict[str, Any]:
     """What users call, by name."""
     found = {name: getattr(labkit, name) for name in labkit.__all__}
     found.pop("__version__")
-    for kind in (labkit.Lab, labkit.Run, RankLoader, labkit.checkpoint.Checkpoint):
-        found |= methods_of(kind)
+    for kind in (labkit.Lab, labkit.checkpoint.Checkpoint, *MADE_BY_LABKIT):
+        found |= {kind.__name__: kind, **methods_of(kind)}
     found |= {name: getattr(Session, name) for name in TRAINING_NAMES}
     for name in checkpoint_names(Checkpoints()):
         found[name] = getattr(Checkpoints, name)

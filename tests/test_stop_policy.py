@@ -49,14 +49,14 @@ def test_nothing_is_done_to_a_cell_that_runs() -> None:
     policy = StopPolicy()
     assert policy.due(RANKS, 1e6) == NOTHING
     assert not policy.is_stopping
-    assert not policy.is_to_end(1e6)
+    assert not policy.should_end(1e6)
 
 
 def test_a_failure_leaves_the_others_a_grace() -> None:
     policy = StopPolicy()
     policy.fail(10.0)
     assert policy.is_stopping
-    assert not policy.is_to_end(10.0)  # that is for the user to want
+    assert not policy.should_end(10.0)  # that is for the user to want
     assert policy.due([1], 10.0 + 0.9 * GRACE_S) == NOTHING
     assert policy.due([1], 10.0 + 1.1 * GRACE_S) == Actions(ask=[1])
 
@@ -93,8 +93,8 @@ def test_these_leave_none(event: Event, is_in_grace: bool) -> None:
 def test_a_deadline_is_no_interrupt() -> None:
     policy = StopPolicy()
     policy.deadline = 10.0
-    assert not policy.is_to_end(10.0)
-    assert policy.is_to_end(10.1)
+    assert not policy.should_end(10.0)
+    assert policy.should_end(10.1)
     assert (policy.timed_out, policy.was_interrupted) == (True, False)
 
 

@@ -127,10 +127,10 @@ class Cluster:
         self.on_late_output: OnLateOutput = lambda rank, kind, content: None
         """Called, in the client's thread, with what ranks print between two cells."""
         self._is_ending = threading.Event()
-        self._lookout = threading.Thread(
-            target=self._look_after, name="labkit-lookout", daemon=True
+        self._supervisor = threading.Thread(
+            target=self._supervise, name="labkit-supervisor", daemon=True
         )
-        self._lookout.start()
+        self._supervisor.start()
         try:
             on_progress("starting the controller")
             self._cluster.start_controller_sync(environment=self._environment)
@@ -252,7 +252,7 @@ class Cluster:
         except (RankDiedError, TimeoutError, ipyparallel.error.IPythonError) as error:
             raise failed(f"an engine did not load torch: {error}") from error
 
-    def _look_after(self) -> None:
+    def _supervise(self) -> None:
         """In a thread: look at every process now and then; keep the watchdog."""
         while not self._is_ending.wait(timeouts.LOOK_S):
             for each in [self._controller, *self._engines.values()]:
@@ -534,7 +534,7 @@ class Cluster:
     def stop(self) -> None:
         """End every process that this cluster started, and wait until they are."""
         self._is_ending.set()
-        self._lookout.join()
+        self._supervisor.join()
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None

@@ -24,7 +24,17 @@ _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 
 
 class Stacks:
-    """Where every rank is, in rank order; reads well as text and as HTML."""
+    """Where every rank is, in rank order; displays itself as text and as HTML.
+
+    Attributes
+    ----------
+    positions : list of Position
+        Of the ranks that answered: stack, collective and whether the cell runs.
+    absent : dict
+        Why the others did not, or why an answer may be outdated, by rank.
+    mismatches : list of str
+        Where ranks wait in different collectives.
+    """
 
     def __init__(
         self,
@@ -34,17 +44,22 @@ class Stacks:
         is_full: bool = False,
     ) -> None:
         self.positions = sorted(positions, key=lambda each: each.rank)
-        """Of the ranks that said something."""
         self.absent = dict(absent)
-        """Why the others did not, or why they are not to be taken at their word."""
         self.mismatches = mismatched_collectives(self.positions)
-        """Where ranks wait for what others will not do, in words."""
         self.is_full = is_full
 
     def lines(self, in_cell: int | None = None) -> list[str]:
-        """Ranks that stand alike in a line, then where ranks do not agree.
+        """Summarize the stacks: one line for all ranks at the same place.
 
-        `in_cell` is the number of the cell that runs: its lines are named without it.
+        Parameters
+        ----------
+        in_cell : int, optional
+            The number of the cell that runs, which is then left out of the lines.
+
+        Returns
+        -------
+        list of str
+            Then lines that say where ranks wait in different collectives.
         """
         heads = [head for head, _ in self._blocks(is_brief=True)]
         if in_cell is not None:

@@ -114,9 +114,9 @@ class CellExecution:
         return self.stop_policy.timed_out
 
     @property
-    def is_to_end(self) -> bool:
+    def should_end(self) -> bool:
         """Whether the user, the time limit or a fault asks it to end."""
-        is_over = self.stop_policy.is_to_end(time.monotonic())
+        is_over = self.stop_policy.should_end(time.monotonic())
         return is_over or self.is_stopping or self.problem is not None
 
     def start_over(self, spec: CellSpec) -> None:

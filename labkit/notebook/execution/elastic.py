@@ -61,7 +61,7 @@ class Elastic:
                 except RuntimeError as error:
                     return self._add(execution, {died.rank}, f"; {error}")
                 restart = self._note(died, dead, step, outcomes)
-                if execution.is_to_end:
+                if execution.should_end:
                     return self._stop(execution)
                 say(str(restart))
                 execution.start_over(self._next_spec(checkpoint))
@@ -71,7 +71,7 @@ class Elastic:
     def _death(self, execution: CellExecution) -> Outcome | None:
         """The first death, if the run can continue after it."""
         first = first_failure(execution.outcomes)
-        if first is None or first.status != "died" or execution.is_to_end:
+        if first is None or first.status != "died" or execution.should_end:
             return None
         return first
 

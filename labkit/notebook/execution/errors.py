@@ -10,7 +10,12 @@ from labkit.records import Outcome
 class RankError(RuntimeError):
     """A cell failed on a rank: the first to fail in full, the others in one line.
 
-    `rank` is that rank, `outcomes` how the cell ended on every rank, by rank.
+    Attributes
+    ----------
+    rank : int
+        The first that failed.
+    outcomes : list of Outcome
+        How the cell ended on each rank, in rank order.
     """
 
     def __init__(self, first: Outcome, outcomes: Sequence[Outcome]) -> None:

@@ -92,7 +92,7 @@ class StopPolicy:
         """Whether ranks are asked to stop, or will be after the grace."""
         return self._stop_at is not None
 
-    def is_to_end(self, now: float) -> bool:
+    def should_end(self, now: float) -> bool:
         """Whether the user, or the time limit, wants the cell to end."""
         if self.deadline is not None and now > self.deadline:
             self.timed_out = True
@@ -100,7 +100,7 @@ class StopPolicy:
 
     def due(self, running: Collection[int], now: float) -> Actions:
         """What to do now to the ranks that still run the cell."""
-        if self.is_to_end(now):
+        if self.should_end(now):
             self._stop_from(now)
         if self._stop_at is None or now < self._stop_at:
             return Actions()

@@ -17,9 +17,15 @@ REST = "activations, buffers"
 class Forecast:
     """Predicted memory of a rank by world size and strategy.
 
-    `table` is in bytes, by (world_size, strategy), with a column "fits"; without
-    activations where they are not known, and "fits" is then False or None.
-    `device_bytes` is what a rank has; `sentence` says what fits and what would.
+    Attributes
+    ----------
+    table : DataFrame
+        Bytes by (world_size, strategy) and component, and "fits"; see
+        `labkit.estimate.estimate`.
+    sentence : str
+        What fits, and which option would make more fit.
+    device_bytes : float
+        Memory of a rank's device.
     """
 
     def __init__(
@@ -40,8 +46,14 @@ class Forecast:
         print(self.sentence)
 
     def in_mib(self) -> "pd.DataFrame":
-        """The table to be read: MiB, and "yes", "no" or "?" for what fits; the peak of
-        `prepare` where it is above that of a step."""
+        """Format the table for reading.
+
+        Returns
+        -------
+        DataFrame
+            In MiB, with "yes", "no" or "?" for what fits, and with the peak of
+            `prepare` where it is above that of a step.
+        """
         columns = list(COMPONENTS)
         if (self.table["setup_peak"] > self.table["total_peak"]).any():
             columns.append("setup_peak")
@@ -55,7 +67,13 @@ class Forecast:
         return shown
 
     def plot(self) -> "RunFigure":
-        """Stacked bars by strategy, one panel a world size, and the device's memory."""
+        """Plot stacked bars by strategy, and the device's memory.
+
+        Returns
+        -------
+        RunFigure
+            A matplotlib Figure that displays itself, with a panel for each world size.
+        """
         from labkit.notebook.plots.figure import RunFigure
         from labkit.notebook.plots.memory_bars import PART_COLOURS
         from labkit.notebook.plots.memory_bars import put_legend_beside

@@ -49,7 +49,7 @@ class Restart:
 
 @dataclass(eq=False, repr=False)
 class RunRecord:
-    """The records of one training run on all its ranks."""
+    """The records of one training run on all its ranks; `Run` describes the fields."""
 
     name: str
     strategy: str
@@ -60,13 +60,9 @@ class RunRecord:
     log_scale: bool = False
     """Whether `plot` has the loss on one by default."""
     folder: Path | None = None
-    """Where it is on disk, if it is."""
     state: str = field(default="running", init=False)
     seconds: float = field(default=0.0, init=False)
-    """How long the cell ran."""
     info: dict[str, Any] = field(default_factory=dict, init=False)
-    """What was run, besides the code: seed, config, devices, backend, versions; when
-    and where; and, once it has ended, its outcome by rank."""
     _started: float = field(default_factory=time.monotonic, init=False)
     _mismatches: list[str] | None = field(default=None, init=False)
     """As they were written, of a run from disk."""

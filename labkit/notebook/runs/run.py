@@ -49,8 +49,8 @@ class Run(RunRecord):
     folder : Path or None
         Where the run is on disk.
     info : dict
-        The rest of what is known of it: seed, config, devices, versions, when and
-        where it ran, and the outcome on each rank.
+        The rest of what is known of it: seed, config, devices, backend, versions, when
+        and where it ran and, once it has ended, the outcome on each rank.
     """
 
     on_refresh: "Callable[[Run], None] | None" = field(default=None, kw_only=True)

@@ -60,7 +60,7 @@ class RunCheckpointer(Observer):
     ) -> None:
         """`on_checkpoint(step)` is called when one is taken; `note(text)` with
         a sentence about the cell's schedules."""
-        self._tell = note
+        self._show_note = note
         self.is_replaying = plan is not None and plan.resume_from is not None
         self.first_step = 0
         """Optimizer steps that were taken before this run."""
@@ -302,7 +302,7 @@ class RunCheckpointer(Observer):
         """A schedule steps with the optimizer: is its length that of the loader?"""
         accumulate = max(each.batches.dealer.accumulate for each in self._loaders)
         if accumulate > 1:
-            self._tell(
+            self._show_note(
                 f"len(loader) counts microbatches (--accumulate {accumulate}), but "
                 f"{kind} advances once per optimizer step: a schedule of len(loader) "
                 f"steps completes only 1/{accumulate} of its course, unlike in one "
