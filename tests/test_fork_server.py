@@ -116,3 +116,21 @@ def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
     assert not server.is_alive
     with pytest.raises(UserError, match="no engine was started"):
         server.fork([], {}, str(tmp_path / "out"))
+
+
+def test_an_engine_whose_server_has_used_cuda_imports_torch_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a CUDA build of torch answers in a fork of a process that has called CUDA.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'labkit.rank.engine.fork_server' in sys.orig_argv:\n"
+        "    import torch\n"
+        "    torch.cuda._is_in_bad_fork = lambda: True\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Lab(num_ranks=2) as lab:
+        lab.run("import os, sys; started_as = sys.orig_argv[1:3]; dist.barrier()")
+        assert lab.pull("started_as", "all") == [["-m", "ipyparallel.engine"]] * 2
+        with pytest.raises(RankError, match="ended with exit code 3"):
+            lab.run("if rank == 1: os._exit(3)")

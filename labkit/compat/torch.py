@@ -66,6 +66,16 @@ __all__ = [
 _LOADER = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
 
+# ---- processes ----
+
+
+@GATE.needs("torch.cuda:_is_in_bad_fork")
+def is_cuda_lost() -> bool:
+    """Whether this process was forked from one that had used CUDA, and cannot."""
+    is_lost: bool = torch.cuda._is_in_bad_fork()
+    return is_lost
+
+
 # ---- tensors and operators ----
 
 
