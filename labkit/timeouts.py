@@ -30,9 +30,9 @@ OOM_KILL_S = 10.0
 CONNECT_S = 10.0
 """A rank reaches the store of a group that rank 0 hosts."""
 RELEASE_S = 0.5
-"""A rank waits for others in a group that is not formed, until it is released."""
+"""A rank waits for others in a group that is not complete, until it is released."""
 PROOF_S = 2.0
-"""The all-reduce that shows whether a group is of use."""
+"""The all-reduce that shows whether a group works."""
 GROUP_S = 1800.0
 """A collective of the user's, by default: the process group's own timeout."""
 
@@ -44,17 +44,17 @@ STACK_S = 2.0
 """The same for its stack; one that has not by then holds the GIL in native code, and is
 sent a signal that writes the stack."""
 LOAD_S = 0.03
-"""For so long it looks at its main thread, to tell whether that computes or waits."""
+"""For so long it looks at its main thread, to see whether that computes or waits."""
 DUMP_S = 0.3
 """It has written that."""
 CALL_S = 60.0
 """A call that takes no time of its own: to install, to join a group, to find a name."""
 ASK_S = 1.0
-"""From an answer to the next question, while a call without a limit goes on."""
+"""From an answer to the next question, during a call without a limit."""
 SILENCE_S = 60.0
 """Such a call ends where its rank has answered no question for so long."""
 
-# ---- a cell that is to stop ----
+# ---- stopping a cell ----
 
 GRACE_S = 0.2
 """How long the others may run on after the first failure; a rank that failed at the
@@ -67,7 +67,7 @@ REPEAT_S = 0.5
 ASK_AGAIN_S = 2.0
 """And one that did not even answer after so long."""
 SIGNAL_AGAIN_S = 3.0
-"""A cell that saw an interrupt, and goes on, is interrupted again."""
+"""A cell that saw an interrupt, and continues, is interrupted again."""
 IMPORT_S = 5.0
 """An import ends, and only then its cell is interrupted: a module that was imported in
 part stays broken."""
@@ -80,20 +80,20 @@ KILL_AFTER_S = 30.0
 FORECAST_S = 10.0
 """A rank that ran out of memory works out what would fit."""
 HOLD_S = 10.0
-"""A rank that holds before a step hears after which one it is to stop."""
+"""A rank that holds before a step is sent the step to stop after."""
 OUTCOME_AFTER_S = 10.0
 """The outcome of a cell comes, after the rank is done with it."""
 END_RUN_S = 4.0
 """A run in the background ends well, before `Lab.stop` ends its ranks."""
 
 LAST_PICTURE_S = 10.0
-"""The render process, which gives way to all others, draws the last picture of a run;
+"""The render process, of the lowest priority, draws the last picture of a run;
 then the kernel does."""
 
-# ---- a cell that does not go on ----
+# ---- a cell that hangs ----
 
 HANG_AFTER_S = 30.0
-"""Nothing has happened in a cell: a note says where its ranks stand."""
+"""Nothing has happened in a cell: a note says where its ranks are."""
 PROGRESS_S = 5.0
 """While nothing comes from its ranks, they are asked how far they are, so often."""
 

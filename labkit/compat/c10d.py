@@ -192,9 +192,9 @@ def has_rpc_agent() -> bool:
     f"{_RPC}.api:_all_gather_sequence_id_to_states",
 )
 def reset_rpc_counts() -> None:
-    """Count from 0 again, as the other ranks do, what ranks are to have counted alike.
+    """Reset the counters that have to be equal on all ranks; the others do so as well.
 
-    A rank that failed, or that was brought back, has called less of it than others.
+    A rank that failed, or was restarted, has counted fewer calls than others.
     """
     rpc: Any = sys.modules.get(_RPC)
     if rpc is not None:

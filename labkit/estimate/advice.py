@@ -97,7 +97,7 @@ def what_would_fit(
 
 
 def what_can_fit(table: "pd.DataFrame", device_bytes: float) -> str:
-    """What there is to say without activations: which strategies cannot fit."""
+    """The advice without activations: which strategies cannot fit."""
     says = []
     for world_size in sorted(set(table.index.get_level_values("world_size"))):
         least = table.loc[world_size]["total_peak"]

@@ -231,7 +231,7 @@ def _follow(
         now["unit"] = unit
 
     def end(gradient: Any = None) -> None:
-        # What this block takes, another gave: that one's hook may have come before.
+        # This block's input is another's output, whose hook may have run before.
         if now["unit"] == unit:
             now["unit"] = 0
 

@@ -25,7 +25,7 @@ class Strategy:
     """Module and class, in this package, of what it makes of a model; None where the
     cell does all of it, and `prepare` and `fit` are not for it."""
     variant: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What tells it from others of the same technique."""
+    """What distinguishes it from others of the same technique."""
     theory: Theory = formulas.UNKNOWN
     """What it should hold and send."""
     forecast: str | None = None

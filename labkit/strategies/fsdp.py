@@ -206,7 +206,7 @@ def apply_fsdp(
     A block at a time comes to `device`, from the meta device too, and is sharded before
     the next: no rank ever has the whole model on it. The blocks are gathered and
     computed in `dtype`; parameters and reduced gradients are fp32, as is the output.
-    `settings` are arguments of `fully_shard`. The optimizer is to be made after it.
+    `settings` are arguments of `fully_shard`. Make the optimizer after it.
     """
     device = device or torch.device(mesh.device_type)
     at_root = {}
@@ -252,7 +252,7 @@ def run_on_route(
 def reduce_filled(
     used: set[int], group: Any, reduce: Callable[..., Any], *args: Any
 ) -> Any:
-    """What a group does once its gradients have come. Where autograd gives none, it is
+    """What a group does once its gradients are there. Where autograd gives none, it is
     0: as many have to be reduced on every rank."""
     for part in group.fsdp_params:
         whole = whole_of(part)

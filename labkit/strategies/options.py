@@ -228,7 +228,7 @@ def batchnorm_like(kind: Any) -> Any:
 
 
 def has_own_statistics(model: nn.Module, *, synchronize: bool) -> bool:
-    """Whether a BatchNorm of a model is to count each rank's own samples alone."""
+    """Whether a model has a BatchNorm over each rank's own samples alone."""
     return any(
         isinstance(module, BatchNormBase)
         and not (synchronize or wants_all_ranks(module))

@@ -51,11 +51,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Prepared:
     """A model and its optimizer under a strategy.
 
-    `module` is the user's own model, which the loop goes on to call: what a strategy
-    has to do, it does in the model's hooks, in backward passes and in the step, so that
-    whatever the model has besides `forward` is at hand. `optimizer` is the user's own,
-    over what of the parameters this rank updates. This class is the strategy `single`;
-    the others change the methods that they do otherwise.
+    `module` is the user's own model, which the loop keeps calling: a strategy works in
+    the model's hooks, in backward passes and in the step, so that the model's other
+    methods and attributes stay available. `optimizer` is the user's own, over
+    those parameters that this rank updates. This class is the strategy `single`; the
+    others override methods.
     """
 
     keeps_gradients = False
@@ -114,7 +114,7 @@ class Prepared:
         self.module.to(self.device)
 
     def wrap(self) -> None:
-        """Make `module` and `optimizer` what they are to be. May be collective."""
+        """Change `module` and `optimizer` as the strategy needs. May be collective."""
         check_keys(self.options.config, [], "single")
         if self.options.accumulate > 1:
             follow(self)
@@ -124,7 +124,7 @@ class Prepared:
         """The next backward passes are, or are not, of their step's last microbatch."""
         self.is_last = is_last
 
-    # ---- what `strategies.autograd.backward` tells a strategy that follows it ----
+    # ---- called by `strategies.autograd.backward`, where a strategy follows it ----
 
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         """The parameters that may be given gradients, each with the node of autograd
@@ -212,7 +212,7 @@ class Prepared:
             self._is_unscaled = True
 
     def scale_gradients(self) -> None:
-        """Another backward pass is to add to them."""
+        """Another backward pass will add to them."""
         if self.scaler is not None and self._is_unscaled:
             for parameter in self.updated():
                 if parameter.grad is not None:
@@ -309,7 +309,7 @@ class Prepared:
         self, *, with_optimizer: bool = True
     ) -> tuple[Named, dict[str, Any]]:
         """This rank's part of the states, as `strategies.model.states` names them, and
-        what else there is to them. May be collective."""
+        the settings besides. May be collective."""
         tensors = states.model_tensors(self.module)
         if not with_optimizer:
             return tensors, {}
@@ -342,7 +342,7 @@ class Prepared:
         return restore_all
 
     def settings(self) -> dict[str, Any]:
-        """What there is to the states besides tensors."""
+        """The states that are not tensors."""
         found = states.hyperparameters(self.optimizer, self._names)
         if self.scaler is not None:
             found["scaler"] = self.scaler.state_dict()

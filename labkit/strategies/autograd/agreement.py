@@ -64,7 +64,7 @@ def agree(
 
 
 class Settings:
-    """An optimizer's settings as a number, that tells them from others on any rank."""
+    """An optimizer's settings as a number, equal on ranks with equal settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -109,7 +109,7 @@ class Route:
     """Which layers a model has run since it was asked, and in which order.
 
     Each of them gathers its parameters from all ranks. Ranks that run different ones
-    at a time give each other the wrong parameters, of which only sizes would tell.
+    at a time exchange the wrong parameters, which only their sizes could reveal.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Route:
         self._hash = (self._hash * 1_000_003 + number + 1) % (1 << 61)
 
     def take(self) -> int:
-        """A number that tells the route from others; the next one begins."""
+        """A number that identifies the route; the next route begins."""
         taken, self._hash = self._hash, 0
         return taken
 
@@ -167,7 +167,7 @@ class InOrder:
             self._reduce(*self._ready.pop(self._waiting.pop()))
 
     def late(self) -> list[nn.Parameter]:
-        """Those that the pass was to reach and whose gradients have not come."""
+        """Parameters that the pass should reach and that have no gradient yet."""
         return [self._parameters[n] for n in self._waiting if n not in self._ready]
 
     def agree(self) -> None:

@@ -60,8 +60,8 @@ class Watcher(Protocol):
     def begin(
         self, roots: Roots, seeds: Seeds, create_graph: bool, inputs: Roots
     ) -> Seeds:
-        """The gradients that it is to begin with. `inputs` are what alone is to have
-        gradients, if it is not all."""
+        """The gradients to begin with. Only `inputs` get gradients; if there are none,
+        all leaves do."""
 
     def end(self) -> None:
         """It has ended, or failed."""
@@ -98,8 +98,7 @@ def living() -> list[Follower]:
 
 
 def release_former(parameters: Iterable[nn.Parameter]) -> None:
-    """Have those that follow any of `parameters` let go of them: they are prepared
-    again."""
+    """Release what follows any of `parameters`, as they are prepared again."""
     ids = {id(parameter) for parameter in parameters}
     for follower in living():
         if any(id(parameter) in ids for parameter in follower.given_parameters):

@@ -1,4 +1,4 @@
-"""What is to be done around a model's forward pass, as a method of that model.
+"""Wraps a model's forward pass, as a method of that model.
 
 Not as hooks: an interrupt leaves a method too, a copy of the model has its own, and
 `torch.compile` goes through it.
@@ -37,5 +37,5 @@ def as_function(module: nn.Module) -> Forward:
     forward = module.forward
     if isinstance(forward, types.MethodType) and forward.__self__ is module:
         return forward.__func__
-    # Another module's, a static one, or a function that somebody has put there.
+    # Another module's, a static one, or a function that was assigned.
     return lambda module, *args, **kwargs: forward(*args, **kwargs)

@@ -25,7 +25,7 @@ class Owner(Protocol):
 
     @property
     def hides_gradients(self) -> bool:
-        """Whether they are partial sums, which no loop is to see."""
+        """Whether they are partial sums, which a loop must not see."""
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient of all ranks, whole; None if there is none. Collective."""
@@ -106,8 +106,8 @@ class CellGradients:
 
     def hand_back(self) -> bool:
         """Put what the cell has seen, and may have changed, where the strategy steps
-        from. Collective. (A tensor's version does not tell: under a dispatch mode some
-        operators in place leave it as it is.)
+        from. Collective. (A tensor's version does not show it: some in-place operators
+        under a dispatch mode leave it as it is.)
 
         False where it has taken all of them away, and there is nothing to step with.
         """

@@ -243,7 +243,7 @@ def empty_copy(model: nn.Module) -> nn.Module:
 def allocate(tensor: torch.Tensor) -> None:
     """Give a tensor on the meta device memory of the CPU, with NaN in it.
 
-    It stays the same object: optimizers and tied modules go on to have it.
+    It stays the same object: optimizers and tied modules keep it.
     """
     new = torch.empty_like(tensor, device="cpu").detach()
     if new.is_floating_point():

@@ -81,7 +81,7 @@ def check_names(names: list[list[str]]) -> None:
 def hyperparameters(
     optimizer: torch.optim.Optimizer, names: list[list[str]]
 ) -> dict[str, Any]:
-    """What else there is to an optimizer: its kind, and its groups' settings."""
+    """An optimizer's kind, and the settings of its groups."""
     check_names(names)
     return {
         "optimizer": type(optimizer).__name__,

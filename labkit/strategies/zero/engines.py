@@ -131,7 +131,7 @@ def destroy_former_engines() -> None:
 
 def free_training_states(engine: Any, masters: Sequence[torch.Tensor]) -> None:
     """Free what only training needs, once the cell has dropped its optimizer, which
-    DeepSpeed has not. The model goes on as it is."""
+    DeepSpeed has not. The model stays as it is."""
     if not any(engine is each for each in _former):
         return
     zero = engine.optimizer

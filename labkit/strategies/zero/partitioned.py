@@ -125,7 +125,7 @@ class ZeRO(Prepared):
         self._has_dropped = False
         """Whether a backward pass has failed half-way, and no zero_grad() followed."""
         self.hides_gradients = False
-        """Whether they are partial sums, which no loop is to see."""
+        """Whether they are partial sums, which a loop must not see."""
         self._is_reduced = False
         """Whether the gradients so far are averaged over the ranks."""
         self._used: set[int] = set()
@@ -208,7 +208,7 @@ class ZeRO(Prepared):
             self._process_gradient(parameter)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
-        """What DeepSpeed does with a gradient that has come."""
+        """What DeepSpeed does with a gradient once it is there."""
         raise NotImplementedError
 
     def end_backward(self, *, has_failed: bool) -> None:
@@ -479,8 +479,8 @@ class ZeRO(Prepared):
 
 
 def process_filled(process: Callable[..., None], parameter: Any, *rest: Any) -> None:
-    """What DeepSpeed does with a gradient that has come. Where autograd gives none, it
-    is 0: as many have to be reduced on every rank."""
+    """What DeepSpeed does with a gradient. Where autograd gives none, it is 0:
+    as many have to be reduced on every rank."""
     if parameter.grad is None:
         parameter.grad = torch.zeros(
             plain_shape(parameter), dtype=parameter.dtype, device=parameter.device

@@ -1,4 +1,4 @@
-"""The states of a model under DeepSpeed's ZeRO: gathered and dealt out by parameter.
+"""The states of a model under DeepSpeed's ZeRO: gathered and scattered by parameter.
 
 DeepSpeed lays the trainable parameters of a group end to end, and cuts that into flat
 partitions in fp32, one a rank; the optimizer's states are of their shape. No collective
@@ -54,7 +54,7 @@ class ZeROStates:
         return share.kept
 
     def check(self, source: Source, *, with_optimizer: bool) -> None:
-        """ValueError unless `restore` finds all that it is to set, and nothing else."""
+        """ValueError unless the checkpoint has exactly what `restore` sets."""
         model = {
             name: torch.empty(plain_shape(tensor), dtype=tensor.dtype, device="meta")
             for name, tensor in states.model_tensors(self._module).items()
