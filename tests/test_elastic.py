@@ -1,4 +1,4 @@
-"""Ranks killed in a run with --elastic: it goes on, as if nothing had been."""
+"""Ranks killed in a run with --elastic: it resumes as if nothing had happened."""
 
 import os
 import signal
@@ -163,7 +163,7 @@ def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
     frames.delta()
     frames.keyframe()
     write_steps(journal, range(6, 9), every=3, offset=0.0)
-    # It goes on from step 3, on a rank that gives its metrics other numbers.
+    # It resumes from step 3, on a rank that gives its metrics other numbers.
     folder = run_files.journal_folder(tmp_path, 1)
     folder.mkdir()
     again = Journal(folder)
@@ -216,7 +216,7 @@ def test_what_cannot_continue_fails_with_the_cause(
     # A cell that needs what another one made, on a rank that is new.
     lab.run("learned_before = 1")
     again = "learned_before\n        die_once(rank == 0 and epoch == 2, 'gone')"
-    with pytest.raises(RankError, match=r"NameError: .*rank 0 died and was started"):
+    with pytest.raises(RankError, match=r"NameError: .*rank 0 died and was restarted"):
         lab.train("ddp", cell(again), every=3, **{**options, "resume": True})
     assert lab.pull("learned_before", 1) == 1
 
