@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from labkit.lab import Lab as Lab
-    from labkit.lab import current_lab as current_lab
+    from labkit.magics.current import current_lab as current_lab
     from labkit.notebook.execution.errors import RankError as RankError
     from labkit.notebook.runs.catalog import delete_runs as delete_runs
     from labkit.notebook.runs.catalog import list_runs as list_runs
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 # Names are loaded when first used, so that `import labkit` stays cheap.
 _HOMES = {
     "Lab": "labkit.lab",
-    "current_lab": "labkit.lab",
+    "current_lab": "labkit.magics.current",
     "RankError": "labkit.notebook.execution.errors",
     "Run": "labkit.notebook.runs.run",
     "delete_runs": "labkit.notebook.runs.catalog",

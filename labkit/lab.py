@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 _TRANSFER = "labkit.rank.engine.transfer"
 
 
-_current: "Lab | None" = None
-
-
 @documented(StartOptions)
 class Lab:
     """A cluster of ranks in one process group, ready when it exists.
@@ -687,56 +684,3 @@ class Lab:
             return f"run-{number}"
         names = (f"{name}-{number}" for number in itertools.count(2))
         return name if name not in taken else next(n for n in names if n not in taken)
-
-
-def current_lab() -> Lab:
-    """Get the lab that the magics use.
-
-    Returns
-    -------
-    Lab
-        What `%dist_start` started.
-
-    Raises
-    ------
-    RuntimeError
-        Where none is running.
-    """
-    if _current is None or not _current.is_running:
-        raise UserError("no lab is running; %dist_start starts one")
-    return _current
-
-
-def start_lab(
-    options: StartOptions, *, on_progress: Callable[[str], None] = lambda text: None
-) -> Lab:
-    """The lab that the magics use: a new one, or that which runs if it is as asked for.
-
-    Raises ValueError where another kind is running, and
-    else as `Lab` and `Lab.check` do.
-    """
-    if _current is None or not _current.is_running:
-        lab = Lab(**vars(options), on_progress=on_progress)
-        set_current_lab(lab)
-        return lab
-    lab, place = _current, _current.placements[0]
-    running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
-    if options.num_ranks not in (None, lab.world_size):
-        raise ValueError(f"{running}one with -n {options.num_ranks}")
-    is_other = options.backend not in ("auto", lab.backend)
-    if is_other or options.device not in ("auto", lab.device):
-        raise ValueError(f"{running}another kind")
-    if options.threads not in (None, place.num_threads):
-        raise ValueError(
-            f"a lab is running whose ranks have {place.num_threads} torch "
-            f"thread{'s' * (place.num_threads != 1)} each; %dist_stop it before you "
-            f"start one with --threads {options.threads}"
-        )
-    lab.check()
-    return lab
-
-
-def set_current_lab(lab: Lab | None) -> None:
-    """Make `lab` the one that the magics use."""
-    global _current
-    _current = lab

@@ -16,9 +16,11 @@ from IPython.display import display
 
 from labkit.checks import short_repr
 from labkit.lab import Lab
-from labkit.lab import current_lab
-from labkit.lab import set_current_lab
-from labkit.lab import start_lab
+from labkit.magics.current import current_lab
+from labkit.magics.current import own_runs
+from labkit.magics.current import running_lab
+from labkit.magics.current import set_current_lab
+from labkit.magics.current import start_lab
 from labkit.magics.line import Args
 from labkit.magics.line import given
 from labkit.magics.line import options
@@ -331,20 +333,6 @@ class LabMagics(Magics):
                 "without a magic"
             )
         return self.shell.user_ns[name]
-
-
-def running_lab() -> Lab | None:
-    """The magics' lab, or None where none is running."""
-    try:
-        return current_lab()
-    except RuntimeError:
-        return None
-
-
-def own_runs() -> list[Run]:
-    """The runs of the magics' lab; none where none is running."""
-    lab = running_lab()
-    return [] if lab is None else lab.runs
 
 
 def ready_line(lab: Lab) -> str:

@@ -1,0 +1,79 @@
+"""The lab that the magics use: one at a time."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from labkit.checks import UserError
+from labkit.lab import Lab
+from labkit.notebook.cluster.placement import StartOptions
+
+if TYPE_CHECKING:
+    from labkit.notebook.runs.run import Run
+
+_current: Lab | None = None
+
+
+def current_lab() -> Lab:
+    """Get the lab that the magics use.
+
+    Returns
+    -------
+    Lab
+        What `%dist_start` started.
+
+    Raises
+    ------
+    RuntimeError
+        Where none is running.
+    """
+    lab = running_lab()
+    if lab is None:
+        raise UserError("no lab is running; %dist_start starts one")
+    return lab
+
+
+def running_lab() -> Lab | None:
+    """The magics' lab, or None where none is running."""
+    return _current if _current is not None and _current.is_running else None
+
+
+def own_runs() -> "list[Run]":
+    """The runs of the magics' lab; none where none is running."""
+    lab = running_lab()
+    return [] if lab is None else lab.runs
+
+
+def start_lab(
+    options: StartOptions, *, on_progress: Callable[[str], None] = lambda text: None
+) -> Lab:
+    """The lab that the magics use: a new one, or that which runs if it is as asked for.
+
+    Raises ValueError where another kind is running, and else as `Lab` and `Lab.check`
+    do.
+    """
+    lab = running_lab()
+    if lab is None:
+        lab = Lab(**vars(options), on_progress=on_progress)
+        set_current_lab(lab)
+        return lab
+    place = lab.placements[0]
+    running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
+    if options.num_ranks not in (None, lab.world_size):
+        raise ValueError(f"{running}one with -n {options.num_ranks}")
+    is_other = options.backend not in ("auto", lab.backend)
+    if is_other or options.device not in ("auto", lab.device):
+        raise ValueError(f"{running}another kind")
+    if options.threads not in (None, place.num_threads):
+        raise ValueError(
+            f"a lab is running whose ranks have {place.num_threads} torch "
+            f"thread{'s' * (place.num_threads != 1)} each; %dist_stop it before you "
+            f"start one with --threads {options.threads}"
+        )
+    lab.check()
+    return lab
+
+
+def set_current_lab(lab: Lab | None) -> None:
+    """Make `lab` the one that the magics use."""
+    global _current
+    _current = lab
