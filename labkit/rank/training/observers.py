@@ -57,10 +57,10 @@ class Observer:
         """A loader has no more batches."""
 
     def end(self, step: int) -> None:
-        """The cell has ended well, after `step` steps."""
+        """The code of the cell has ended, well or not, after `step` steps."""
 
     def close(self) -> None:
-        """It has ended, well or not."""
+        """Nothing of the run is needed any more."""
 
 
 class StepSampler(Observer):
