@@ -251,7 +251,7 @@ def try_ending(end: Callable[[Kernel], None], is_busy: bool) -> float:
 
 
 def traces(kernel: Kernel) -> tuple[psutil.Process, str, Path]:
-    """The lab's watchdog, and the token and folder that it was told of."""
+    """The lab's watchdog, and the token and folder that it was given."""
     for process in psutil.Process(kernel.pid).children():
         command = process.cmdline()
         if watchdog.__file__ in command:

@@ -2,7 +2,7 @@
 
 A run has so many steps already; then some more come between two refreshes, as in a run,
 and the picture is updated and encoded as the live view does it. The axes' limits are
-drawn anew now and then, which the mean holds and the median does not. "first" is the
+redrawn now and then, which the mean holds and the median does not. "first" is the
 refresh that finds the whole history, as after a reload.
 """
 

@@ -230,7 +230,7 @@ def test_the_weights_of_another_model_are_no_activations(
     plain = lab.train(strategy, SMALL, live=False).memory.max()
     run = lab.train(strategy, code, live=False).memory.max()
     weights = 4 * 512 * 8 * 513
-    # With fsdp a block's gathered parameters may be there until gloo lets go of them,
+    # With fsdp a block's gathered parameters may be there until gloo releases them,
     # in either of the two runs.
     assert run["activations_peak"] < plain["activations_peak"] + weights / 4
     assert run["total_peak"] > plain["total_peak"] + weights * 3 / 4

@@ -1,4 +1,4 @@
-"""Warm restarts that forget the momentum: optimizer.state is made anew each epoch."""
+"""Warm restarts that forget the momentum: optimizer.state is replaced each epoch."""
 
 from collections import defaultdict
 
