@@ -114,7 +114,7 @@ class Outcome:
 
     fault: Fault
     prompt_s: float
-    """Until the prompt was back; of a rank that died idle, until its death was reported."""
+    """Until the prompt was back; of a rank that died idle, until that was reported."""
     next_s: float
     """Of all that it took then until a cell worked, a restart included."""
     wrong: list[str]
@@ -322,7 +322,7 @@ class Session:
         for rank in fault.ranks:
             os.kill(pids[rank], signal.SIGKILL)
         wait_for(
-            lambda: self._states() == self._expected(fault.ranks), "deaths to be reported"
+            lambda: self._states() == self._expected(fault.ranks), "reported deaths"
         )
         return time.time() - at
 
