@@ -283,6 +283,27 @@ def test_what_a_failed_pass_has_offloaded_is_not_added_to_the_next(
     torch.testing.assert_close(weights(lab), references[0])
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_model_whose_backward_pass_was_interrupted_is_trained_on(
+    lab: Lab, strategy: str, references: list[dict[str, Any]]
+) -> None:
+    fail = (
+        "import signal\ndef fail(): rank == 1 and signal.raise_signal(signal.SIGINT)\n"
+    )
+    lab.run(SET_UP + BREAK_INSIDE + fail)
+    code = training(
+        before="step or plain[1].register_forward_hook(breaks)\n"
+        "    is_to_break = step == 2"
+    )
+    with pytest.raises(RankError, match="rank 1: stopped"):
+        lab.train(strategy, code, live=False, timeout=60)
+    lab.run("is_to_break = False\noptimizer.zero_grad()")
+    lab.run(TAKE_STEP + "optimizer.zero_grad()")
+    torch.testing.assert_close(weights(lab), references[0])
+    lab.run(TAKE_STEP)
+    torch.testing.assert_close(weights(lab), references[1])
+
+
 def test_failures_in_all_that_a_cell_calls(
     lab: Lab, references: list[dict[str, Any]]
 ) -> None:
@@ -469,3 +490,17 @@ def test_out_of_memory_tells_what_was_held_and_what_would_fit(lab: Lab) -> None:
     error = fails(lab, "can't allocate memory", None, "if rank: torch.empty(2**50)")
     assert re.search(r"^  large +4\.00 MiB$", str(error), re.MULTILINE), error
     assert "Forecast" not in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_out_of_memory_in_a_backward_pass_tells_of_its_gradients(
+    lab: Lab, strategy: str
+) -> None:
+    fail = "def fail(): rank and torch.empty(2**50)\n"
+    lab.run(SET_UP + BREAK_INSIDE + fail)
+    code = training(
+        before="step or plain[1].register_forward_hook(breaks)\n"
+        "    is_to_break = step == 2"
+    )
+    error = fails(lab, "can't allocate memory", strategy, code)
+    assert re.search(r"^  gradients +[\d,.]+ MiB$", str(error), re.MULTILINE), error

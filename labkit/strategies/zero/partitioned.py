@@ -124,6 +124,8 @@ class ZeRO(Prepared):
         """Whether DeepSpeed has released the model."""
         self._has_dropped = False
         """Whether a backward pass has failed half-way, and no zero_grad() followed."""
+        self._is_half_way = False
+        """Whether DeepSpeed is where that pass has left it."""
         self.hides_gradients = False
         """Whether they are partial sums, which a loop must not see."""
         self._is_reduced = False
@@ -171,6 +173,7 @@ class ZeRO(Prepared):
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         self._check_held()
+        self._recover()
         if self._has_dropped:
             self._has_dropped = False
             self.note(DROPPED)
@@ -219,17 +222,28 @@ class ZeRO(Prepared):
             self._in_order.agree()
 
     def _drop_gradients(self) -> None:
-        """Forget those of this step, of which some are averaged over the ranks and
-        others not. Local: the other ranks may be gone."""
+        """Count those of this step as gone, of which some are averaged over the ranks
+        and others not. They are freed when the model is next used: what a rank held as
+        it ran out of memory is reported before that."""
+        self._is_half_way = self._has_dropped = True
+        self._has_gradients = self._is_reduced = self.hides_gradients = False
+        self._gradients.forget()
+        self._used.clear()
+
+    def _recover(self) -> None:
+        """Put DeepSpeed where it is before the first backward pass of a step, if a pass
+        has failed half-way. Local: the other ranks may be gone."""
+        if not self._is_half_way:
+            return
         forget_backward(self._zero)
         with self._gradients.ours():
             self._reset_reduction()
-        self._clear()
-        self._used.clear()
-        self._has_dropped = True
+            self._zero.zero_grad(set_to_none=True)
+            self._discard()
+        self._is_half_way = False  # last: where this fails, the next use fails, too
 
     def _reset_reduction(self) -> None:
-        """Put DeepSpeed where it is before the first backward pass of a step."""
+        """Empty the buckets, and what else is in flight."""
         raise NotImplementedError
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -255,6 +269,7 @@ class ZeRO(Prepared):
         """Average the gradients so far over the ranks, in parts. Collective."""
         if self._is_reduced:
             return
+        self._recover()
         try:
             with self._gradients.ours():
                 self._reduce_gradients()
@@ -338,6 +353,7 @@ class ZeRO(Prepared):
         self._is_zeroed, self._has_dropped = True, False
 
     def _clear(self) -> None:
+        self._recover()
         self._gradients.forget()
         self._has_gradients = self._is_reduced = self.hides_gradients = False
         with self._gradients.ours():
@@ -439,6 +455,7 @@ class ZeRO(Prepared):
             self._zero.loss_scale = values["scaler"]["scale"]
 
     def _states(self) -> ZeROStates:
+        self._recover()
         with self._gradients.ours():
             self._take_weights()
         land_parameters(self.engine)
@@ -465,6 +482,7 @@ class ZeRO(Prepared):
     def close(self) -> None:
         super().close()
         with contextlib.suppress(Exception):  # of a run that failed half-way
+            self._recover()
             self._take_weights()
         vars(self.module).pop("__deepcopy__", None)
         retire(self.engine, self)

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from labkit.strategies.zero.engines import buckets
 from labkit.strategies.zero.engines import drop_gathers
 from labkit.strategies.zero.engines import land_parameters
 from labkit.strategies.zero.partitioned import ZeRO
+from labkit.strategies.zero.partitioned import call
 from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 from labkit.strategies.zero.states import Partitions
@@ -37,8 +39,10 @@ class ZeRO3(ZeRO):
         for number, module in enumerate(self.module.modules()):
             numbers[id(module)] = number
         offload = zero.parameter_offload
+        recover = partial(call, weakref.WeakMethod(self._recover))
+        run = offload.pre_sub_module_forward_function
         offload.pre_sub_module_forward_function = partial(
-            run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
+            run_on_route, self.route, numbers, recover, run
         )
         zero.reduce_ready_partitions_and_remove_grads = partial(
             process_filled, zero.reduce_ready_partitions_and_remove_grads
@@ -60,6 +64,7 @@ class ZeRO3(ZeRO):
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have these whole on every rank, and keep them so. Collective."""
+        self._recover()
         # DeepSpeed gathers these again after every step, and frees none in between.
         kept = self._zero.persistent_parameters
         known = {id(parameter) for parameter in kept}
@@ -170,8 +175,13 @@ class ZeRO3(ZeRO):
 
 
 def run_on_route(
-    route: Route, numbers: Mapping[int, int], run: Callable[..., None], module: Any
+    route: Route,
+    numbers: Mapping[int, int],
+    recover: Callable[[], None],
+    run: Callable[..., None],
+    module: Any,
 ) -> None:
     """What stage 3 does before a layer runs, which is noted."""
+    recover()
     route.add(numbers.get(id(module), -1))
     run(module)
