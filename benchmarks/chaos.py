@@ -1,4 +1,4 @@
-"""Random faults thrown at one session: what came back, how soon, and what was left.
+"""Random faults thrown at one lab: what came back, how soon, and what was left.
 
 In a real kernel. A training cell under a random strategy goes wrong at a random moment
 on random ranks: a rank raises, dies, hangs, holds the GIL, loses a worker of its

@@ -1,4 +1,4 @@
-"""Lab: the notebook-side session. Joins the ranks and their runs."""
+"""Lab: a cluster of ranks, and the runs on it."""
 
 import contextlib
 import itertools

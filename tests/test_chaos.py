@@ -1,4 +1,4 @@
-"""Faults thrown at one session: the short form of benchmarks/chaos.py."""
+"""Faults thrown at one lab: the short form of benchmarks/chaos.py."""
 
 import chaos
 import pytest

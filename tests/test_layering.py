@@ -1,4 +1,4 @@
-"""The walls of the house: DESIGN.md, section 3, has the picture.
+"""The walls of the house, which CONTRIBUTING.md draws.
 
 What is here is read from the source; two subprocesses see that it holds.
 """

@@ -78,6 +78,7 @@ class LabMagics(Magics):
         "ranks",
         nargs="?",
         default="all",
+        metavar="RANKS",
         help="0, or 0,2, or 1-3; all ranks by default",
     )
     @options(RunOptions, "timeout", "hang_after")
@@ -225,7 +226,7 @@ class LabMagics(Magics):
     @line_magic
     @parsed
     def dist_status(self, args: Args) -> Any:
-        """A table by rank: host, pid, device, state, memory, current run and step."""
+        """A table by rank: host, pid, device, state, memory, last run and its step."""
         table = current_lab().status()
         if "cause" in table:  # too long for a column
             for cause, rows in table.groupby(table.pop("cause"), sort=False):
