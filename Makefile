@@ -1,4 +1,4 @@
-# `make lab` opens JupyterLab on the notebooks, `make test` runs every test.
+# `make lab` opens JupyterLab on the notebooks, `make test` runs the tests.
 # Both make the environment that they need in .venv, once, with the versions in
 # constraints.txt. `make test-third-party` and `make test-oldest` have their own.
 

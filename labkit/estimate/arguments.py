@@ -50,7 +50,10 @@ def check(
             "it with one batch first"
         )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("no parameter of the model requires a gradient")
+        raise ValueError(
+            "no parameter of the model requires a gradient; call requires_grad_(True) "
+            "on those to train"
+        )
     if x is not None:
         check_input(x)
     if isinstance(world_sizes, str) or not isinstance(world_sizes, Sequence):
@@ -75,7 +78,10 @@ def check(
         )
     if device.startswith("cuda") and not torch.backends.cuda.is_built():
         # Torch would end the whole process.
-        raise ValueError(f"device is {device!r}; this build of torch is for the CPU")
+        raise ValueError(
+            f"device is {device!r}; this build of torch is for the CPU: give "
+            'device="cpu", or install a build for CUDA'
+        )
 
 
 def check_input(x: Any) -> None:

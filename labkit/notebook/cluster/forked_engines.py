@@ -69,7 +69,8 @@ class ForkServer:
                 raise self._failure("the process that starts the engines has ended")
             if time.monotonic() > deadline:
                 raise self._failure(
-                    f"torch was not imported within {timeouts.START_S:g} s"
+                    "the process that starts the engines did not import torch within "
+                    f"{timeouts.START_S:g} s"
                 )
 
     def fork(
@@ -114,7 +115,7 @@ class ForkServer:
                 try:
                     self._engines[pid] = ForkedProcess(pid)
                 except psutil.NoSuchProcess:
-                    self._answers.put("it ended at once")
+                    self._answers.put("the new process ended at once")
                 else:
                     self._answers.put(self._engines[pid])
             case {"error": why}:

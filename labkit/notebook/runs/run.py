@@ -114,7 +114,9 @@ class Run(RunRecord):
             If the run has not ended after `timeout` seconds.
         """
         if self.job is not None and not self.job.wait(timeout):
-            raise TimeoutError(f"{self.name} still runs after {timeout:g} s")
+            raise TimeoutError(
+                f"{self.name} still runs after {timeout:g} s; wait() or stop() it"
+            )
         return self
 
     def stop(self, timeout: float = timeouts.STEP_S) -> None:
