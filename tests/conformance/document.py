@@ -20,6 +20,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 MAX_SAID = 2_000
 """Letters of a sentence, beyond which its beginning will do."""
 
+NOT_THE_RUNS = r"zero3, fsdp and hsdp|\((?:or|under) \w+|(?:use|%%dist_train) \w+"
+"""Where a sentence lists or recommends strategies, whichever it is said under."""
+
 _INTRODUCTION = """\
 # Any loop: right, refused in words, or noted
 
@@ -83,7 +86,7 @@ def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
     """Each sentence once, with the loops to which it was said."""
     loops: dict[str, dict[str, None]] = {}
     for cell in cells:
-        said = re.sub(rf"\b{cell.strategy}\b", "STRATEGY", cell.said)
+        said = without_strategy(cell.said, cell.strategy)
         if len(said) > MAX_SAID:  # a library's, which names places on the machine
             said = said[:300] + " ..."
         loops.setdefault(said, {})[cell.loop] = None
@@ -93,6 +96,15 @@ def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
         f"\n## {heading}\n",
         *(f"- {said}\n  ({', '.join(names)})" for said, names in loops.items()),
     ]
+
+
+def without_strategy(said: str, strategy: str) -> str:
+    """A sentence as it is under every strategy: STRATEGY in place of the run's."""
+    return re.sub(
+        rf"{NOT_THE_RUNS}|\b({strategy})\b",
+        lambda found: "STRATEGY" if found[1] else found[0],
+        said,
+    )
 
 
 def marks_on_page(loop: str) -> dict[Place, str]:
