@@ -31,7 +31,8 @@ people write training loops, and runs on two ranks under every strategy. Its res
 compared with that of one process of plain PyTorch on the same batches.
 
 - `✓` right: the result of one process.
-- `r` refused: an error that says what labkit found and what to write instead.
+- `r` refused: an error that says what labkit found and what to write instead, or that
+  plain PyTorch raises too.
 - `n` noted: a different result, and a note under the run that says why.
 
 The tests accept nothing else: no wrong result without a note (`W`), no error from
