@@ -106,6 +106,13 @@ def test_what_keeps_the_server_from_importing_is_shown(
         Lab(num_ranks=2)
 
 
+def test_a_stop_leaves_no_zombie_of_a_rank_that_has_to_be_killed() -> None:
+    with Lab(num_ranks=2) as lab:
+        pids = list(lab.status()["pid"])
+        lab.run("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
     before = psutil.Process().children()
     server = ForkServer({}, tmp_path / "log")

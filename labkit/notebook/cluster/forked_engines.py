@@ -17,9 +17,8 @@ import psutil
 
 from labkit import timeouts
 from labkit.checks import UserError
+from labkit.notebook.cluster.watchdog import FORK_SERVER
 from labkit.notebook.cluster.watchdog import is_running
-
-_SERVER = "labkit.rank.engine.fork_server"
 
 
 class ForkServer:
@@ -39,7 +38,7 @@ class ForkServer:
         self._channel, theirs = socket.socketpair()
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _SERVER, str(theirs.fileno())],
+                [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

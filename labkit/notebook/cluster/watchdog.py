@@ -18,6 +18,9 @@ TOKEN_VARIABLE = "LABKIT_LAB"
 """Set in the environment of every process that a lab starts, and so in those that
 they start: it tells our processes from all others, by what only we could know."""
 
+FORK_SERVER = "labkit.rank.engine.fork_server"
+"""Forks the engines, and ends after a SIGTERM once it has reaped them."""
+
 TERM_SECONDS = 2.0
 TIDY_SECONDS = 5.0
 """torch_shm_manager removes its folder 2 s after the last of its users has gone."""
@@ -53,8 +56,12 @@ def end_processes(token: str) -> None:
         time.sleep(0.02)
     kill_all_at = time.monotonic() + TIDY_SECONDS
     while processes := find_processes(token):
+        servers = {each.pid for each in processes if FORK_SERVER in words_of(each)}
         for process in processes:
-            if time.monotonic() > kill_all_at or not is_tidying(process):
+            # An engine's command line is that of the server from which it was forked.
+            reaps = process.pid in servers and parent_of(process) not in servers
+            is_spared = reaps or is_tidying(process)
+            if time.monotonic() > kill_all_at or not is_spared:
                 _send(process, signal.SIGKILL)
         time.sleep(0.02)
 
@@ -69,11 +76,26 @@ def is_running(process: psutil.Process) -> bool:
 
 def is_tidying(process: psutil.Process) -> bool:
     """Whether a process is there to remove shared memory once its users are gone."""
+    return any(
+        "torch_shm_manager" in word or "resource_tracker" in word
+        for word in words_of(process)
+    )
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """The name of a process, and its command line; [] once it has ended."""
     try:
-        words = [process.name(), *process.cmdline()]
+        return [process.name(), *process.cmdline()]
     except psutil.Error:
-        return False
-    return any("torch_shm_manager" in w or "resource_tracker" in w for w in words)
+        return []
+
+
+def parent_of(process: psutil.Process) -> int:
+    """The process id of its parent; 0 once it has ended."""
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return 0
 
 
 def _send(process: psutil.Process, signum: int) -> None:
