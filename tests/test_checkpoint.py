@@ -330,6 +330,38 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(
     assert list(tmp_path.iterdir()) == [folder]
 
 
+# Rank 1 goes on from planning the save when rank 0, the store's host, is gone.
+LATE = """
+import os, time
+from labkit.checkpoint import saving
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+plan = saving._Save._plan
+def plan_and_wait(save, *arguments):
+    plan(save, *arguments)
+    while os.path.exists(f"/proc/{pids[0]}"):
+        try:
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+if rank == 1:
+    saving._Save._plan = plan_and_wait
+kept = 7
+"""
+
+
+def test_a_save_does_not_wait_for_a_store_whose_host_has_died(
+    lab: Lab, tmp_path: Path
+) -> None:
+    die = "import os\naccident = lambda: os.kill(os.getpid(), 9)\n"
+    save = f"save_checkpoint({str(tmp_path / 'x')!r}, {GIVEN})"
+    with pytest.raises(RankError, match="rank 0: the process died"):
+        lab.run(LATE + die + ACCIDENT.format(rank=0) + save)
+    assert lab.restart() == [0]  # and rank 1 was not
+    lab.run("saving._Save._plan, saving.save_file = plan, plain", ranks=1)
+    assert lab.pull("kept", 1) == 7
+
+
 def test_a_full_disk_leaves_the_checkpoint_before(lab: Lab, tmp_path: Path) -> None:
     folder = tmp_path / "x"
     save = f"save_checkpoint({str(folder)!r}, {GIVEN}, step="

@@ -15,6 +15,7 @@ from labkit.checkpoint.saving import Pending
 from labkit.checkpoint.saving import SaveError
 from labkit.checkpoint.saving import abandon_saves
 from labkit.checkpoint.saving import begin_save
+from labkit.checkpoint.saving import connect
 from labkit.checkpoint.saving import save
 from labkit.step_folders import all_in
 from labkit.step_folders import last_in
@@ -28,6 +29,7 @@ __all__ = [
     "abandon_saves",
     "all_in",
     "begin_save",
+    "connect",
     "last_in",
     "load",
     "prune",

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _ABANDONED = "the process group was released before all ranks had written"
 
+_connection: tuple[dist.ProcessGroup, dist.Store] | None = None
+"""The last group that `connect` was asked for, and its connection."""
 _in_flight: "weakref.WeakSet[_Save]" = weakref.WeakSet()
 
 Pending = Future[None]
@@ -112,8 +114,24 @@ def begin_save(
     return _Save(Path(folder), tensors, values, group).pending
 
 
+def connect(group: dist.ProcessGroup) -> dist.Store:
+    """The connection to a group's store that its saves share.
+
+    Another than the group's own, with which another thread may be waiting. It is opened
+    when the group is made: to a host that has died since then, torch would try again,
+    and not hear an interrupt, until the store's timeout.
+    """
+    global _connection
+    if _connection is None or _connection[0] is not group:
+        store: Any = store_of(group)
+        _connection = group, store.clone()
+    return _connection[1]
+
+
 def abandon_saves() -> None:
     """End the saves in flight with an error, as their group is being released."""
+    global _connection
+    _connection = None
     for each in list(_in_flight):
         each.abandon()
 
@@ -150,9 +168,7 @@ class _Save:
             if self._world_size > 1:
                 pg = group or dist.group.WORLD
                 assert pg is not None
-                # A connection of its own: another thread may wait with the first one.
-                store: Any = store_of(pg)
-                self._store = store.clone()
+                self._store = connect(pg)
         except BaseException:
             if self._staging:
                 self._staging.discard()

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from labkit import timeouts
 from labkit.checkpoint import abandon_saves
+from labkit.checkpoint import connect
 from labkit.compat.c10d import abort_groups
 from labkit.compat.c10d import num_groups_made
 from labkit.compat.c10d import num_started
@@ -245,6 +246,7 @@ class RankProcessGroup:
         forget_lost_groups()
         self._former = None
         self._users_groups.clear()
+        connect(self._group)
         return self.prove(self.placement.group_timeout_s)
 
     def prove(self, timeout_s: float) -> float:
