@@ -246,6 +246,7 @@ def test_what_cannot_go_to_a_pool_is_one_error(lab: Lab, capsys: Captured) -> No
                     with lock:
                         return x
                 with multiprocessing.get_context("spawn").Pool(2) as pool:
+                    dist.barrier()  # both ranks then fail at one time
                     pool.map(compute, range(4))
                 """
             )
