@@ -160,7 +160,9 @@ class _Save:
             self._rank = dist.get_rank(group)
             self._world_size = dist.get_world_size(group)
         if self._rank < 0:
-            raise ValueError("this rank is not in the group that saves")
+            raise ValueError(
+                "this rank is not in the group that saves; call it on its ranks alone"
+            )
         self._store: dist.Store | None = None
         self._staging: StagingFolder | None = None
         try:

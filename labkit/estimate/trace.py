@@ -211,7 +211,8 @@ def running(inputs: Inputs) -> Iterator[None]:
         first = next(iter(str(error).strip().splitlines()), "")
         raise UntraceableError(
             f"a step without data, on input of shape {', '.join(shapes)}, ends in "
-            f"{type(error).__name__}: {shorten(first.removesuffix('.'), 160)}"
+            f"{type(error).__name__}: {shorten(first.removesuffix('.'), 160)}; "
+            "give real samples by --input NAME, a variable with a batch"
         ) from error
     finally:
         logger.setLevel(level)

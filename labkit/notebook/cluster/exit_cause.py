@@ -135,7 +135,8 @@ class EngineProcess:
         if time.monotonic() - self._oom_kill_at > timeouts.OOM_KILL_S:
             return f"by a program or by hand, not by the out-of-memory killer; {had}"
         if self._limit_bytes is not None:
-            had += f", and its control group may have {format_bytes(self._limit_bytes)}"
+            limit = format_bytes(self._limit_bytes)
+            had += f", and its control group (its container) is limited to {limit}"
         return f"by the kernel, out of memory; {had}"
 
     def _count_oom_kills(self, paths: Iterable[str]) -> None:

@@ -333,7 +333,7 @@ def says_nothing(rank: int) -> Outcome:
         rank=rank,
         status="error",
         ename="the rank did not report how the cell ended",
-        evalue="something in it has disabled labkit's hooks; "
+        evalue="something in the cell has disabled labkit's hooks; "
         "%dist_restart --all restarts every rank",
         group_in_place=False,
     )
