@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_IS_LINUX = sys.platform == "linux"
+
 
 @dataclass(frozen=True)
 class ForkRequest:
@@ -37,7 +39,8 @@ def main(fd: int) -> None:
     """Serve until the notebook is gone; in each fork, be an engine."""
     os.set_inheritable(fd, False)
     channel = socket.socket(fileno=fd)
-    preload()
+    if _IS_LINUX:
+        preload()
     if request := ForkServer(channel).serve():
         become_engine(request)
 
@@ -135,10 +138,6 @@ class ForkServer:
 
 def become_engine(request: ForkRequest) -> None:
     """Be what `python -m ipyparallel.engine` would be, in a session of its own."""
-    import numpy as np
-
-    from labkit.compat.torch import is_cuda_lost
-
     os.setsid()
     output = os.open(request.output_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(output, 1)
@@ -149,12 +148,26 @@ def become_engine(request: ForkRequest) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
-    arguments = ["-m", "ipyparallel.engine", *request.arguments]
-    if is_cuda_lost():
-        os.execv(sys.executable, [sys.executable, *arguments])
-    np.random.seed()  # the module random does so by itself
+    if not can_be_engine():
+        command = [sys.executable, "-m", "ipyparallel.engine", *request.arguments]
+        os.execv(sys.executable, command)
+    sys.modules["numpy"].random.seed()  # the module random does so by itself
     sys.argv[1:] = request.arguments
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+
+
+def can_be_engine() -> bool:
+    """Whether all that was imported works in this fork.
+
+    The frameworks of macOS, which torch loads, work in no fork: nothing was imported
+    there. CUDA does not in a fork of a process that has called it, as a module that
+    torch imports may.
+    """
+    if not _IS_LINUX:
+        return False
+    from labkit.compat.torch import is_cuda_lost
+
+    return not is_cuda_lost()
 
 
 if __name__ == "__main__":
