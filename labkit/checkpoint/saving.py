@@ -117,9 +117,19 @@ def begin_save(
 def connect(group: dist.ProcessGroup) -> dist.Store:
     """The connection to a group's store that its saves share.
 
-    Another than the group's own, with which another thread may be waiting. It is opened
-    when the group is made: to a host that has died since then, torch would try again,
+    Another than the group's own, with which another thread may be waiting. Call it when
+    the group is made: to a host that has died since then, torch would try to connect,
     and not hear an interrupt, until the store's timeout.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The group that is going to save.
+
+    Returns
+    -------
+    torch.distributed.Store
+        The same one for the same group, until `abandon_saves`.
     """
     global _connection
     if _connection is None or _connection[0] is not group:
