@@ -25,6 +25,8 @@ REAP_S = 2.0
 """The exit code of an ended engine is known."""
 REPORT_S = 1.0
 """The fork server reports it."""
+FORK_S = 10.0
+"""The fork server has forked an engine."""
 OOM_KILL_S = 10.0
 """A process that the kernel killed for memory gives it back, and ends."""
 CONNECT_S = 10.0
@@ -103,6 +105,7 @@ FOLD_S = 0.5
 """A line that one rank printed is held back: others may print the same."""
 
 ORDER = [
+    ("REPORT_S", "REAP_S", "the exit code that the fork server reports is waited for"),
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),
     ("REPEAT_S", "ASK_AGAIN_S", "no answer may mean that one is on its way"),

@@ -1,6 +1,8 @@
 """Engines are forks of one process that has torch imported."""
 
+import contextlib
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from labkit import Lab
 from labkit import RankError
+from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.forked_engines import ForkServer
 
@@ -72,8 +75,10 @@ def test_ranks_outlive_the_server_and_another_takes_its_place() -> None:
         os.kill(server, signal.SIGKILL)
         lab.run("dist.barrier()")
         assert lab.pull("kept", "all") == ["kept"] * 2
-        # Nobody can tell how a rank ended whose parent was gone before.
-        with pytest.raises(RankError, match=r"the process died: pid \d+, ended;"):
+        # How it ended is known, unless the system's first process was quicker.
+        with pytest.raises(
+            RankError, match=r"died: pid \d+, ended( with exit code 3)?;"
+        ):
             lab.run("if rank == 1: os._exit(3)")
         assert lab.restart() == [1]
         lab.run("import os; server = os.getppid()", ranks=1)
@@ -83,16 +88,24 @@ def test_ranks_outlive_the_server_and_another_takes_its_place() -> None:
     assert not psutil.pid_exists(server)
 
 
-def test_a_server_that_is_stopped_hides_no_death() -> None:
+def test_a_server_that_is_stopped_hides_no_death_and_hangs_no_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with Lab(num_ranks=2) as lab:
         lab.run("import os; server = os.getppid()")
         server = lab.pull("server", 0)
         os.kill(server, signal.SIGSTOP)
-        with pytest.raises(RankError, match="rank 1: the process died"):
+        with pytest.raises(RankError, match="ended with exit code 3"):
             lab.run("if rank == 1: os._exit(3)")
-        os.kill(server, signal.SIGCONT)
+        # It is given up after a while, and another takes its place.
+        monkeypatch.setattr(timeouts, "FORK_S", 1)
+        with pytest.raises(UserError, match="has not answered for 1 s"):
+            lab.restart()
         assert lab.restart() == [1]
         lab.run("dist.barrier()")
+        lab.run("import os, signal")
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
 
 
 def test_what_keeps_the_server_from_importing_is_shown(
@@ -106,6 +119,55 @@ def test_what_keeps_the_server_from_importing_is_shown(
         Lab(num_ranks=2)
 
 
+def test_a_server_that_dies_with_a_request_unread_is_an_error(tmp_path: Path) -> None:
+    server, pid = started(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(UserError, match="no engine was started: the process"):
+        server.fork([], {}, str(tmp_path / "out"), check=kill)
+    server.join()
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_interrupt_ends_the_wait_for_a_server(tmp_path: Path) -> None:
+    server, pid = started(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        server.fork([], {}, str(tmp_path / "out"), check=interrupt)
+    server.join()
+
+
+def test_a_lab_starts_beside_many_open_files_and_without_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
+    try:
+        with contextlib.ExitStack() as files:
+            for _ in range(1100):
+                files.enter_context(Path(os.devnull).open())
+            with Lab(num_ranks=2) as lab:
+                monkeypatch.chdir(tmp_path)
+                folder.rmdir()
+                with pytest.raises(RankError, match="ended with exit code 3"):
+                    lab.run("import os\nif rank == 1: os._exit(3)")
+                assert lab.restart() == [1]
+                lab.run("dist.barrier()")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_a_stop_leaves_no_zombie_of_a_rank_that_has_to_be_killed() -> None:
     with Lab(num_ranks=2) as lab:
         pids = list(lab.status()["pid"])
@@ -113,12 +175,18 @@ def test_a_stop_leaves_no_zombie_of_a_rank_that_has_to_be_killed() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
+def started(folder: Path) -> tuple[ForkServer, int]:
+    """A server that is ready, and its process id."""
     before = psutil.Process().children()
-    server = ForkServer({}, tmp_path / "log")
+    server = ForkServer({}, folder / "log")
     server.wait_until_ready(lambda: None)
     [process] = set(psutil.Process().children()) - set(before)
-    process.terminate()
+    return server, process.pid
+
+
+def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
+    server, pid = started(tmp_path)
+    os.kill(pid, signal.SIGTERM)
     server.join()
     assert not server.is_alive
     with pytest.raises(UserError, match="no engine was started"):

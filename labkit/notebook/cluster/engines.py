@@ -178,7 +178,8 @@ class Cluster:
     def _fork(
         self, arguments: list[str], environment: dict[str, str], output_file: str
     ) -> psutil.Process:
-        return self._fork_server.fork(arguments, environment, output_file)
+        server = self._fork_server
+        return server.fork(arguments, environment, output_file, interrupts.check)
 
     def start_engines(
         self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
@@ -203,9 +204,11 @@ class Cluster:
             engine_of = self._wait_for_registration(started, known, on_progress)
         except BaseException:
             for engine_set in set(self._cluster.engines) - sets:
-                for launcher in self._cluster.engines[engine_set].launchers.values():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        launcher.process.kill()
+                launchers = self._cluster.engines[engine_set].launchers
+                for launcher in list(launchers.values()):
+                    if launcher.process is not None:  # it was forked
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            launcher.process.kill()
             raise
         nannies = find_nannies([each.pid for each in started])
         for rank, each in zip(ranks, started, strict=True):
@@ -231,6 +234,7 @@ class Cluster:
         def failed(what: str) -> UserError:
             dead_first = sorted(started, key=lambda each: each.is_alive)
             said = [each.log().strip() for each in dead_first]
+            said.append(self._fork_server.log())
             words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
             return UserError(f"{what}; one that did not printed:\n{words}")
 

@@ -1,10 +1,12 @@
 """Engines that a lab's fork server starts: the notebook's side of it."""
 
+import contextlib
 import json
 import math
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -36,14 +38,16 @@ class ForkServer:
         self._forking = threading.Lock()
         self._is_ready = threading.Event()
         self._channel, theirs = socket.socketpair()
+        # Of sending alone: the listener waits as long as the server lives.
+        limit = struct.pack("ll", int(timeouts.FORK_S), 0)
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", FORK_SERVER],
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **environment},
-                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         self._listener = threading.Thread(
@@ -73,24 +77,56 @@ class ForkServer:
                 )
 
     def fork(
-        self, arguments: list[str], environment: dict[str, str], output_file: str
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        output_file: str,
+        check: Callable[[], None] = lambda: None,
     ) -> "ForkedProcess":
-        """An engine with these arguments; UserError where none can be started."""
+        """An engine with these arguments; UserError where none can be started.
+
+        `check` is called while it waits, and may raise. A server that has not answered
+        by then is ended, or its answer would be taken for that of a later request.
+        """
+        try:
+            folder = str(Path.cwd())
+        except OSError:  # it is gone
+            folder = "."
         request = {
             "arguments": arguments,
             "environment": environment,
-            "folder": str(Path.cwd()),
+            "folder": folder,
             "output_file": output_file,
         }
         with self._forking:
             try:
                 self._channel.sendall(json.dumps(request).encode() + b"\n")
+                answer = self._wait_for_answer(check)
             except OSError as error:
+                self._kill()
                 raise self._failure(f"no engine was started: {error}") from error
-            answer = self._answers.get()
+            except BaseException:
+                self._kill()
+                raise
         if isinstance(answer, str):
             raise self._failure(f"no engine was started: {answer}")
         return answer
+
+    def _wait_for_answer(self, check: Callable[[], None]) -> "ForkedProcess | str":
+        deadline = time.monotonic() + timeouts.FORK_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=timeouts.POLL_S)
+            check()
+            if not self.is_alive and self._answers.empty():
+                return "the process that forks engines has ended"
+        raise TimeoutError(
+            f"the process that forks engines has not answered for {timeouts.FORK_S:g} s"
+        )
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._listener.join()
 
     def join(self) -> None:
         """Wait until it has ended: by a SIGTERM, once its engines have."""
@@ -98,13 +134,16 @@ class ForkServer:
 
     def _listen(self) -> None:
         """In a thread: take in what the server sends until it has ended."""
-        with self._channel, self._channel.makefile("rb") as lines:
+        with (
+            self._channel,
+            self._channel.makefile("rb") as lines,
+            contextlib.suppress(ConnectionResetError),  # it ended, a request unread
+        ):
             for line in lines:
                 self._take(json.loads(line))
         self._process.wait()
         for engine in self._engines.values():
             engine.is_orphan = True
-        self._answers.put("the process that starts them has ended")
 
     def _take(self, message: dict[str, Any]) -> None:
         match message:
@@ -123,8 +162,15 @@ class ForkServer:
                 if engine := self._engines.pop(pid, None):
                     engine.set_ended(code)
 
+    def log(self) -> str:
+        """What it printed, as an engine that failed before it had a file of its own."""
+        try:
+            return self._log_file.read_text(errors="replace").strip()
+        except OSError:  # the lab is over
+            return ""
+
     def _failure(self, what: str) -> UserError:
-        said = self._log_file.read_text(errors="replace").strip()
+        said = self.log()
         words = "\n".join((said or "(nothing)").splitlines()[-15:])
         return UserError(f"{what}; it printed:\n{words}")
 
@@ -147,15 +193,29 @@ class ForkedProcess(psutil.Process):
     def wait(  # type: ignore[override]
         self, timeout: float | None = None
     ) -> int | None:
-        """As `psutil.Process.wait`: its exit code once it has ended; None where the
-        fork server is gone, or stopped, and cannot report it."""
+        """As `psutil.Process.wait`: its exit code once it has ended; None where nobody
+        can tell it, as the fork server is gone."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._has_ended.wait(
             max(0, min(timeouts.LOOK_S, deadline - time.monotonic()))
         ):
             if not is_running(self):
-                self._has_ended.wait(0 if self.is_orphan else timeouts.REPORT_S)
+                if (code := exit_code_of_zombie(self.pid)) is not None:
+                    self.set_ended(code)  # the server has not reaped it: it is stopped
+                else:
+                    self._has_ended.wait(0 if self.is_orphan else timeouts.REPORT_S)
                 break
             if time.monotonic() >= deadline:
                 raise psutil.TimeoutExpired(timeout or 0, self.pid)
         return self._exit_code
+
+
+def exit_code_of_zombie(pid: int) -> int | None:
+    """How a process ended that its parent has not reaped; None where Linux does not
+    tell, or it has been reaped. Field 52 of /proc/PID/stat, as proc(5) counts."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _, _, text = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        state, *fields = text.split()
+        if state == "Z":
+            return os.waitstatus_to_exitcode(int(fields[52 - 4]))
+    return None

@@ -55,6 +55,7 @@ def end_processes(token: str) -> None:
     while any(map(is_running, others)) and time.monotonic() < kill_at:
         time.sleep(0.02)
     kill_all_at = time.monotonic() + TIDY_SECONDS
+    pause = 0.02
     while processes := find_processes(token):
         servers = {each.pid for each in processes if FORK_SERVER in words_of(each)}
         for process in processes:
@@ -63,7 +64,8 @@ def end_processes(token: str) -> None:
             is_spared = reaps or is_tidying(process)
             if time.monotonic() > kill_all_at or not is_spared:
                 _send(process, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 1.0)  # one that hangs in a driver may never end
 
 
 def is_running(process: psutil.Process) -> bool:

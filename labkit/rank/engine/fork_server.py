@@ -1,7 +1,7 @@
 """Forks a lab's engines from a process that has torch imported: all for one import.
 
-Run as `python -m labkit.rank.engine.fork_server FD`, where FD is a stream socket from
-the notebook. Lines of JSON go over it: {"ready": true} when torch is imported, then a
+Run as `python -m labkit.rank.engine.fork_server`, its stdin a stream socket from the
+notebook. Lines of JSON go over it: {"ready": true} when torch is imported, then a
 `ForkRequest` of the notebook's, each answered by {"pid": ...} or {"error": ...}; and
 {"ended": pid, "code": exit code} when an engine has.
 """
@@ -10,12 +10,14 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.process
 import os
 import runpy
 import select
 import signal
 import socket
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,12 @@ class ForkRequest:
     output_file: str
 
 
-def main(fd: int) -> None:
+def main() -> None:
     """Serve until the notebook is gone; in each fork, be an engine."""
-    os.set_inheritable(fd, False)
-    channel = socket.socket(fileno=fd)
+    channel = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     if _IS_LINUX:
         preload()
     if request := ForkServer(channel).serve():
@@ -143,16 +147,24 @@ def become_engine(request: ForkRequest) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    if sys.path[:1] == [str(Path.cwd())]:  # as -m has it
-        sys.path[0] = request.folder
-    os.chdir(request.folder)
+    try:
+        os.chdir(request.folder)
+    except OSError:  # it is gone
+        os.chdir("/")
+    # What modules have noted when they were imported, or have in this folder.
+    tempfile.tempdir = None
+    folder = str(Path.cwd())
+    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
     os.environ.clear()
     os.environ.update(request.environment)
+    arguments = [*request.arguments, f"--work-dir={folder}"]
     if not can_be_engine():
-        command = [sys.executable, "-m", "ipyparallel.engine", *request.arguments]
+        command = [sys.executable, "-m", "ipyparallel.engine", *arguments]
         os.execv(sys.executable, command)
     sys.modules["numpy"].random.seed()  # the module random does so by itself
-    sys.argv[1:] = request.arguments
+    sys.argv[1:] = arguments
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 
@@ -171,4 +183,4 @@ def can_be_engine() -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()
