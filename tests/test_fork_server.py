@@ -76,9 +76,7 @@ def test_ranks_outlive_the_server_and_another_takes_its_place() -> None:
         lab.run("dist.barrier()")
         assert lab.pull("kept", "all") == ["kept"] * 2
         # How it ended is known, unless the system's first process was quicker.
-        with pytest.raises(
-            RankError, match=r"died: pid \d+, ended( with exit code 3)?;"
-        ):
+        with pytest.raises(RankError, match=r"died: pid \d+, ended( with .* 3)?;"):
             lab.run("if rank == 1: os._exit(3)")
         assert lab.restart() == [1]
         lab.run("import os; server = os.getppid()", ranks=1)
