@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from isolation import own_environment
@@ -14,7 +17,9 @@ from kernels import running_kernel
 from kernels import wait_until
 from marks import long_but
 
+from labkit import Lab
 from labkit.notebook.cluster import watchdog
+from labkit.notebook.cluster.engines import Cluster
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,6 +91,29 @@ def test_one_labs_end_leaves_another_alone() -> None:
         )
         reply = other.run("%%dist\ndist.barrier()\nprint('fine')")
         assert reply.stdout == "[ranks 0-1] fine\n"
+
+
+@pytest.mark.parametrize("stage", ["_start_watchdog", "listen"])
+def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, tokens, method = threading.Event(), set(), getattr(Cluster, stage)
+
+    def note(cluster: Cluster, *args: Any) -> Any:
+        tokens.add(cluster._token)
+        began.set()
+        return method(cluster, *args)
+
+    with Lab(num_ranks=2) as lab, ThreadPoolExecutor() as threads:
+        monkeypatch.setattr(Cluster, stage, note)
+        restart = threads.submit(lab.restart, everyone=True)
+        assert began.wait(60)
+        lab.stop()
+        [token] = tokens
+        assert not watchdog.find_processes(token)
+        with pytest.raises(RuntimeError, match="was stopped while its ranks started"):
+            restart.result(60)
+        assert not watchdog.find_processes(token)
 
 
 # ---- scripts ----

@@ -53,6 +53,8 @@ class RankGroup:
         self._busy = threading.Lock()
         self._is_whole = False
         self.is_stopped = False
+        self._starts_or_ends = threading.Lock()
+        """Held meanwhile, so that a stop ends all that another thread has started."""
         self._begin(on_progress)
 
     def _begin(self, on_progress: Callable[[str], None]) -> None:
@@ -61,20 +63,45 @@ class RankGroup:
         is_cpu = self.placements[0].device == "cpu"
         if is_cpu and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
-        self.cluster = start_cluster(
-            len(self.placements), environment=environment, on_progress=on_progress
-        )
+        with self._starting(on_progress) as on_stage:
+            self.cluster = start_cluster(
+                len(self.placements), environment=environment, on_progress=on_stage
+            )
         try:
             on_progress("creating the process group")
             self._install(self.everyone)
             self._form()
             self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
-        except CallError as error:
-            self.cluster.stop()
-            raise UserError(f"the lab did not start: {error}") from error
-        except BaseException:
-            self.cluster.stop()
+        except BaseException as error:
+            self._end_cluster()
+            if isinstance(error, Exception):
+                self._check_not_stopped()
+            if isinstance(error, CallError):
+                raise UserError(f"the lab did not start: {error}") from error
             raise
+
+    @contextlib.contextmanager
+    def _starting(
+        self, on_progress: Callable[[str], None] = lambda text: None
+    ) -> Iterator[Callable[[str], None]]:
+        """To start processes in; a stop in another thread waits for the end of it, and
+        the `on_progress` that it gives ends it at the next stage."""
+
+        def on_stage(text: str) -> None:
+            self._check_not_stopped()
+            on_progress(text)
+
+        with self._starts_or_ends:
+            self._check_not_stopped()
+            yield on_stage
+
+    def _check_not_stopped(self) -> None:
+        if self.is_stopped:
+            raise UserError("the lab was stopped while its ranks started")
+
+    def _end_cluster(self) -> None:
+        with self._starts_or_ends:
+            self.cluster.stop()
 
     @property
     def everyone(self) -> range:
@@ -135,7 +162,7 @@ class RankGroup:
         with self._exclusive(), interrupts.held():
             if everyone:
                 self._is_whole = False
-                self.cluster.stop()
+                self._end_cluster()
                 self._begin(lambda text: None)
                 return list(self.everyone)
             if reason := self.cluster.unreachable_reason():
@@ -165,7 +192,7 @@ class RankGroup:
     def stop(self) -> None:
         """End the cluster, for good."""
         self.is_stopped = True
-        self.cluster.stop()
+        self._end_cluster()
 
     def check(self) -> None:
         """RuntimeError unless every rank answers and an all-reduce is right.
@@ -221,8 +248,9 @@ class RankGroup:
 
     def _start_again(self, ranks: Sequence[int]) -> None:
         self._is_whole = False
-        self.cluster.end_engines(ranks)
-        self.cluster.start_engines(ranks, on_progress=lambda text: None)
+        with self._starting() as on_stage:
+            self.cluster.end_engines(ranks)
+            self.cluster.start_engines(ranks, on_progress=on_stage)
         self._install(ranks)
 
     def _install(self, ranks: Sequence[int]) -> None:
