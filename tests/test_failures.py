@@ -148,6 +148,14 @@ def test_a_syntax_error_is_an_error(lab: Lab) -> None:
     assert_all_is_well(lab)
 
 
+@pytest.mark.parametrize("then", ["", "ip.run_cell('pass')"])
+def test_a_cell_within_a_cell_that_fails_is_an_error(lab: Lab, then: str) -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        lab.run(f"ip = get_ipython()\nip.run_cell('1 / 0')\n{then}")
+    lab.run("ip.run_cell('inner = 1')")
+    assert_all_is_well(lab)
+
+
 def test_raising_inside_a_collective_of_wrong_use_is_an_error(lab: Lab) -> None:
     with pytest.raises(RankError, match="rank 0"):
         lab.run("dist.all_reduce('not a tensor')")

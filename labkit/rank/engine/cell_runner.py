@@ -125,9 +125,11 @@ class CellRunner:
 
     def _begin_cell(self, code: str) -> None:
         self._depth += 1
+        if self._depth > 1:
+            return
         self._begin_error = self._shown_error = None
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
-        if self._depth > 1 or KEY not in metadata:
+        if KEY not in metadata:
             return
         self._interrupts.begin()
         self._spec = spec = CellSpec(**metadata[KEY])
