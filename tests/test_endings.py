@@ -21,7 +21,7 @@ from labkit import Lab
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.engines import Cluster
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.engine]
 
 LIMIT_S = 10
 

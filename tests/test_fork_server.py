@@ -15,6 +15,8 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.forked_engines import ForkServer
 
+pytestmark = pytest.mark.engine
+
 FACTS = """
 import json, os, random, signal, sys, threading
 import numpy as np

@@ -18,7 +18,7 @@ from kernels import wait_until
 from kernels import write_notebook
 from marks import long_but
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.engine]
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 15
