@@ -114,7 +114,7 @@ def test_a_part_of_the_end_of_a_run_that_fails_leaves_no_other_undone(lab: Lab) 
 runner()._session._undo.append(lambda: 1 / 0)
 runner()._session._observers[0].close = lambda: [][0]
 """
-    with pytest.raises(RankError, match="ZeroDivisionError"):
+    with pytest.raises(RankError, match="IndexError"):
         lab.train("ddp", SHARDED + fail, live=False)
     # The run is over for what it has prepared: hooks are gone, steps are plain.
     lab.run(
@@ -124,6 +124,24 @@ runner()._session._observers[0].close = lambda: [][0]
     )
     assert lab.pull("hooks", "all") == [0, 0]
     assert lab.pull("is_plain", "all") == [True, True]
+    assert_group_works(lab)
+
+
+def test_an_observer_that_fails_at_the_end_leaves_the_others_theirs(lab: Lab) -> None:
+    fail = f"""
+{RUNNER}
+ended = []
+first, *others = runner()._session._observers
+first.end = lambda step: 1 / 0
+first.close = lambda: [][0]
+for number, each in enumerate(others):
+    each.end = lambda step, number=number: ended.append((number, step))
+"""
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        lab.train("ddp", SHARDED + fail, live=False)
+    lab.run("numbers = [number for number, step in ended]\nnum_others = len(others)")
+    [num_others, _] = lab.pull("num_others", "all")
+    assert lab.pull("numbers", "all") == [[*range(num_others)]] * 2
     assert_group_works(lab)
 
 

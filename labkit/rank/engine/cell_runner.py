@@ -32,6 +32,7 @@ from labkit.rank.telemetry.exceptions import clear_frames
 from labkit.rank.telemetry.exceptions import drop_partial_imports
 from labkit.rank.telemetry.exceptions import freed_by
 from labkit.rank.telemetry.exceptions import raise_from_scripts
+from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
 from labkit.rank.telemetry.exceptions import where_in_cell
@@ -231,12 +232,8 @@ class CellRunner:
             *([emitter.close] if emitter is not None else []),
             self._console.end_cell,
         ]
-        for step in steps:
-            try:
-                step()
-            except BaseException as problem:
-                error = error or problem
-        return error
+        first = run_all(steps)
+        return error or first
 
     def _status(self, error: BaseException) -> str:
         stopped = (

@@ -40,6 +40,17 @@ def safe_str(error: BaseException) -> str:
         return f"(its str() raised {type(problem).__name__})"
 
 
+def run_all(steps: Iterable[Callable[[], Any]]) -> BaseException | None:
+    """Run every step, whichever of them fails; the first error there was."""
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            first = error if first is None else first
+    return first
+
+
 def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:
     """The innermost line of the notebook in an error's traceback, or ""."""
     found = ""

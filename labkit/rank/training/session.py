@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
 from labkit.rank.telemetry.emitter import Emitter
+from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.telemetry.oom_report import Forecastable
 from labkit.rank.telemetry.oom_report import bare_copy
 from labkit.rank.telemetry.oom_report import plain_copy
@@ -162,8 +164,6 @@ class Session:
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:
                 yield
-                for observer in self._observers:
-                    observer.end(self._records.num_steps)
             finally:
                 self._end()
 
@@ -177,14 +177,19 @@ class Session:
     def _end(self) -> None:
         """Free the models; the cell's own variables may be used on.
 
-        Every part of it is done, whichever fails.
+        Every part of it is done, whichever fails; raises the first error.
         """
-        with contextlib.ExitStack() as ending:  # what comes last is done first
-            ending.callback(self._free_optimizers)
-            for undo in self._undo:
-                ending.callback(undo)
-            for observer in reversed(self._observers):
-                ending.callback(observer.close)
+        num_steps = self._records.num_steps
+        error = run_all(
+            [
+                *(partial(each.end, num_steps) for each in self._observers),
+                *(each.close for each in self._observers),
+                *reversed(self._undo),
+                self._free_optimizers,
+            ]
+        )
+        if error is not None:
+            raise error
 
     def _free_optimizers(self) -> None:
         """From now on their steps are plain ones, and no part of this run."""
