@@ -91,6 +91,28 @@ def test_a_run_that_ended_keeps_how_long_it_took(state: str) -> None:
     assert run.elapsed() == run.elapsed() == run.seconds
 
 
+def test_another_thread_sees_the_state_of_a_run_after_its_numbers() -> None:
+    class Seen(Run):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if value == "failed":
+                assert (self.seconds, self.info) == (3.0, {"began": 1.0})
+                assert self.mismatches == ["a mismatch"]
+
+    run = Seen("run-1", "ddp", "", Collector([0]))
+    info = {"began": 1.0}
+    run.catch_up("failed", seconds=3.0, info=info, mismatches=["a mismatch"])
+    assert run.has_ended.is_set()
+
+
+def test_a_run_that_cannot_catch_up_is_as_it_was() -> None:
+    run = make_run(EMPTY)
+    run.catch_up("lost", seconds=3.0, info={"began": 1.0}, mismatches=[])
+    with pytest.raises(KeyError, match="began"):
+        run.catch_up("running", seconds=4.0, info={}, mismatches=[])
+    assert (run.state, run.seconds, run.info) == ("lost", 3.0, {"began": 1.0})
+
+
 def test_world_size_counts_the_ranks_of_the_run() -> None:
     assert make_run({0: [1.0]}).world_size == 1
     assert make_run({0: [], 1: [], 2: []}).world_size == 3

@@ -175,13 +175,13 @@ class Run(RunRecord):
         mismatches : list of str
             As the property.
         """
-        self.state = state
+        if state == "running":
+            self._started = time.monotonic() - (time.time() - info["began"])
         self.seconds = seconds
         self.info = info
         self._mismatches = mismatches
-        if state == "running":
-            self._started = time.monotonic() - (time.time() - info["began"])
-        else:
+        self.state = state  # last: other threads read the rest by it
+        if state != "running":
             self.has_ended.set()
 
     def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
