@@ -263,6 +263,73 @@ def test_a_loop_that_catches_what_a_backward_pass_raises_continues(
     assert any(dropped in note for note in run.notes) is not zeroes
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_what_a_loop_writes_to_weights_after_a_failed_backward_pass_stays(
+    lab: Lab, strategy: str
+) -> None:
+    """The pass fails within the module whose own weight is written."""
+    code = """
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(64, 64) * 0.1)
+
+    def forward(self, x):
+        hidden = (x @ self.w).tanh()
+        if is_to_break:
+            hidden.register_hook(raises)
+        return hidden * 1.0
+
+def raises(gradient):
+    raise ValueError("on purpose")
+
+plain = torch.nn.Sequential(torch.nn.Linear(64, 64), Inner(), torch.nn.Linear(64, 10))
+sgd = torch.optim.SGD(plain.parameters(), lr=0.0)
+model, optimizer, loader = prepare(plain, sgd, full, batch_size=32, shuffle=False)
+for step, (x, y) in enumerate(loader):
+    is_to_break = step == 1
+    try:
+        F.cross_entropy(model(x.flatten(1)), y).backward()
+    except ValueError:
+        with torch.no_grad():
+            plain[1].w.fill_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    lab.run(SET_UP)
+    lab.train(strategy, code, live=False, timeout=60)
+    written = weights(lab)["1.w"]
+    torch.testing.assert_close(written, torch.full_like(written, 0.5))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_gradients_of_a_failed_backward_pass_are_freed_before_the_next_forward_pass(
+    lab: Lab, strategy: str
+) -> None:
+    held = """
+def held(*args):
+    gradients = map(torch.Tensor.grad.__get__, plain.parameters())
+    counts.append(sum(gradient is not None for gradient in gradients))
+
+counts = []
+def fail(): raise ValueError('on purpose')
+"""
+    lab.run(SET_UP + BREAK_INSIDE + held)
+    code = training(
+        before="step or plain[1].register_forward_hook(breaks)\n"
+        "    is_to_break = True\n"
+        "    try:\n        F.cross_entropy(model(x), y).backward()\n"
+        "    except ValueError:\n        held()\n"
+        "    is_to_break = False\n"
+        "    handle = plain[0].register_forward_pre_hook(held)",
+        after="handle.remove()",
+    )
+    lab.train(strategy, code, live=False, timeout=60)
+    first, second = lab.pull("counts", 0)[:2]
+    assert first
+    assert not second
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_what_a_failed_pass_has_offloaded_is_not_added_to_the_next(
     lab: Lab, strategy: str, references: list[dict[str, Any]]

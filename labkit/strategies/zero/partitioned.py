@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import call_before_reduction
@@ -126,6 +127,10 @@ class ZeRO(Prepared):
         """Whether a backward pass has failed half-way, and no zero_grad() followed."""
         self._is_half_way = False
         """Whether DeepSpeed is where that pass has left it."""
+        self._has_leftovers = False
+        """Whether gradients of that pass are yet to be freed."""
+        self._stop_waiting: Callable[[], Any] | None = None
+        """Remove the hook that frees them before a forward pass."""
         self.hides_gradients = False
         """Whether they are partial sums, which a loop must not see."""
         self._is_reduced = False
@@ -225,22 +230,48 @@ class ZeRO(Prepared):
         """Count those of this step as gone, of which some are averaged over the ranks
         and others not. They are freed when the model is next used: what a rank held as
         it ran out of memory is reported before that."""
-        self._is_half_way = self._has_dropped = True
+        self._is_half_way = self._has_leftovers = self._has_dropped = True
         self._has_gradients = self._is_reduced = self.hides_gradients = False
         self._gradients.forget()
         self._used.clear()
+        if self._stop_waiting is None:
+            recover = partial(call, weakref.WeakMethod(self._recover))
+            # Of all modules, so that there is none in a step that does not fail.
+            hook = register_module_forward_pre_hook(lambda module, args: recover())
+            self._stop_waiting = weakref.finalize(self, hook.remove)
+        self._end_pass()
 
-    def _recover(self) -> None:
-        """Put DeepSpeed where it is before the first backward pass of a step, if a pass
-        has failed half-way. Local: the other ranks may be gone."""
+    def _end_pass(self) -> None:
+        """End DeepSpeed's part in a pass that has failed half-way. Not to be put off:
+        what the cell then writes to a weight would be lost. Local: the other ranks may
+        be gone."""
         if not self._is_half_way:
             return
         forget_backward(self._zero)
         with self._gradients.ours():
+            self._reset_parameters()
+        self._is_half_way = False  # last: where this fails, the next use fails, too
+
+    def _recover(self) -> None:
+        """Put DeepSpeed where it is before the first backward pass of a step, if a pass
+        has failed half-way. Local: the other ranks may be gone."""
+        if not self._has_leftovers:
+            return
+        self._end_pass()
+        with self._gradients.ours():
             self._reset_reduction()
             self._zero.zero_grad(set_to_none=True)
             self._discard()
-        self._is_half_way = False  # last: where this fails, the next use fails, too
+        self._has_leftovers = False  # last, as above
+        self._drop_hook()
+
+    def _drop_hook(self) -> None:
+        if self._stop_waiting is not None:
+            self._stop_waiting()
+            self._stop_waiting = None
+
+    def _reset_parameters(self) -> None:
+        """Put them where they are before a forward pass."""
 
     def _reset_reduction(self) -> None:
         """Empty the buckets, and what else is in flight."""
@@ -473,6 +504,7 @@ class ZeRO(Prepared):
 
     def release(self) -> None:
         unfollow(self)
+        self._drop_hook()
         self._gradients.close()
         for handle in self._casts:
             handle.remove()
@@ -484,6 +516,7 @@ class ZeRO(Prepared):
         with contextlib.suppress(Exception):  # of a run that failed half-way
             self._recover()
             self._take_weights()
+        self._drop_hook()
         vars(self.module).pop("__deepcopy__", None)
         retire(self.engine, self)
         masters = [master for master, _ in self.partitions()]

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from labkit.strategies.zero.engines import buckets
 from labkit.strategies.zero.engines import drop_gathers
 from labkit.strategies.zero.engines import land_parameters
 from labkit.strategies.zero.partitioned import ZeRO
-from labkit.strategies.zero.partitioned import call
 from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 from labkit.strategies.zero.states import Partitions
@@ -39,10 +37,8 @@ class ZeRO3(ZeRO):
         for number, module in enumerate(self.module.modules()):
             numbers[id(module)] = number
         offload = zero.parameter_offload
-        recover = partial(call, weakref.WeakMethod(self._recover))
-        run = offload.pre_sub_module_forward_function
         offload.pre_sub_module_forward_function = partial(
-            run_on_route, self.route, numbers, recover, run
+            run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )
         zero.reduce_ready_partitions_and_remove_grads = partial(
             process_filled, zero.reduce_ready_partitions_and_remove_grads
@@ -51,13 +47,15 @@ class ZeRO3(ZeRO):
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
 
+    def _reset_parameters(self) -> None:
+        self._take_weights()
+        drop_gathers(self._zero.parameter_offload)
+
     def _reset_reduction(self) -> None:
         for bucket in self._zero.ipg_buckets.values():
             bucket.clear_params()
         for parameter in self.given_parameters:
             parameter.grad = None  # DeepSpeed's own zero_grad is not for CPUs here
-        self._take_weights()
-        drop_gathers(self._zero.parameter_offload)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
@@ -175,13 +173,8 @@ class ZeRO3(ZeRO):
 
 
 def run_on_route(
-    route: Route,
-    numbers: Mapping[int, int],
-    recover: Callable[[], None],
-    run: Callable[..., None],
-    module: Any,
+    route: Route, numbers: Mapping[int, int], run: Callable[..., None], module: Any
 ) -> None:
     """What stage 3 does before a layer runs, which is noted."""
-    recover()
     route.add(numbers.get(id(module), -1))
     run(module)
