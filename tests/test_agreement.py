@@ -18,6 +18,7 @@ from labkit.strategies.autograd.agreement import Settings
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import living
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.mesh.peers import Peers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,7 +112,7 @@ def test_gradients_are_reduced_in_one_order() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
     first, second, third, fourth = parameters
     reduced: list[nn.Parameter] = []
-    queue = InOrder(reduced.append, parameters, torch.device("cpu"))
+    queue = InOrder(reduced.append, parameters, Peers(0, 1, torch.device("cpu")))
     queue.begin([first, second, third, fourth])
     queue.add(second)  # waits for those after it
     assert reduced == []

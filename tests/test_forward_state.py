@@ -36,7 +36,7 @@ class Counting(nn.Module):
 def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[str]]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared = Prepared(
-        STRATEGIES["single"], model, sgd, CPU, TrainOptions(accumulate=accumulate)
+        STRATEGIES["single"], model, sgd, None, CPU, TrainOptions(accumulate=accumulate)
     )
     notes: list[str] = []
     prepared.note = notes.append

@@ -272,13 +272,15 @@ def test_a_rank_holds_its_shards_and_one_block(lab: Lab, strategy: str) -> None:
     # In DeepSpeed the partitions are copied afterwards, for the optimizer.
     placing = """
     from labkit.strategies.zero import engines, setup
+    from labkit.strategies.mesh.peers import Peers
+    peers = Peers(rank, world_size, device)
     deepspeed = engines.import_deepspeed(device)
     with engines.quiet():
-        engines.agree_on_ids(device)
+        engines.agree_on_ids(peers)
         config = {"train_batch_size": world_size, "zero_optimization": {"stage": 3}}
         partitioner = setup.build_partitioner(deepspeed, config)
         with Peak(model) as measured:
-            setup.place(model, device, torch.float32, partitioner)
+            setup.place(model, torch.float32, peers, partitioner)
     """
     preparing = """
     optimizer = torch.optim.AdamW(model.parameters())

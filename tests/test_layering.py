@@ -52,7 +52,10 @@ ROOMS = [
         *("rank", "rank.telemetry", "rank.group", "rank.data", "rank.loop"),
         *("rank.training", "rank.engine"),
     ],
-    ["strategies.autograd", "strategies.model", "strategies", "strategies.zero"],
+    [
+        *("strategies.mesh", "strategies.autograd", "strategies.model", "strategies"),
+        "strategies.zero",
+    ],
 ]
 FRONT_END = {
     "IPython",

@@ -37,7 +37,7 @@ from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.devices import to_device
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import count_of
-from labkit.rank.data.orders import Peers
+from labkit.strategies.mesh.peers import Peers
 
 CPU = torch.device("cpu")
 

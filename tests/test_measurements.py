@@ -249,7 +249,12 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     model = torch.nn.Linear(8, 8, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared = Prepared(
-        STRATEGIES["single"], model, optimizer, torch.device("meta"), TrainOptions()
+        STRATEGIES["single"],
+        model,
+        optimizer,
+        None,
+        torch.device("meta"),
+        TrainOptions(),
     )
     model.weight.grad = torch.ones(8, 8, device="meta")
     optimizer.state[model.weight]["momentum_buffer"] = torch.ones(8, 8)  # on the host

@@ -153,6 +153,15 @@ def set_groups_of(mesh: Any, names: list[str], groups: Mapping[str, Group]) -> N
         registry.update(groups)
 
 
+@GATE.needs("torch.distributed.device_mesh:DeviceMesh._flatten")
+def flattened(mesh: Any) -> Any:
+    """The ranks of a DeviceMesh along a single axis. Collective.
+
+    Public API has no group of several axes; torchtitan takes the same.
+    """
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
 def forget_shardings() -> None:
     """Forget DTensor's results with meshes of before: it finds them for any mesh that
     is equal to one."""

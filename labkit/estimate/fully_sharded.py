@@ -8,7 +8,7 @@ from labkit.estimate.plans import Plan
 from labkit.estimate.trace import Moment
 from labkit.estimate.trace import Trace
 from labkit.strategies import Strategy
-from labkit.strategies.mesh import default_sizes
+from labkit.strategies.mesh.device_mesh import default_sizes
 
 
 def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:
@@ -114,4 +114,4 @@ def setup(plan: Plan, ranks: int, strategy: Strategy) -> float:
 
 def shards_of(strategy: Strategy, ranks: int) -> int:
     """Ranks that share one copy of the model."""
-    return default_sizes(strategy.variant["axes"], ranks)[-1]
+    return default_sizes(strategy.axes, ranks)[-1]

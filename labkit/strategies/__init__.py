@@ -26,6 +26,11 @@ class Strategy:
     cell does all of it, and `prepare` and `fit` are not for it."""
     variant: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What distinguishes it from others of the same technique."""
+    axes: tuple[str, ...] = ()
+    """Of its device mesh, as `labkit.strategies.mesh` names them; none where a rank
+    trains alone, or the cell makes its own."""
+    takes_mesh: bool = False
+    """`--config` may have the mesh, or its sizes."""
     theory: Theory = formulas.UNKNOWN
     """What it should hold and send."""
     forecast: str | None = None
@@ -66,6 +71,7 @@ def _zero(stage: int, description: str, technique: str) -> Strategy:
         description,
         technique,
         variant={"stage": stage},
+        axes=("dp_shard",),
         theory=formulas.zero(stage),
         forecast="zero",
         is_partitioned=True,
@@ -81,7 +87,8 @@ def _fully_sharded(name: str, description: str, *axes: str) -> Strategy:
         name,
         description,
         "fsdp:FSDP",
-        variant={"axes": axes},
+        axes=axes,
+        takes_mesh=True,
         theory=formulas.FULLY_SHARDED,
         forecast="fully_sharded",
         is_partitioned=True,
@@ -105,6 +112,7 @@ STRATEGIES = {
             "ddp",
             "a replica on every rank, gradients averaged (DistributedDataParallel)",
             "ddp:DDP",
+            axes=("dp_replicate",),
             theory=formulas.REPLICATED,
             forecast="replicated",
         ),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -67,7 +66,8 @@ class DDP(Prepared):
 
     def _make_reducer(self) -> None:
         """For the parameters that require gradients now. Collective."""
-        self._ddp = apply_ddp(self.module, **self._settings)
+        settings = {"process_group": self.peers.group, **self._settings}
+        self._ddp = apply_ddp(self.module, **settings)
         # Later ones are made within a backward pass, which has saved the parameters.
         self._settings["init_sync"] = False
         self._has_failed = False
@@ -128,9 +128,7 @@ class DDP(Prepared):
         self._has_agreed = True
         if "find_unused_parameters" in self._settings or self._ddp.static_graph:
             return
-        flag = torch.tensor(float(has_unused), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if flag.item():
+        if self.peers.greatest([has_unused]) == [1]:
             self._settings["find_unused_parameters"] = True
             self._make_reducer()
 

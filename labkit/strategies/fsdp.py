@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,8 +31,8 @@ from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.mesh import broadcast
-from labkit.strategies.mesh import build_mesh
+from labkit.strategies.mesh.device_mesh import broadcast
+from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.materialize import release
@@ -74,10 +73,13 @@ class FSDP(Prepared):
         known = list(inspect.signature(fully_shard).parameters)[1:]
         check_keys(self.options.config, known, "fully_shard")
         settings = dict(self.options.config)
-        axes = self.strategy.variant["axes"]
-        mesh = build_mesh(axes, settings.pop("mesh", None), self.device)
+        settings.pop("mesh", None)  # which has made this one
+        assert self.mesh is not None
+        mesh = data_parallel_axes(self.mesh)
         self.num_shards = mesh.size(-1)
-        self.replica_group = mesh.get_local_rank(-1) if mesh.ndim > 1 else 0
+        if mesh.ndim > 1:
+            self.replica_group *= self.num_shards
+            self.replica_group += mesh.get_local_rank(-1)
         if self.options.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type)
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -123,7 +125,7 @@ class FSDP(Prepared):
                 )
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        if self.num_shards == dist.get_world_size():
+        if self.num_shards == self.peers.size:
             return self.counted()
         shards = {name: local_part(shard) for name, shard in self._shards.items()}
         return self.counted() | shards

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,8 @@ class BatchNorm(BatchNormBase):
     is_synchronized = False
     was_synchronized = False
     """Whether it stands for a SyncBatchNorm."""
+    group: ClassVar[dist.ProcessGroup | None] = None
+    """The ranks whose samples are in the batch of the run; None for all."""
     counts_here = True
     """Whether this rank's samples are in the batch, and are no stand-in: see
     `labkit.rank.data.dealing.Dealer`."""
@@ -161,13 +164,13 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         total = x.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=BatchNorm.group)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=BatchNorm.group)
         return total
 
 

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import release_former
+from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import Undo
 from labkit.strategies.options import checkpoint_activations
 from labkit.strategies.options import compile_blocks
@@ -19,6 +21,7 @@ def parallelize(
     strategy: Strategy,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh | None,
     device: torch.device,
     options: TrainOptions,
     *,
@@ -26,6 +29,9 @@ def parallelize(
     undo: list[Undo],
 ) -> Prepared:
     """`model` and `optimizer` under `strategy`, changed in place. May be collective.
+
+    Every collective is taken along the axis of `mesh` that it belongs to; without a
+    mesh there is none.
 
     What a run that ends takes back is added to `undo`, also where this fails half-way.
 
@@ -50,7 +56,8 @@ def parallelize(
     if options.compile:
         undo += compile_blocks(model)
     release_former(model.parameters())
-    prepared = strategy.load()(strategy, model, optimizer, device, options)
+    prepared = strategy.load()(strategy, model, optimizer, mesh, device, options)
     prepared.note = note
     undo.append(prepared.close)
+    BatchNorm.group = prepared.peers.own_group
     return prepared

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
@@ -31,6 +32,8 @@ from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.mesh.device_mesh import part_of_model
+from labkit.strategies.mesh.peers import peers_on
 from labkit.strategies.model import states
 from labkit.strategies.model.materialize import give_values
 from labkit.strategies.model.states import Named
@@ -66,12 +69,17 @@ class Prepared:
         strategy: Strategy,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh | None,
         device: torch.device,
         options: TrainOptions,
     ) -> None:
+        """Without a mesh the model is this rank's alone."""
         self.strategy = strategy
         self.module = module
         self.optimizer = optimizer
+        self.mesh = mesh
+        self.peers = peers_on(mesh, device)
+        """The ranks whose samples give a step of this model."""
         self.device = device
         self.options = options
         self.dtype = DTYPES[options.precision]
@@ -81,7 +89,7 @@ class Prepared:
         """Whether the gradients are those of the loss as it is."""
         self.num_shards = 1
         """Ranks that share one copy of what this strategy shards."""
-        self.replica_group = 0
+        self.replica_group = part_of_model(mesh)
         """Ranks of the same group hold replicas of each other."""
         self.is_reached = False
         """Whether a backward pass has given gradients to this model since its last
@@ -185,7 +193,7 @@ class Prepared:
             self.route.take(),
             zlib.crc32(bytes(alike)),
         ]
-        some, same = agree(used, facts, self.device)
+        some, same = agree(used, facts, self.peers)
         is_same_batch, is_same_step, *same = same
         has_same_settings, had_same_settings, is_same_route, is_alike = same
         if not is_same_batch:

@@ -27,11 +27,11 @@ from labkit.checks import check_count
 from labkit.checks import short_repr
 from labkit.rank.data.orders import DrawnOrder
 from labkit.rank.data.orders import Order
-from labkit.rank.data.orders import Peers
 from labkit.rank.data.orders import PlainOrder
 from labkit.rank.data.orders import RandomNumbers
 from labkit.rank.data.orders import as_bytes
 from labkit.rank.data.orders import fingerprint_of
+from labkit.strategies.mesh.peers import Peers
 
 KEPT_OPTIONS = (
     "collate_fn",
@@ -101,9 +101,7 @@ class Dealer:
         for number in range(self.accumulate):
             here = part_of(len(batch), number, self.accumulate, self.least)
             micro = batch[here]
-            here = part_of(
-                len(micro), self.peers.rank, self.peers.world_size, self.least
-            )
+            here = part_of(len(micro), self.peers.rank, self.peers.size, self.least)
             part = micro[here]
             found.append((part, len(part)) if len(part) else (stand_in(batch), 0))
         return found
@@ -112,9 +110,9 @@ class Dealer:
         self, num_samples: int, size: int, number: int, fingerprint: int
     ) -> Share:
         """Of microbatch `number` of a global batch of `size` samples."""
-        weight = num_samples * self.peers.world_size / size
+        weight = num_samples * self.peers.size / size
         if self.is_sum:
-            weight = float(self.peers.world_size if num_samples else 0)
+            weight = float(self.peers.size if num_samples else 0)
         return Share(
             num_samples,
             weight,
@@ -127,7 +125,7 @@ class Dealer:
     @property
     def weight_outside(self) -> float:
         """As `Share.weight`, for microbatches that do not come from this loader."""
-        return self.peers.world_size if self.is_sum else 1.0 / self.accumulate
+        return self.peers.size if self.is_sum else 1.0 / self.accumulate
 
 
 def stand_in(batch: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
@@ -15,7 +14,7 @@ from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.loader import RankLoader
-from labkit.rank.data.orders import Peers
+from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.prepared import Prepared
 
 LossFunction = Callable[..., torch.Tensor]
@@ -107,8 +106,7 @@ def evaluate(
         if num_samples:
             sums += num_samples * torch.tensor([*values, 1.0], device=peers.device)
     model.train(was_training)
-    dist.all_reduce(sums)
-    *totals, count = sums.tolist()
+    *totals, count = peers.all_reduce(sums).tolist()
     return {
         f"val_{name}": total / count
         for name, total in zip(functions, totals, strict=True)

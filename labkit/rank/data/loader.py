@@ -237,7 +237,7 @@ class RankLoader:
             ]
             total = dealer.peers.sum(sum(counts)) or 1.0
             for (batch, share), count in zip(step, counts, strict=True):
-                weight = count * dealer.peers.world_size / total
+                weight = count * dealer.peers.size / total
                 yield (
                     batch,
                     dataclasses.replace(share, weight=weight, loss_weight=weight),

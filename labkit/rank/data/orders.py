@@ -6,48 +6,20 @@ import random
 import zlib
 from collections.abc import Iterable
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Subset
 from torch.utils.data import TensorDataset
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import tree_leaves
+from labkit.strategies.mesh.peers import Peers
 
 BLOCK = 100
 """Global batches that are drawn at once from a sampler without a length."""
-
-
-@dataclass(frozen=True)
-class Peers:
-    """This rank among those that share the batches."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    """Where tensors are when ranks exchange them."""
-
-    def agree_on(self, value: int) -> bool:
-        """Whether `value` is the same on all ranks. Collective: all-reduce."""
-        if self.world_size == 1:
-            return True
-        extremes = torch.tensor([value, -value], device=self.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        most, least = extremes.tolist()
-        return bool(most == -least)
-
-    def sum(self, number: float) -> float:
-        """The sum of the ranks' numbers. Collective: all-reduce."""
-        if self.world_size == 1:
-            return number
-        total = torch.tensor(number, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item()
 
 
 class Order(Protocol):

@@ -16,7 +16,7 @@ from labkit.rank.data.dealing import check_dataset
 from labkit.rank.data.dealing import check_loader
 from labkit.rank.data.dealing import part_of
 from labkit.rank.data.devices import to_device
-from labkit.rank.data.orders import Peers
+from labkit.strategies.mesh.peers import Peers
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -24,12 +24,12 @@ class OwnBatches(Sampler[list[int]]):
     rank, none of them empty."""
 
     def __init__(self, num_samples: int, batch_size: int, peers: Peers) -> None:
-        world_size = peers.world_size
-        own = part_of(num_samples, peers.rank, world_size)
+        size = peers.size
+        own = part_of(num_samples, peers.rank, size)
         self.indices = range(num_samples)[own]
         # Of the rank with most samples, and so that the one with fewest has enough.
-        here, most = -(-batch_size // world_size), -(-num_samples // world_size)
-        self.num_batches = min(-(-most // here), num_samples // world_size)
+        here, most = -(-batch_size // size), -(-num_samples // size)
+        self.num_batches = min(-(-most // here), num_samples // size)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -67,10 +67,10 @@ class ShareLoader:
                 "of one without these"
             )
         dataset: Any = source.dataset
-        if len(dataset) < peers.world_size:
+        if len(dataset) < peers.size:
             raise UnsupportedLoopError(
                 f"the number of samples is {len(dataset)}, so loader.share cannot give "
-                f"each of {peers.world_size} ranks one; evaluate all of them on every "
+                f"each of {peers.size} ranks one; evaluate all of them on every "
                 "rank, with a plain DataLoader"
             )
         self._device = peers.device

@@ -33,7 +33,7 @@ from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.recovery import forget_lost_groups
 from labkit.rank.group.torch_rpc import end_rpc
 from labkit.records import Placement
-from labkit.strategies.mesh import mesh_of
+from labkit.strategies.mesh.device_mesh import mesh_of
 
 _torch_init_process_group = dist.init_process_group
 _torch_rendezvous = rendezvous_of("env")

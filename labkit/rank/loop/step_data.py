@@ -76,7 +76,7 @@ class StepData:
         loss."""
         self._hooks.weight = self.weight_outside = dealer.weight_outside
         self._hooks.is_sum = dealer.is_sum
-        if dealer.peers.world_size * self._accumulate > 1 and is_mean_of_samples:
+        if dealer.peers.size * self._accumulate > 1 and is_mean_of_samples:
             self._loss_watch = None if dealer.is_sum else LossWatch()
 
     def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:

@@ -14,6 +14,7 @@ from labkit.rank.telemetry.replica_fingerprints import fingerprints
 from labkit.rank.telemetry.step_profiler import parts
 from labkit.records import BUFFER
 from labkit.strategies.autograd.agreement import agree
+from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.prepared import Prepared
 
 NUM_STEPS = 3
@@ -116,7 +117,7 @@ def digest(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
     return int(found) >> 2  # so that there is a negative of it
 
 
-def differing(numbers: list[int], device: torch.device) -> list[bool]:
-    """Which of these are not the same on all ranks. Collective."""
-    _, are_same = agree([], numbers, device)
+def differing(numbers: list[int], peers: Peers) -> list[bool]:
+    """Which of these are not the same on all of `peers`. Collective."""
+    _, are_same = agree([], numbers, peers)
     return [not is_same for is_same in are_same]

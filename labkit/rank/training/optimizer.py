@@ -129,7 +129,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             is_own = any(bool(each.count_nonzero()) for each in found)
         else:  # they may be made equal, or be those of the last step
             number = digest(found, prepared.device)
-            is_own = any(differing([number], prepared.device))
+            is_own = any(differing([number], prepared.peers))
         if is_own:
             raise UnsupportedLoopError(
                 "the loop steps with gradients that no backward pass through the "
@@ -269,9 +269,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.prepared.optimizer.load_state_dict(state_dict)
 
     def _part(self) -> list[Any]:
-        distributed = torch.distributed
-        name = self.prepared.strategy.name
-        return [distributed.get_rank(), distributed.get_world_size(), name]
+        peers = self.prepared.peers
+        return [peers.rank, peers.size, self.prepared.strategy.name]
 
     def __repr__(self) -> str:
         return repr(self.prepared.optimizer)

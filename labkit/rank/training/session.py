@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
@@ -31,7 +32,6 @@ from labkit.rank.data.evaluation import evaluate
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
-from labkit.rank.data.orders import Peers
 from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
 from labkit.rank.loop.loop_body import extra_work
@@ -58,6 +58,9 @@ from labkit.records import CHECKPOINT
 from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
+from labkit.strategies.mesh.device_mesh import build_mesh
+from labkit.strategies.mesh.peers import Peers
+from labkit.strategies.mesh.peers import peers_on
 from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
@@ -197,7 +200,7 @@ class Session:
             optimizer.take_step = take_plain_step
             optimizer.num_ranks = 1  # there are no others to compare with
         self._has_ended = True
-        BatchNorm.counts_here = True
+        BatchNorm.counts_here, BatchNorm.group = True, None
         self._undo.clear()
         self._optimizers.clear()
 
@@ -205,9 +208,17 @@ class Session:
         """What `prepare` has made in this run."""
         return [optimizer.prepared for optimizer in self._optimizers]
 
-    @property
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """All ranks of the run, along the axes of its strategy. Collective, once."""
+        config = self.options.config
+        sizes = config.get("mesh") if self.strategy.takes_mesh else None
+        return build_mesh(self.strategy.axes, sizes, self.device)
+
+    @functools.cached_property
     def peers(self) -> Peers:
-        return Peers(self.rank, self.world_size, self.device)
+        """The ranks that share a batch."""
+        return peers_on(self.mesh, self.device)
 
     def note(self, text: str) -> None:
         """Have a sentence about the cell's loop shown under the run, once."""
@@ -447,6 +458,7 @@ class Session:
             self.strategy,
             model,
             optimizer,
+            self.mesh,
             self.device,
             self.options,
             note=self.note,
@@ -467,7 +479,7 @@ class Session:
         """The optimizer that the loop sees."""
         stepping = PreparedOptimizer(prepared, self._take_step)
         stepping.mean_loss = self._mean_over_ranks
-        stepping.num_ranks = self.world_size
+        stepping.num_ranks = self.peers.size
         self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
         speak_as_ddp(model)
@@ -561,13 +573,11 @@ class Session:
     def _mean_over_ranks(self, loss: Any) -> Any:
         """The loss of the whole batch, of this rank's: the weights of all ranks add up
         to their number."""
-        if self.world_size == 1:
+        num_ranks = self.peers.size
+        if num_ranks == 1:
             return loss
-        total = (
-            self._loss_hooks.weight / self.world_size * torch.as_tensor(loss).detach()
-        )
-        dist.all_reduce(total)
-        return total
+        weight = self._loss_hooks.weight / num_ranks
+        return self.peers.all_reduce(weight * torch.as_tensor(loss).detach())
 
     # ---- the step ----
 

@@ -8,20 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from labkit.compat.torch import no_dispatch
-
-
-def greatest(values: torch.Tensor) -> list[Any]:
-    """The greatest of all ranks, element by element. Collective, and no part of what
-    is measured of a step: it is no part of the strategy."""
-    with no_dispatch():
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        found: list[Any] = values.tolist()
-    return found
-
+from labkit.strategies.mesh.peers import Peers
 
 SKIPPED = (
     "ranks are at different batches, because some skipped one: by `continue`, or by a "
@@ -49,12 +39,11 @@ OTHER_LAYERS = (
 
 
 def agree(
-    used: Sequence[bool], facts: Sequence[int], device: torch.device
+    used: Sequence[bool], facts: Sequence[int], peers: Peers
 ) -> tuple[list[bool], list[bool]]:
     """For each of `used`: whether it is so on any rank. For each of `facts`: whether it
-    is the same on all ranks. Collective."""
-    sent = [*used, *facts, *(-fact for fact in facts)]
-    found = greatest(torch.tensor(sent, dtype=torch.int64, device=device))
+    is the same on all of `peers`. Collective."""
+    found = peers.greatest([*used, *facts, *(-fact for fact in facts)])
     some, most = found[: len(used)], found[len(used) : len(used) + len(facts)]
     least = found[len(used) + len(facts) :]
     return (
@@ -137,10 +126,10 @@ class InOrder:
         self,
         reduce: Callable[..., None],
         parameters: Sequence[nn.Parameter],
-        device: torch.device,
+        peers: Peers,
     ) -> None:
         self._reduce = reduce
-        self._device = device
+        self._peers = peers
         self._parameters = parameters
         self._number = {id(each): number for number, each in enumerate(parameters)}
         self._order = [*reversed(range(len(parameters)))]
@@ -171,13 +160,13 @@ class InOrder:
         return [self._parameters[n] for n in self._waiting if n not in self._ready]
 
     def agree(self) -> None:
-        """Take the order in which the first pass came on rank 0, so that gradients do
-        not wait for each other. Collective, the first time."""
+        """Take the order in which the first pass came on the first rank, so that
+        gradients do not wait for each other. Collective, the first time."""
         if self._has_agreed:
             return
         self._has_agreed = True
         came = [*dict.fromkeys([*self._came, *self._order])]
-        order = torch.tensor(came, device=self._device)
+        order = torch.tensor(came, device=self._peers.device)
         with no_dispatch():
-            dist.broadcast(order, src=0)
+            self._peers.broadcast(order)
         self._order = order.tolist()

@@ -18,6 +18,7 @@ from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_world_group
 from labkit.compat.deepspeed import module_count
 from labkit.compat.torch import drop_hooks_of
+from labkit.strategies.mesh.peers import Peers
 
 _linear = nn.functional.linear
 
@@ -84,7 +85,7 @@ def drop_gathers(offload: Any) -> None:
         drop_trace(coordinator)
 
 
-def agree_on_ids(device: torch.device) -> None:
+def agree_on_ids(peers: Peers) -> None:
     """Number the next parameters and modules alike on all ranks, as stage 3 checks.
     Collective.
 
@@ -93,9 +94,7 @@ def agree_on_ids(device: torch.device) -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     modules = module_count()
-    counts = torch.tensor([Init.param_id, *modules], device=device)
-    torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
-    Init.param_id, modules[0] = counts.tolist()
+    Init.param_id, modules[0] = peers.greatest([Init.param_id, *modules])
 
 
 def destroy(engine: Any) -> None:

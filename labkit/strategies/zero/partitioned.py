@@ -91,7 +91,7 @@ class ZeRO(Prepared):
             for group in self.optimizer.param_groups
         ]
         destroy_former_engines()
-        self.num_shards = torch.distributed.get_world_size()
+        self.num_shards = self.peers.size
         deepspeed = import_deepspeed(self.device)
         fields = deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
         check_keys(
@@ -102,9 +102,9 @@ class ZeRO(Prepared):
         partitioner = None
         with quiet():
             if self.stage == 3:
-                agree_on_ids(self.device)
+                agree_on_ids(self.peers)
                 partitioner = build_partitioner(deepspeed, config)
-            digits = place(self.module, self.device, self.dtype, partitioner)
+            digits = place(self.module, self.dtype, self.peers, partitioner)
             self.engine, self._zero, _, _ = deepspeed.initialize(
                 model=self.module,
                 optimizer=self.optimizer,
@@ -150,7 +150,7 @@ class ZeRO(Prepared):
         if not self.keeps_gradients:  # but reduces them in the backward pass
             zero = self._zero
             reduce = zero.reduce_ready_partitions_and_remove_grads
-            self._in_order = InOrder(reduce, trained, self.device)
+            self._in_order = InOrder(reduce, trained, self.peers)
             zero.reduce_ready_partitions_and_remove_grads = self._in_order.add
         self._trained = trained
         self._anywhere: list[nn.Parameter] = []
@@ -490,7 +490,7 @@ class ZeRO(Prepared):
         with self._gradients.ours():
             self._take_weights()
         land_parameters(self.engine)
-        return ZeROStates(self.module, self._zero, self.partitions())
+        return ZeROStates(self.module, self._zero, self.partitions(), self.peers)
 
     def partitions(self) -> Partitions:
         """This rank's fp32 partition of every group, with the group's parameters."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from labkit.compat import deepspeed as deepspeed_compat
+from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.prepared import units
@@ -23,31 +23,32 @@ this rank's partition in stage 3."""
 
 
 def place(
-    module: nn.Module, device: torch.device, dtype: torch.dtype, partitioner: Any = None
+    module: nn.Module, dtype: torch.dtype, peers: Peers, partitioner: Any = None
 ) -> Digits:
-    """Bring a model to the device with rank 0's values, its parameters in `dtype`; in
-    stage 3 partition each with `partitioner`, before the next one comes. Collective."""
+    """Bring a model to the device of `peers` with the values of their first rank, its
+    parameters in `dtype`; in stage 3 partition each with `partitioner`, before the next
+    one comes. Collective."""
     digits: Digits = {}
     for _, tensors in parts(module, units(module)):
         for tensor in tensors:
             if not isinstance(tensor, nn.Parameter):
-                bring(tensor, device)
+                bring(tensor, peers)
             elif dtype is torch.float32 or not tensor.is_floating_point():
-                bring(tensor, device)
+                bring(tensor, peers)
                 partition(tensor, partitioner)
             elif not tensor.requires_grad:
                 tensor.data = tensor.detach().to(dtype)
-                bring(tensor, device)
+                bring(tensor, peers)
                 partition(tensor, partitioner)
             else:
-                digits[tensor] = round_trained(tensor, device, dtype, partitioner)
+                digits[tensor] = round_trained(tensor, dtype, peers, partitioner)
     return digits
 
 
-def bring(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move it to the device, and give it rank 0's values. Collective."""
-    move(tensor, device)
-    dist.broadcast(tensor.detach(), src=0)
+def bring(tensor: torch.Tensor, peers: Peers) -> None:
+    """Move it to the device, and give it the first rank's values. Collective."""
+    move(tensor, peers.device)
+    peers.broadcast(tensor.detach())
 
 
 def partition(parameter: nn.Parameter, partitioner: Any) -> None:
@@ -56,14 +57,16 @@ def partition(parameter: nn.Parameter, partitioner: Any) -> None:
 
 
 def round_trained(
-    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, partitioner: Any
+    parameter: nn.Parameter, dtype: torch.dtype, peers: Peers, partitioner: Any
 ) -> torch.Tensor:
     """Bring and partition it in `dtype`; what it was in fp32, as `Digits` has it."""
-    bring(parameter, device)
+    bring(parameter, peers)
     values = parameter.detach()
     parameter.data = values.to(dtype)
     partition(parameter, partitioner)
-    part = values if partitioner is None else own_part(parameter, values)
+    part = values
+    if partitioner is not None:
+        part = own_part(parameter, values, peers.rank)
     return part.float().cpu()
 
 

@@ -76,7 +76,7 @@ class ZeRO3(ZeRO):
         absent = [parameter for parameter in kept if is_absent(parameter)]
         if absent:
             absent[0].all_gather(absent)
-        if not self._has_said_so and torch.distributed.get_rank() == 0:
+        if not self._has_said_so and self.peers.rank == 0:
             self._has_said_so = True
             print(
                 "labkit: the loop uses parameters outside the model's forward pass. "
@@ -94,7 +94,7 @@ class ZeRO3(ZeRO):
         for parameter in self._zero.persistent_parameters:
             if is_absent(parameter):
                 continue
-            ours = own_part(parameter, parameter.data)
+            ours = own_part(parameter, parameter.data, self.peers.rank)
             parameter.ds_tensor.data.copy_(ours.view_as(parameter.ds_tensor))
             if id(parameter) in self._trained_ids:
                 master = safe_get_local_fp32_param(parameter)
@@ -142,7 +142,8 @@ class ZeRO3(ZeRO):
     def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
         from deepspeed.utils import safe_set_local_grad
 
-        safe_set_local_grad(parameter, own_part(parameter, value))
+        part = own_part(parameter, value, self.peers.rank)
+        safe_set_local_grad(parameter, part)
 
     def updated(self) -> Iterable[torch.Tensor]:
         partitions: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat

@@ -100,13 +100,12 @@ class ZeRO1And2(ZeRO):
             if parameter.data_ptr() != view.data_ptr():  # it was given another tensor
                 view.copy_(parameter.data)
                 parameter.data = view
-        rank = torch.distributed.get_rank()
         for parts, master in zip(
             self._zero.parallel_partitioned_bit16_groups,
             self._zero.single_partition_of_fp32_groups,
             strict=True,
         ):
-            take(parts[rank], master.data)
+            take(parts[self.peers.rank], master.data)
 
     def tensors(self) -> dict[str, Tensors]:
         zero = self._zero

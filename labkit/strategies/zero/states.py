@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from labkit.compat.deepspeed import link_states
 from labkit.compat.deepspeed import update_working_parameters
+from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Source
@@ -26,7 +26,10 @@ Partitions = list[tuple[torch.Tensor, list[nn.Parameter]]]
 class ZeROStates:
     """The states of `module`, which DeepSpeed's optimizer `zero` updates."""
 
-    def __init__(self, module: nn.Module, zero: Any, partitions: Partitions) -> None:
+    def __init__(
+        self, module: nn.Module, zero: Any, partitions: Partitions, peers: Peers
+    ) -> None:
+        self._peers = peers
         self._module = module
         self._zero = zero
         self._partitions = partitions
@@ -35,7 +38,7 @@ class ZeROStates:
 
     def gather(self, *, with_optimizer: bool) -> Named:
         """This rank's share of the states, each whole, on the CPU. Collective."""
-        share = CheckpointShare()
+        share = CheckpointShare(self._peers)
         for name, tensor in states.model_tensors(self._module).items():
             whole = self._whole(tensor)
             share.offer(name, whole)
@@ -85,13 +88,13 @@ class ZeROStates:
                 continue
             whole = torch.empty(plain_shape(tensor), dtype=torch.float32)
             source.fill({name: whole})
-            set_full(tensor, whole, None)
+            self._set_full(tensor, whole, None)
             if with_optimizer:
                 name = name.removeprefix("model.")
                 for key, value in self._zero.optimizer.state[flat].items():
                     if is_like(value, flat):
                         source.fill({f"optimizer.{name}.{key}": whole})
-                        set_full(tensor, whole, key)
+                        self._set_full(tensor, whole, key)
         update_working_parameters(self._zero)
 
     def _trained(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -121,6 +124,22 @@ class ZeROStates:
         with GatheredParameters([tensor], modifier_rank=0):
             source.fill({name: tensor.data})
 
+    def _set_full(self, parameter: Any, whole: torch.Tensor, key: str | None) -> None:
+        """Set this rank's part of a parameter's fp32 values, or of its state `key`."""
+        from deepspeed import utils
+
+        if not hasattr(parameter, "ds_id"):
+            if key is None:
+                utils.safe_set_full_fp32_param(parameter, whole)
+            else:
+                utils.safe_set_full_optimizer_state(parameter, whole, key)
+            return
+        part = own_part(parameter, whole, self._peers.rank)
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, part)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, part, key)
+
     def _make_states(self, source: Source) -> None:
         """Give the partitions the states that the checkpoint has, empty as yet."""
         names = {id(parameter): name for name, parameter in self._trained()}
@@ -146,15 +165,16 @@ class CheckpointShare:
     """One rank's share of tensors that all ranks are given: each goes to the rank that
     has least."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers) -> None:
         self.kept: Named = {}
-        self._bytes = [0] * dist.get_world_size()
+        self._rank = peers.rank
+        self._bytes = [0] * peers.size
 
     def offer(self, name: str, tensor: torch.Tensor) -> None:
         """Keep it, on the CPU, if it is this rank's."""
         rank = self._bytes.index(min(self._bytes))
         self._bytes[rank] += tensor.nbytes + 1
-        if rank == dist.get_rank():
+        if rank == self._rank:
             self.kept[name] = tensor.detach().cpu()
 
 
@@ -171,30 +191,13 @@ def full_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
     return whole
 
 
-def set_full(parameter: Any, whole: torch.Tensor, key: str | None) -> None:
-    """Set this rank's part of a parameter's fp32 values, or of its state `key`."""
-    from deepspeed import utils
-
-    if not hasattr(parameter, "ds_id"):
-        if key is None:
-            utils.safe_set_full_fp32_param(parameter, whole)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, whole, key)
-        return
-    part = own_part(parameter, whole)
-    if key is None:
-        utils.safe_set_local_fp32_param(parameter, part)
-    else:
-        utils.safe_set_local_optimizer_state(parameter, part, key)
-
-
-def own_part(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that stage 3 partitions as `parameter`.
+def own_part(parameter: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """What `rank` has of a tensor that stage 3 partitions as `parameter`.
 
     By parts, for DeepSpeed's own safe_set_full_* have no room for an uneven last one.
     """
     size = parameter.ds_tensor.numel()
     part = torch.zeros(size, dtype=whole.dtype, device=whole.device)
-    mine = whole.flatten()[size * dist.get_rank() :][:size]
+    mine = whole.flatten()[size * rank :][:size]
     part[: mine.numel()] = mine
     return part

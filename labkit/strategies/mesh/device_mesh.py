@@ -1,7 +1,7 @@
-"""The device mesh of a run; its axes are named as torchtitan names them.
+"""Makes the device mesh of a run.
 
-In this order, outermost first: `pp` (stages), `dp_replicate` and `dp_shard` (replicas,
-and shards of each), `tp` (parts of a layer).
+Axes are named as torchtitan names them, in this order, outermost first: `pp` (stages),
+`dp_replicate` and `dp_shard` (replicas, and shards of each), `tp` (parts of a layer).
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,48 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
+DATA_PARALLEL = ("dp_replicate", "dp_shard")
+"""The axes along which ranks have samples of their own."""
+
+
+def data_parallel_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` along which ranks have samples of their own: all of it where
+    its axes have other names, or none."""
+    names = mesh.mesh_dim_names or ()
+    dp = tuple(name for name in names if name in DATA_PARALLEL)
+    return mesh if dp in ((), names) else mesh[dp]
+
+
+def part_of_model(mesh: DeviceMesh | None) -> int:
+    """The number of this rank's place along the axes that divide the model: ranks with
+    the same one have the same layers."""
+    number = 0
+    for name in (mesh and mesh.mesh_dim_names) or ():
+        if mesh is not None and name in ("pp", "tp"):
+            number = number * mesh[name].size() + mesh.get_local_rank(name)
+    return number
+
 
 def build_mesh(
     axes: tuple[str, ...],
     sizes: DeviceMesh | Sequence[int] | None,
     device: torch.device,
-) -> DeviceMesh:
-    """All ranks, along `axes`; of `sizes` if there are any. Collective."""
-    if isinstance(sizes, DeviceMesh):
-        return sizes
+) -> DeviceMesh | None:
+    """All ranks, along `axes`; of `sizes` if there are any. None for no axes, as of
+    one rank alone. Collective.
+
+    ValueError if it does not hold all ranks.
+    """
+    if not axes:
+        return None
     world_size = dist.get_world_size()
+    if isinstance(sizes, DeviceMesh):
+        if sizes.size() != world_size:
+            raise ValueError(
+                f'--config: "mesh" is {sizes}, of {sizes.size()} ranks; it must hold '
+                f"all {world_size} ranks of the lab, or some would train another model"
+            )
+        return sizes
     shape = mesh_shape(axes, sizes or default_sizes(axes, world_size), world_size)
     return mesh_of(dist.group.WORLD, device.type, shape, axes)
 

@@ -1,0 +1,1 @@
+"""The device mesh of a run, and the ranks along its axes."""

@@ -1,0 +1,73 @@
+"""The ranks that share the samples of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from labkit.compat.c10d import flattened
+from labkit.compat.torch import no_dispatch
+from labkit.strategies.mesh.device_mesh import data_parallel_axes
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This rank among those that share the samples of a batch, `size` in number."""
+
+    rank: int
+    size: int
+    device: torch.device
+    """Where tensors are when ranks exchange them."""
+    own_group: dist.ProcessGroup | None = None
+    """None for all ranks of the lab: their group is another one after a restart."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, as of now."""
+        return self.own_group or dist.group.WORLD
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """`tensor`, reduced over these ranks in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give `tensor` the values of the first of these ranks. Collective."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def greatest(self, numbers: Sequence[int]) -> list[int]:
+        """The greatest of each number. Collective, and no part of what is measured of a
+        step: it is no part of the strategy."""
+        with no_dispatch():
+            sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            found: list[int] = self.all_reduce(sent, dist.ReduceOp.MAX).tolist()
+        return found
+
+    def agree_on(self, value: int) -> bool:
+        """Whether `value` is the same on all of these ranks. Collective."""
+        most, least = self.greatest([value, -value])
+        return most == -least
+
+    def sum(self, number: float) -> float:
+        """The sum of these ranks' numbers. Collective."""
+        total = torch.tensor(number, dtype=torch.float64, device=self.device)
+        return self.all_reduce(total).item()
+
+
+def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:
+    """The ranks of `mesh` that share this rank's batches; this one alone without a
+    mesh. May be collective."""
+    if mesh is None:
+        return Peers(0, 1, device)
+    dp = data_parallel_axes(mesh)
+    if dp.size() == dist.get_world_size():
+        return Peers(dist.get_rank(), dp.size(), device)
+    group = flattened(dp).get_group()
+    return Peers(dist.get_rank(group), dp.size(), device, group)
