@@ -26,8 +26,8 @@ COLLECTIVES = {
 }
 OF_A_RUN = ("strategies", "rank/data", "rank/loop", "rank/training", "rank/telemetry")
 
-# Each stage stands for a model of its own, with another number of steps: a collective on
-# all ranks would meet one that belongs elsewhere.
+# Each stage stands for a model of its own, with another number of steps: a collective
+# on all ranks would meet one that belongs elsewhere.
 ALONE = """
 import copy
 from torch.distributed.device_mesh import init_device_mesh
