@@ -528,6 +528,11 @@ def test_config_reaches_the_library(
         ("hsdp", {"reshard": 1}, "no 'reshard'; it knows: .*reshard_after_forward"),
         ("fsdp", {"mesh": (1, 2)}, r"\(1, 2\); it must be \(shard,\) sizes"),
         ("hsdp", {"mesh": (2, 2)}, r"\(2, 2\);.*product is the number of ranks, 2"),
+        (
+            "hsdp",
+            {"mesh": "12"},
+            r"\('1', '2'\); it must be \(replicate, shard\) sizes",
+        ),
         ("zero1", {"zero": 2}, "has no 'zero'; it knows:.*zero_optimization"),
         (
             "zero3",

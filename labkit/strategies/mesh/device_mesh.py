@@ -4,6 +4,7 @@ Axes are named as torchtitan names them, in this order, outermost first: `pp` (s
 `dp_replicate` and `dp_shard` (replicas, and shards of each), `tp` (parts of a layer).
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,26 +19,27 @@ DATA_PARALLEL = ("dp_replicate", "dp_shard")
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of `mesh` along which ranks have samples of their own: all of it where
-    its axes have other names, or none."""
+    """The part of `mesh` along which ranks have samples of their own."""
     names = mesh.mesh_dim_names or ()
     dp = tuple(name for name in names if name in DATA_PARALLEL)
-    return mesh if dp in ((), names) else mesh[dp]
+    return mesh if dp == names else mesh[dp]
 
 
 def part_of_model(mesh: DeviceMesh | None) -> int:
     """The number of this rank's place along the axes that divide the model: ranks with
     the same one have the same layers."""
+    if mesh is None:
+        return 0
     number = 0
-    for name in (mesh and mesh.mesh_dim_names) or ():
-        if mesh is not None and name in ("pp", "tp"):
+    for name in mesh.mesh_dim_names or ():
+        if name not in DATA_PARALLEL:
             number = number * mesh[name].size() + mesh.get_local_rank(name)
     return number
 
 
 def build_mesh(
     axes: tuple[str, ...],
-    sizes: DeviceMesh | Sequence[int] | None,
+    sizes: Sequence[int] | None,
     device: torch.device,
 ) -> DeviceMesh | None:
     """All ranks, along `axes`; of `sizes` if there are any. None for no axes, as of
@@ -48,13 +50,6 @@ def build_mesh(
     if not axes:
         return None
     world_size = dist.get_world_size()
-    if isinstance(sizes, DeviceMesh):
-        if sizes.size() != world_size:
-            raise ValueError(
-                f'--config: "mesh" is {sizes}, of {sizes.size()} ranks; it must hold '
-                f"all {world_size} ranks of the lab, or some would train another model"
-            )
-        return sizes
     shape = mesh_shape(axes, sizes or default_sizes(axes, world_size), world_size)
     return mesh_of(dist.group.WORLD, device.type, shape, axes)
 
@@ -81,7 +76,8 @@ def mesh_shape(
 ) -> tuple[int, ...]:
     """`sizes` as a mesh's shape; ValueError if it does not hold all ranks."""
     shape = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
-    if len(shape) != len(axes) or torch.Size(shape).numel() != world_size:
+    is_whole = all(isinstance(size, int) and size > 0 for size in shape)
+    if not is_whole or len(shape) != len(axes) or math.prod(shape) != world_size:
         kind = "(replicate, shard)" if len(axes) == 2 else "(shard,)"
         raise ValueError(
             f'--config: "mesh" is {shape}; it must be {kind} sizes whose product is '
