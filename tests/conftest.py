@@ -30,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared_lab() -> Iterator[Lab]:
     with Lab(num_ranks=2, group_timeout_s=30) as lab:
+        # A rank collects garbage after every run, and would look at all that the
+        # libraries have made: most of the time that so short a run takes.
+        lab.run(
+            "from labkit.compat.deepspeed import load\n"
+            "load()\n"
+            "import gc; gc.collect(); gc.freeze()"
+        )
         yield lab
 
 

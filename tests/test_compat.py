@@ -1,11 +1,17 @@
 """The gate: labkit/compat has every private name of a library, and they are there."""
 
+import functools
 import importlib
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from labkit.checks import UserError
+from labkit.compat.deepspeed import compile_late
 from labkit.compat.gate import Gate
 from labkit.compat.gate import version_of
 
@@ -81,3 +87,42 @@ def test_a_name_that_cannot_be_imported_is_said_in_the_same_line() -> None:
         from numpy.linalg import _no_such_name  # noqa: F401
     with pytest.raises(ImportError), Gate("numpy").imports():
         importlib.import_module("json.no_such_module")
+
+
+LOAD_DEEPSPEED = """
+import sys
+import torch
+compiler = torch.compile
+from labkit.strategies.zero.engines import import_deepspeed
+import_deepspeed(torch.device("cpu"))
+assert torch.compile is compiler
+assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+assert "torch._inductor.lowering" not in sys.modules
+"""
+
+
+def test_deepspeed_is_loaded_without_the_inductor() -> None:
+    subprocess.run([sys.executable, "-c", LOAD_DEEPSPEED], check=True, timeout=100)
+
+
+def test_what_is_compiled_late_is_compiled_once_when_it_is_called() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    late = functools.partial(compile_late, torch.compile)
+    inner = late(lambda x: x.sin(), backend=backend)
+
+    @late(backend=backend)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + 1
+
+    assert graphs == []
+    x = torch.ones(2)
+    for _ in range(2):
+        torch.testing.assert_close(outer(x), x.sin() + 1)
+    assert len(graphs) == 1
+    torch.testing.assert_close(inner(x), x.sin())
+    assert len(graphs) == 2

@@ -4,11 +4,15 @@ Beside these, labkit reads attributes that DeepSpeed has for itself, if without 
 underscore: they are in `ATTRIBUTES`.
 """
 
+import contextlib
+import functools
+import importlib
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from labkit.compat.gate import Gate
@@ -42,6 +46,46 @@ ATTRIBUTES = (
     "deepspeed.comm.comm:cdb",
     "deepspeed.ops:__compatible_ops__",
 )
+
+
+def load() -> Any:
+    """Import DeepSpeed without torch's inductor.
+
+    Its optimizer Muon is decorated with `torch.compile`, and every ZeRO engine imports
+    it: 1.3 s in the first cell, and a third of all that a rank has loaded.
+    """
+    compiler: Any = torch.compile
+    torch.compile = functools.partial(compile_late, compiler)
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+        with contextlib.suppress(ImportError):  # as DeepSpeed does
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        torch.compile = compiler
+    return deepspeed
+
+
+def compile_late(
+    compiler: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """A function that `compiler` compiles when it is first called."""
+    if function is None:
+        return functools.partial(compile_late, compiler, **options)
+    plain = function
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return compiler(plain, **options)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of another that is compiled
+            return plain(*args, **kwargs)
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 @GATE.needs(*ATTRIBUTES)

@@ -16,6 +16,7 @@ from torch import nn
 from labkit.compat.deepspeed import GATE as DEEPSPEED
 from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_world_group
+from labkit.compat.deepspeed import load
 from labkit.compat.deepspeed import module_count
 from labkit.compat.torch import drop_hooks_of
 from labkit.strategies.mesh.peers import Peers
@@ -37,7 +38,7 @@ def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, on the process group of today."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+    deepspeed = load()
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     if device.type == "cpu":
