@@ -130,6 +130,21 @@ def test_the_same_error_at_the_same_line_is_the_same_failure() -> None:
 # ---- RankError ----
 
 
+def test_a_lost_connection_names_the_rank_that_died() -> None:
+    reset = (
+        "[/a/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:62169: "
+        "Connection reset by peer. This is typically caused by a remote worker hanging"
+    )
+    dead = Outcome(1, "died", "the process died", "pid 7, killed by SIGKILL")
+    lost = Outcome(0, "error", "RuntimeError", reset, where="line 5: f(x)")
+    text = str(RankError(dead, [lost, dead]))
+    assert text.splitlines() == [
+        "rank 1: the process died: pid 7, killed by SIGKILL",
+        "rank 0: RuntimeError: lost its connection to rank 1 at line 5: f(x)",
+    ]
+    assert "Connection reset by peer" in str(RankError(lost, [lost]))
+
+
 def test_the_text_names_every_rank_in_one_line_each() -> None:
     outcomes = [stopped(0), error(1), ok(2)]
     assert str(RankError(outcomes[1], outcomes)).splitlines() == [

@@ -1,10 +1,17 @@
 """What a user sees when a cell did not end well on every rank."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from labkit.rank_spec import format_ranks
 from labkit.records import Outcome
+
+LOST_CONNECTION = re.compile(
+    r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL
+)
+"""In an error of a collective: the process at the other end has gone."""
 
 
 class RankError(RuntimeError):
@@ -46,6 +53,9 @@ class RankError(RuntimeError):
         for each in self.outcomes:
             if each.rank == first.rank or each.rank in same:
                 continue
+            if first.status == "died" and LOST_CONNECTION.search(each.evalue):
+                lost = f"lost its connection to rank {first.rank}"
+                each = replace(each, evalue=lost)
             because = (
                 f", because rank {first.rank} failed"
                 if each.status == "interrupted"
