@@ -94,14 +94,22 @@ import sys
 import torch
 compiler = torch.compile
 from labkit.strategies.zero.engines import import_deepspeed
-import_deepspeed(torch.device("cpu"))
+deepspeed = import_deepspeed(torch.device("cpu"))
 assert torch.compile is compiler
 assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
 assert "torch._inductor.lowering" not in sys.modules
+
+started = []
+sys.addaudithook(
+    lambda event, args: event == "subprocess.Popen" and started.append(args[0])
+)
+for _ in range(3):
+    deepspeed.get_accelerator().device_count()
+assert started == ["numactl"], started
 """
 
 
-def test_deepspeed_is_loaded_without_the_inductor() -> None:
+def test_deepspeed_loads_no_inductor_and_lists_numa_nodes_once() -> None:
     subprocess.run([sys.executable, "-c", LOAD_DEEPSPEED], check=True, timeout=100)
 
 

@@ -88,6 +88,15 @@ def compile_late(
     return call
 
 
+@GATE.needs("deepspeed.utils.numa:get_numa_cores")
+def look_at_numa_once() -> None:
+    """Have the machine's NUMA nodes listed once: on the CPU, stage 3 starts `numactl`
+    each time that it reduces gradients."""
+    numa: Any = importlib.import_module("deepspeed.utils.numa")
+    if not hasattr(numa.get_numa_cores, "cache_info"):
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+
+
 @GATE.needs(*ATTRIBUTES)
 def look_into() -> None:
     """Measure the memory of ZeRO's parts, and reduce when labkit says so."""

@@ -17,6 +17,7 @@ from labkit.compat.deepspeed import GATE as DEEPSPEED
 from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_world_group
 from labkit.compat.deepspeed import load
+from labkit.compat.deepspeed import look_at_numa_once
 from labkit.compat.deepspeed import module_count
 from labkit.compat.torch import drop_hooks_of
 from labkit.strategies.mesh.peers import Peers
@@ -45,6 +46,7 @@ def import_deepspeed(device: torch.device) -> Any:
         # It would compile an op for 36 s, which is for inference.
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
     DEEPSPEED.check()
+    look_at_numa_once()
     # It keeps groups from one initialize to the next, and ours may have been
     # re-created in between. A clone for every run would leave threads and files.
     world = torch.distributed.group.WORLD
