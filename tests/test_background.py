@@ -53,12 +53,6 @@ while not Path({path!r}).exists():
 """
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with Lab(num_ranks=2, device="cpu") as lab:
-        yield lab
-
-
 @pytest.fixture
 def end(tmp_path: Path) -> Path:
     return tmp_path / "end"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,74 +39,83 @@ facts = dict(
 """
 
 
-def test_engines_share_an_import_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LABKIT_TESTED", "yes")
-    with Lab(num_ranks=2) as lab:
-        lab.run(FACTS)
-        found = lab.pull("facts", "all")
-        [server] = {each["parent"] for each in found}
-        assert server != os.getpid()
-        assert psutil.Process(server).ppid() == os.getpid()
-        for name in ("session", "pid"):
-            assert found[0][name] != found[1][name]
-        for each in found:
-            assert each["session"] == each["pid"]
-            assert each["folder"] == str(Path.cwd())
-            assert each["variable"] == "yes"
-            assert each["product"] == 300.0**3
-            assert each["is_main"]
-            assert each["gc"]
-        drawn = [number for each in found for number in each["drawn"]]
-        assert len(set(drawn)) == 4
-        # What is new is as the others are: the server imported torch before them.
-        with pytest.raises(RankError, match="killed by SIGKILL"):
-            lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
-        assert lab.restart() == [1]
-        lab.run(FACTS)
-        again = lab.pull("facts", "all")
-        assert again[1]["parent"] == server
-        assert again[1]["folder"] == str(Path.cwd())
-        assert {*again[1]["drawn"]}.isdisjoint(drawn)
+@pytest.fixture(scope="module")
+def own_lab() -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LABKIT_TESTED", "yes")
+        with Lab(num_ranks=2) as lab:
+            yield lab
 
 
-def test_ranks_outlive_the_server_and_another_takes_its_place() -> None:
-    with Lab(num_ranks=2) as lab:
-        lab.run("import os; kept, server = 'kept', os.getppid()")
-        server = lab.pull("server", 0)
-        os.kill(server, signal.SIGKILL)
-        lab.run("dist.barrier()")
-        assert lab.pull("kept", "all") == ["kept"] * 2
-        # How it ended is known, unless the system's first process was quicker.
-        with pytest.raises(RankError, match=r"died: pid \d+, ended( with .* 3)?;"):
-            lab.run("if rank == 1: os._exit(3)")
-        assert lab.restart() == [1]
-        lab.run("import os; server = os.getppid()", ranks=1)
-        assert lab.pull("server", 1) != server
-        with pytest.raises(RankError, match="ended with exit code 3"):
-            lab.run("if rank == 1: os._exit(3)")
+@pytest.fixture
+def lab(own_lab: Lab) -> Lab:
+    """A lab whose server's life is these tests' own."""
+    own_lab.restart()
+    return own_lab
+
+
+def test_engines_share_an_import_and_nothing_else(lab: Lab) -> None:
+    lab.run(FACTS)
+    found = lab.pull("facts", "all")
+    [server] = {each["parent"] for each in found}
+    assert server != os.getpid()
+    assert psutil.Process(server).ppid() == os.getpid()
+    for name in ("session", "pid"):
+        assert found[0][name] != found[1][name]
+    for each in found:
+        assert each["session"] == each["pid"]
+        assert each["folder"] == str(Path.cwd())
+        assert each["variable"] == "yes"
+        assert each["product"] == 300.0**3
+        assert each["is_main"]
+        assert each["gc"]
+    drawn = [number for each in found for number in each["drawn"]]
+    assert len(set(drawn)) == 4
+    # What is new is as the others are: the server imported torch before them.
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert lab.restart() == [1]
+    lab.run(FACTS)
+    again = lab.pull("facts", "all")
+    assert again[1]["parent"] == server
+    assert again[1]["folder"] == str(Path.cwd())
+    assert {*again[1]["drawn"]}.isdisjoint(drawn)
+
+
+def test_ranks_outlive_the_server_and_another_takes_its_place(lab: Lab) -> None:
+    lab.run("import os; kept, server = 'kept', os.getppid()")
+    server = lab.pull("server", 1)  # rank 0 may be another's orphan
+    os.kill(server, signal.SIGKILL)
+    lab.run("dist.barrier()")
+    assert lab.pull("kept", "all") == ["kept"] * 2
+    # How it ended is known, unless the system's first process was quicker.
+    with pytest.raises(RankError, match=r"died: pid \d+, ended( with .* 3)?;"):
+        lab.run("if rank == 1: os._exit(3)")
+    assert lab.restart() == [1]
+    lab.run("import os; server = os.getppid()", ranks=1)
+    assert lab.pull("server", 1) != server
+    with pytest.raises(RankError, match="ended with exit code 3"):
+        lab.run("if rank == 1: os._exit(3)")
     assert not psutil.pid_exists(server)
 
 
 def test_a_server_that_is_stopped_hides_no_death_and_hangs_no_restart(
-    monkeypatch: pytest.MonkeyPatch,
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Lab(num_ranks=2) as lab:
-        lab.run("import os; server = os.getppid()")
-        server = lab.pull("server", 0)
-        os.kill(server, signal.SIGSTOP)
-        with pytest.raises(RankError, match="ended with exit code 3"):
-            lab.run("if rank == 1: os._exit(3)")
-        # It is given up after a while, and another takes its place.
-        monkeypatch.setattr(timeouts, "FORK_S", 1)
-        with pytest.raises(UserError, match="has not answered for 1 s"):
-            lab.restart()
-        assert lab.restart() == [1]
-        lab.run("dist.barrier()")
-        lab.run("import os, signal")
-        with pytest.raises(RankError, match="killed by SIGKILL"):
-            lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    lab.run("import os; server = os.getppid()")
+    server = lab.pull("server", 1)  # rank 0 may be another's orphan
+    os.kill(server, signal.SIGSTOP)
+    with pytest.raises(RankError, match="ended with exit code 3"):
+        lab.run("if rank == 1: os._exit(3)")
+    # It is given up after a while, and another takes its place.
+    monkeypatch.setattr(timeouts, "FORK_S", 1)
+    with pytest.raises(UserError, match="has not answered for 1 s"):
+        lab.restart()
+    assert lab.restart() == [1]
+    lab.run("dist.barrier()")
+    lab.run("import os, signal")
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
 
 
 def test_what_keeps_the_server_from_importing_is_shown(
