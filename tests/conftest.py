@@ -12,7 +12,7 @@ from labkit import Lab
 torch.set_num_threads(1)
 
 ENGINE_FIXTURES = {"lab", "shared_lab", "kernel", "server", "browser", "terminal"}
-STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "throw_all"}
+STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -105,7 +105,7 @@ def test_a_saved_notebook_reads_the_same_when_it_is_opened_again(
     again.close()
 
 
-# ---- stopping ----
+# ---- stopping and reloading ----
 
 ENDLESS = """%%dist_train raw --name endless
 weight = torch.nn.Parameter(torch.ones(1))
@@ -114,36 +114,6 @@ while True:
     weight.square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()"""
-
-
-def test_the_stop_button_ends_a_run_and_the_next_cell_works(
-    browser: Browser, server: LabServer
-) -> None:
-    cells = [
-        "%load_ext labkit\n%dist_start -n 2",
-        ENDLESS,
-        "%%dist\ndist.barrier()\nprint('all', world_size, 'are here')",
-    ]
-    write_notebook(server.notebooks / "stop.ipynb", cells)
-    page = NotebookPage(browser, server, "stop.ipynb")
-    page.watch_pictures()
-    page.run_all()
-    page.wait_for_pictures(1, 3)
-    expect(page.cell(1)).to_contain_text("[*]")
-    page.screenshot("stop-running")
-    page.press_stop()
-    page.wait_until_idle()
-    expect(page.output(1)).to_contain_text("Interrupted; every rank keeps its")
-    assert page.picture(1) == page.pictures_seen(1)[-1]
-    page.run(2)
-    expect(page.output(2)).to_contain_text("all 2 are here")
-    page.wait_until_idle()
-    page.screenshot("stop-stopped")
-    page.close()
-    server.end_kernels()
-
-
-# ---- reloading ----
 
 
 def training_until(file: Path, options: str) -> str:
@@ -158,31 +128,68 @@ while not Path({str(file)!r}).exists():
     optimizer.zero_grad()"""
 
 
-def test_a_run_continues_while_the_page_is_reloaded(
-    browser: Browser, server: LabServer, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that ends the third run of `own_notebook`."""
+    return tmp_path_factory.mktemp("runs") / "told"
+
+
+@pytest.fixture(scope="module")
+def own_notebook(
+    browser: Browser, server: LabServer, told: Path
+) -> Iterator[NotebookPage]:
+    """A notebook with a lab, none of whose other cells has run."""
     cells = [
         "%load_ext labkit\n%dist_start -n 2",
-        training_until(tmp_path / "told", "--name long"),
+        ENDLESS,
+        "%%dist\ndist.barrier()\nprint('all', world_size, 'are here')",
+        training_until(told, "--name long"),
         "import labkit\nrun = labkit.current_lab().runs[-1]\ndisplay(run)\nrun.plot()",
     ]
-    write_notebook(server.notebooks / "reload.ipynb", cells)
-    page = NotebookPage(browser, server, "reload.ipynb")
+    write_notebook(server.notebooks / "own.ipynb", cells)
+    page = NotebookPage(browser, server, "own.ipynb")
     page.watch_pictures()
-    page.run_all()
-    page.wait_for_pictures(1, 1)
-    page.reload()
-    page.screenshot("reload-running")
-    [kernel] = server.ask("GET", "api/kernels")
-    assert kernel["execution_state"] == "busy"
-    (tmp_path / "told").touch()
+    page.run(0)
     page.wait_until_idle()
-    page.run(2)
-    expect(page.output(2)).to_contain_text("<Run 'long': raw on 2 ranks, finished")
-    assert page.picture(2)
-    page.screenshot("reload-found-again", 2)
+    yield page
     page.close()
     server.end_kernels()
+
+
+def test_the_stop_button_ends_a_run_and_the_next_cell_works(
+    own_notebook: NotebookPage,
+) -> None:
+    page = own_notebook
+    page.run(1)
+    page.wait_for_pictures(1, 3)
+    expect(page.cell(1)).to_contain_text("[*]")
+    page.screenshot("stop-running")
+    page.press_stop()
+    page.wait_until_idle()
+    expect(page.output(1)).to_contain_text("Interrupted; every rank keeps its")
+    assert page.picture(1) == page.pictures_seen(1)[-1]
+    page.run(2)
+    expect(page.output(2)).to_contain_text("all 2 are here")
+    page.wait_until_idle()
+    page.screenshot("stop-stopped")
+
+
+def test_a_run_continues_while_the_page_is_reloaded(
+    own_notebook: NotebookPage, server: LabServer, told: Path
+) -> None:
+    page = own_notebook
+    page.run(3)
+    page.wait_for_pictures(3, 1)
+    page.reload()
+    page.screenshot("reload-running")
+    states = [each["execution_state"] for each in server.ask("GET", "api/kernels")]
+    assert states.count("busy") == 1
+    told.touch()
+    page.wait_until_idle()
+    page.run(4)
+    expect(page.output(4)).to_contain_text("<Run 'long': raw on 2 ranks, finished")
+    assert page.picture(4)
+    page.screenshot("reload-found-again", 4)
 
 
 @pytest.mark.long
