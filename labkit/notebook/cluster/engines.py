@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -108,6 +109,7 @@ class Cluster:
         self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
         self._watchdog = self._start_watchdog()
         self._fork_server = self._start_fork_server()
+        self._write_controller_config()
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
             profile_dir=self._folder,
@@ -158,6 +160,17 @@ class Cluster:
         except OSError:  # it has ended, and ipyparallel has taken what it printed
             said = launcher.get_output()
         return _TAKEN in said
+
+    def _write_controller_config(self) -> None:
+        """Have the controller encrypt its channels and sign its messages. In a file, for
+        every user sees a command line."""
+        path = Path(self._folder, "ipcontroller_config.py")
+        path.touch(0o600)
+        key = secrets.token_hex(32).encode()
+        # ipyparallel signs nothing where it encrypts, unless there is a key.
+        path.write_text(
+            f"c.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
+        )
 
     def _start_watchdog(self) -> "subprocess.Popen[bytes]":
         environment = dict(os.environ)
