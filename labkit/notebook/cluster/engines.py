@@ -180,8 +180,10 @@ class Cluster:
         # In a lab that runs inside another's rank: the other's end is to end our
         # kernel, and our watchdog is to outlive it for a moment.
         environment.pop(watchdog.TOKEN_VARIABLE, None)
+        # No argument, which every user of the host could read.
+        environment[watchdog.WATCHED_VARIABLE] = self._token
         return subprocess.Popen(
-            [sys.executable, watchdog.__file__, self._token, self._folder],
+            [sys.executable, watchdog.__file__, self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,

@@ -15,6 +15,7 @@ import time
 import psutil
 
 TOKEN_VARIABLE = "LABKIT_LAB"
+WATCHED_VARIABLE = "LABKIT_WATCHED_LAB"
 """Set in the environment of every process that a lab starts, and so in those that
 they start: it tells our processes from all others, by what only we could know."""
 
@@ -125,4 +126,4 @@ def main(token: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(os.environ[WATCHED_VARIABLE], *sys.argv[1:])
