@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from kernels import Kernel
+from kernels import running_kernel
 
 from labkit import Lab
-
-# Workers and ranks share the cores: threads of each would wait for those of others.
-torch.set_num_threads(1)
 
 ENGINE_FIXTURES = {"lab", "shared_lab", "kernel", "server", "browser", "terminal"}
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
@@ -20,6 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     They are known by the fixtures that a test uses, and by the names in it.
     """
+    import torch  # which the process that deals tests out to workers does without
+
+    # Workers and ranks share the cores: threads of each would wait for those of others.
+    torch.set_num_threads(1)
     for item in items:
         code = getattr(getattr(item, "function", None), "__code__", None)
         fixtures = set(getattr(item, "fixturenames", ()))
@@ -48,6 +50,22 @@ def lab(shared_lab: Lab) -> Lab:
     except RuntimeError:  # one test's failure is not to be that of all after it
         shared_lab.restart(everyone=True)
     return shared_lab
+
+
+@pytest.fixture(scope="session")
+def shared_kernel() -> Iterator[Kernel]:
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit")
+        yield kernel
+
+
+@pytest.fixture
+def kernel(shared_kernel: Kernel) -> Kernel:
+    """A kernel with a lab of two ranks, whatever ran before."""
+    if shared_kernel.run("%dist_start -n 2").status != "ok":  # as a run goes on
+        shared_kernel.run("%dist_stop")
+        assert shared_kernel.run("%dist_start -n 2").status == "ok"
+    return shared_kernel
 
 
 @pytest.fixture

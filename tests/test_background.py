@@ -1,7 +1,6 @@
 """Runs in the background: they leave the notebook free, and stop at a step."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +144,6 @@ def test_a_lab_that_stops_ends_its_run_in_the_background(end: Path) -> None:
     assert run.state == "interrupted"
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not [t for t in threading.enumerate() if t.name == f"labkit {run.name}"]
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
-    with running_kernel() as kernel:
-        assert kernel.run("%load_ext labkit\n%dist_start -n 2").status == "ok"
-        yield kernel
 
 
 def test_the_picture_stays_under_the_cell_that_began_the_run(

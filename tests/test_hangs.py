@@ -4,14 +4,12 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from kernels import Kernel
-from kernels import running_kernel
 from kernels import wait_until
 
 from labkit import Lab
@@ -311,18 +309,11 @@ def test_idle_and_dead_ranks_are_said_to_be(lab: Lab) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
-    with running_kernel() as kernel:
-        started = kernel.run("%load_ext labkit\n%dist_start -n 2 --device cpu")
-        assert started.status == "ok", started
-        yield kernel
-
-
 def test_dist_stack_and_the_note_of_a_run_in_the_background(
     kernel: Kernel, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
+    number = int(kernel.run("print(len(In))").stdout)  # of the next cell
     begun = kernel.run(
         "%%dist_train raw --background --no-live --hang-after 1\n"
         "import time\nfrom pathlib import Path\n"
@@ -354,12 +345,12 @@ def test_dist_stack_and_the_note_of_a_run_in_the_background(
     shown = kernel.run("%dist_stack").result
     text, page = shown["text/plain"], shown["text/html"]
     assert re.search(
-        r"rank 0: barrier #\d+ at Cell In\[2\], line 7: dist.barrier\(\)\n"
-        r"    Cell In\[2\], line 7, in <module>: dist.barrier\(\)\n"
+        rf"rank 0: barrier #\d+ at Cell In\[{number}\], line 7: dist.barrier\(\)\n"
+        rf"    Cell In\[{number}\], line 7, in <module>: dist.barrier\(\)\n"
         r"    torch/distributed/distributed_c10d.py:\d+, in barrier: .*\n"
-        r"rank 1: not in a collective, at Cell In\[2\], line 5: while not .*\n"
-        r"    Cell In\[2\], line 6, in <module>: if rank: wait_for_it\(\)\n"
-        r"    Cell In\[2\], line 5, in wait_for_it: while not .*\n"
+        rf"rank 1: not in a collective, at Cell In\[{number}\], line 5: while not .*\n"
+        rf"    Cell In\[{number}\], line 6, in <module>: if rank: wait_for_it\(\)\n"
+        rf"    Cell In\[{number}\], line 5, in wait_for_it: while not .*\n"
         r"(    pathlib.*\n)?"
         r"rank 1 has not come to barrier #\d+",
         text,

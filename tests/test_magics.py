@@ -23,14 +23,6 @@ fit(model, digits(), F.cross_entropy, batch_size=64, epochs={epochs},
 """
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
-    with running_kernel() as kernel:
-        assert kernel.run("%load_ext labkit").status == "ok"
-        assert kernel.run("%dist_start -n 2").status == "ok"
-        yield kernel
-
-
 def usage_error(kernel: Kernel, code: str) -> str:
     """The one line that a wrong magic line gives."""
     reply = kernel.run(code)
@@ -45,16 +37,6 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         "Ready: 2 ranks on the CPU, gloo; every rank answered, and one all-reduce "
         "was right.\n"
     )
-
-
-def test_start_shows_its_progress_in_one_line() -> None:
-    with running_kernel() as kernel:
-        kernel.run("%load_ext labkit")
-        out = kernel.run("%dist_start -n 1").stdout
-        assert out.count("\n") == 1
-        states = [state.strip() for state in out.split("\r")[1:]]
-        assert states[0] == "starting the controller"
-        assert states[-1].startswith("Ready: 1 rank on the CPU, gloo")
 
 
 @pytest.mark.parametrize(
@@ -317,10 +299,14 @@ def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
     )
 
 
-def test_stop_is_quiet_and_start_works_again() -> None:
+def test_start_is_one_line_stop_is_quiet_and_start_works_again() -> None:
     with running_kernel() as kernel:
         kernel.run("%load_ext labkit")
-        kernel.run("%dist_start -n 1")
+        out = kernel.run("%dist_start -n 1").stdout
+        assert out.count("\n") == 1
+        states = [state.strip() for state in out.split("\r")[1:]]
+        assert states[0] == "starting the controller"
+        assert states[-1].startswith("Ready: 1 rank on the CPU, gloo")
         assert kernel.lab_tokens()
         reply = kernel.run("%dist_stop")
         assert (reply.status, reply.streams) == ("ok", {})
@@ -347,13 +333,24 @@ def test_comparing_strategies_is_editing_one_word(kernel: Kernel) -> None:
     assert losses.stdout == "True\n"
 
 
-def test_runs_are_listed_filtered_and_deleted(kernel: Kernel, tmp_path: Path) -> None:
+@pytest.fixture
+def runs_folder(kernel: Kernel, tmp_path: Path) -> Iterator[Path]:
+    """Where the kernel keeps its runs, until the test is over."""
+    kernel.run("import os\nbefore = os.environ.pop('LABKIT_RUNS', None)")
+    kernel.run(f"os.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+    yield tmp_path
+    kernel.run("del os.environ['LABKIT_RUNS']")
+    kernel.run("if before is not None: os.environ['LABKIT_RUNS'] = before")
+
+
+def test_runs_are_listed_filtered_and_deleted(
+    kernel: Kernel, runs_folder: Path
+) -> None:
     def names(line: str) -> list[str]:
         kernel.run(f"table = {line}")
         shown = kernel.run("print(*table.index)").stdout.split()
         return [name for name in shown if name.startswith("listed-")]
 
-    kernel.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
     for name in ("listed-1", "listed-2"):
         kernel.run(LOOP.format(options=f"--name {name} --no-live", epochs=1))
     kernel.run("%%dist_train raw --name listed-3 --no-live\n1 / 0")
@@ -363,7 +360,7 @@ def test_runs_are_listed_filtered_and_deleted(kernel: Kernel, tmp_path: Path) ->
     reply = kernel.run("%dist_runs --delete listed-1 listed-3")
     assert re.fullmatch(r"deleted \S+-listed-1, \S+-listed-3\n", reply.stdout)
     assert names("%dist_runs") == ["listed-2"]
-    assert [path.name[16:] for path in tmp_path.iterdir()] == ["listed-2"]
+    assert [path.name[16:] for path in runs_folder.iterdir()] == ["listed-2"]
     for line, message in (
         ("%dist_runs listed-1", "there is no run 'listed-1'"),
         ("%dist_runs --delete listed-1", "there is no run 'listed-1'"),
@@ -373,13 +370,14 @@ def test_runs_are_listed_filtered_and_deleted(kernel: Kernel, tmp_path: Path) ->
         assert message in usage_error(kernel, line)
 
 
-def test_runs_on_disk_are_there_without_a_lab(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+def test_runs_on_disk_are_there_without_a_lab(
+    kernel: Kernel, runs_folder: Path
+) -> None:
     for name in ("one", "other"):
         kernel.run(LOOP.format(options=f"--name {name} --no-live", epochs=1))
     with running_kernel() as second:
         second.run("%load_ext labkit")
-        second.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+        second.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(runs_folder)!r}")
         reply = second.run("table = %dist_runs\nprint(*table.index)")
         assert reply.stdout == "one other\n"
         reply = second.run("table = %dist_runs one other\nprint(*table.index)")

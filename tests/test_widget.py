@@ -4,7 +4,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels import Kernel
-from kernels import running_kernel
 
 from labkit import Lab
 from labkit.notebook.history.collector import Collector
@@ -255,14 +253,6 @@ except RuntimeError as error:
 
 
 # ---- in a kernel ----
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
-    with running_kernel() as kernel:
-        assert kernel.run("%load_ext labkit").status == "ok"
-        assert kernel.run("%dist_start -n 2").status == "ok"
-        yield kernel
 
 
 LOOP = """%%dist_train raw --live widget {options}
