@@ -89,6 +89,18 @@ def waiter_of(launcher: Any) -> Thread:
     return thread
 
 
+@GATE.needs("ipyparallel._async:AsyncFirst._async_thread")
+def end_loop(cluster: Any) -> None:
+    """End the thread in which a Cluster's coroutines run where its caller has a running
+    loop, as a notebook's kernel has. ipyparallel never does."""
+    if cluster._async_thread is not None:
+        loop = cluster._thread_loop
+        loop.add_callback(loop.stop)
+        cluster._async_thread.join()
+        loop.close()
+        cluster._async_thread = None
+
+
 @GATE.needs(f"{_LAUNCHER}._start_waiting")
 def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
     """A launcher of engines that `start` starts.

@@ -573,6 +573,7 @@ class Cluster:
         if self._watchdog.wait() != 0:  # somebody ended it
             watchdog.clean_up(self._token, self._folder)
         self._fork_server.join()
+        compat.end_loop(self._cluster)
 
 
 def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:
