@@ -235,6 +235,8 @@ class ReplicaNotes:
     draws: list[Draw]
     seed: int
     """What this rank's random numbers began with."""
+    num_steps: int
+    """Of the optimizer, up to here."""
 
 
 @dataclass(frozen=True)

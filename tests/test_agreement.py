@@ -197,7 +197,24 @@ def test_a_last_step_that_one_rank_leaves_out_is_noted(lab: Lab) -> None:
             optimizer.step()
     """
     run = train(lab, "fsdp", SET_UP, PREPARE, loop)
-    assert "rank 1 took 3 optimizer steps, rank 0 took 4" in run.mismatches
+    steps = "rank 1 took 3 optimizer steps, rank 0 took 4, so they no longer hold one "
+    assert any(each.startswith(steps) for each in run.mismatches)
+
+
+def test_replicas_of_a_run_that_failed_between_two_steps_are_reported(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = """
+    for number, (inputs, labels) in enumerate(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        assert rank == 0 or number != 2, "between backward and step"
+        optimizer.step()
+    """
+    with pytest.raises(RankError, match="between backward and step"):
+        train(lab, "ddp", SET_UP, PREPARE, loop)
+    report = "rank 1 took 2 optimizer steps, rank 0 took 3, so they no longer hold one "
+    assert report in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_checkpoint_of_parts_that_differ_is_refused(lab: Lab, tmp_path: Path) -> None:

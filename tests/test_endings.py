@@ -119,6 +119,19 @@ def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
         assert not watchdog.find_processes(token)
 
 
+def test_labs_that_come_and_go_leave_nothing_in_the_kernel() -> None:
+    kernel, counts = psutil.Process(), []
+
+    async def start_and_stop() -> None:
+        for _ in range(2):
+            with Lab(num_ranks=1):  # as in a notebook, where a loop is running
+                pass
+            counts.append((kernel.num_fds(), kernel.num_threads()))
+
+    asyncio.run(start_and_stop())
+    assert counts[0] == counts[1]
+
+
 # ---- scripts ----
 
 

@@ -85,6 +85,10 @@ def test_the_same_random_numbers_on_every_rank_are_reported(lab: Lab) -> None:
     assert only.startswith("ranks 0-1 draw the same random numbers")
 
 
+def test_a_cell_that_prepares_nothing_is_not_compared(lab: Lab) -> None:
+    assert lab.train("ddp", "print(rank)", live=False).mismatches == []
+
+
 def test_samples_that_are_dealt_twice_are_reported(lab: Lab) -> None:
     cheat = 'object.__setattr__(loader.batches.dealer.peers, "rank", 0)'
     [only] = train(lab, "zero2", cheat).mismatches

@@ -137,8 +137,8 @@ class Training:
         finally:
             if self._view:
                 self._view.close()
-        for sentence in [*self.run.notes, *self.run.mismatches]:
-            say(sentence)
+            for sentence in [*self.run.notes, *self.run.mismatches]:
+                say(sentence)
 
     def _send_work(self) -> None:
         # A function may refer to much, and what it refers to may run code.

@@ -11,6 +11,10 @@ from labkit.records import ReplicaNotes
 
 MAX_NAMES = 3
 _WRAP = 2**64
+NO_LONGER_ONE = (
+    ", so they no longer hold one model. To train on, load a checkpoint, or build "
+    "model and optimizer again and prepare them"
+)
 BUFFER_DIFFERS = (
     "{} is not the same on all ranks: each rank updates it from its own samples, where "
     "one process updates it from the whole batch. In forward, average the update over "
@@ -43,10 +47,17 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
         first = notes[ranks[0]]
         for rank in ranks[1:]:
             other = notes[rank]
+            are_checked = bool(first.names or other.names)
+            if are_checked and first.num_steps != other.num_steps:
+                found.append(
+                    f"rank {rank} took {other.num_steps} optimizer steps, rank "
+                    f"{ranks[0]} took {first.num_steps}" + NO_LONGER_ONE
+                )
+                continue
             if (first.steps, first.names) != (other.steps, other.names):
                 found.append(
                     f"rank {rank} took {_last(other.steps)} optimizer steps, "
-                    f"rank {ranks[0]} took {_last(first.steps)}"
+                    f"rank {ranks[0]} took {_last(first.steps)}" + NO_LONGER_ONE
                 )
                 continue
             differs = first.values != other.values  # (steps, names)
@@ -107,7 +118,8 @@ def seed_mismatches(
 ) -> list[str]:
     """Ranks that draw the same random numbers after `prepare`."""
     seeds = {note.seed for note in notes.values()}
-    if is_by_hand or len(seeds) == len(notes):
+    is_prepared = any(note.names for note in notes.values())
+    if is_by_hand or not is_prepared or len(seeds) == len(notes):
         return []
     return [
         f"{format_ranks(notes)} draw the same random numbers, so dropout falls on the "

@@ -92,8 +92,8 @@ class ReplicaWatch:
         with watching_loaders(noted, ended):
             yield
 
-    def notes(self) -> ReplicaNotes:
-        """All of it, for the notebook."""
+    def notes(self, num_steps: int) -> ReplicaNotes:
+        """All of it, for the notebook, after so many optimizer steps."""
         values = [check.cpu().numpy() for check in self._checks.values()]
         return ReplicaNotes(
             self.group,
@@ -102,6 +102,7 @@ class ReplicaWatch:
             np.array(values).reshape(len(values), len(self._names)),
             self._draws,
             torch.initial_seed(),
+            num_steps,
         )
 
 

@@ -154,7 +154,7 @@ class ReplicaObserver(Observer):
 
     def end(self, step: int) -> None:
         self._check(step)
-        self._report(self.watch.notes())
+        self._report(self.watch.notes(step))
 
     def _check(self, step: int) -> None:
         replicas: dict[str, torch.Tensor] = {}
