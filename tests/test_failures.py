@@ -324,7 +324,8 @@ DEATHS = {
         "subprocess.Popen(['sleep', '60']); os.kill(os.getpid(), signal.SIGKILL)",
         "dist.all_reduce(torch.ones(1))",
         # Linux counts what it kills when out of memory; macOS does not tell.
-        r"killed by SIGKILL \(by (a program or by hand|hand).* it had [\d.]+ [MG]iB\)",
+        r"killed by SIGKILL \(by (a program or by hand|hand).* with [\d.]+ [MG]iB in "
+        r"use\)",
     ),
     "SIGSEGV of rank 0, which hosts the store": Death(
         (0,),
@@ -413,7 +414,7 @@ def test_a_rank_that_ran_out_of_memory_is_distinguished_from_one_that_was_killed
         "while rank == 1:\n    hoard.append(torch.ones(10**7))\n    time.sleep(0.02)\n"
         "dist.barrier()"
     )
-    said = r"rank 1: .*SIGKILL \(by the kernel, out of memory; it had .*858 MiB"
+    said = r"rank 1: .*SIGKILL \(by the kernel, out of memory, with .*858 MiB"
     with pytest.raises(RankError, match=said):
         lab.run(code, timeout=40)
     assert "by the kernel, out of memory" in lab.status()["cause"][1]

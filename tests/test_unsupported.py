@@ -53,3 +53,26 @@ def test_what_is_brought_to_a_device_is_contiguous() -> None:
     assert conv.weight is weight
     assert weight.is_contiguous()
     assert torch.equal(weight, before)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2).double()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "message"),
+    [
+        ("zero1", nn.Linear(2, 2).double(), "weight is float64, and zero1 updates"),
+        ("zero3", TwoDtypes(), "other.weight is float64, and zero3 updates"),
+        ("fsdp", TwoDtypes(), "one.bias is torch.float32 and other.bias is torch.fl"),
+    ],
+)
+def test_dtypes_that_a_strategy_would_change_are_refused(
+    strategy: str, model: nn.Module, message: str
+) -> None:
+    with pytest.raises(UnsupportedLoopError, match=message):
+        check_supported(model, STRATEGIES[strategy])
+    check_supported(model, STRATEGIES["ddp"])
+    check_supported(nn.Linear(2, 2).double(), STRATEGIES["fsdp"])

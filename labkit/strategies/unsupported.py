@@ -1,10 +1,12 @@
 """What a strategy cannot train, said before anything is changed."""
 
+import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import is_compiled
 from labkit.strategies import Strategy
+from labkit.strategies.prepared import units
 
 
 def check_supported(
@@ -21,6 +23,7 @@ def check_supported(
     if not strategy.is_partitioned:
         return
     check_complex(model, strategy, precision)
+    check_dtypes(model, strategy)
     if scalars := scalar_parameters(model):
         raise UnsupportedLoopError(
             f"{scalars[0]} is a parameter without a dimension, which "
@@ -60,6 +63,38 @@ def check_embeddings(model: nn.Module, strategy: str) -> None:
                 f"{strategy} each rank would renormalize only those of its own "
                 "samples. Make it without max_norm, and renormalize the rows after "
                 "optimizer.step(), under torch.no_grad(); or use single"
+            )
+
+
+def check_dtypes(model: nn.Module, strategy: Strategy) -> None:
+    """UnsupportedLoopError for float64 parameters, whose updates DeepSpeed computes in
+    float32, and for several dtypes in what fully_shard gathers together."""
+    trained = {
+        id(each): (name, each.dtype)
+        for name, each in model.named_parameters()
+        if each.requires_grad and each.is_floating_point()
+    }
+    doubles = [name for name, dtype in trained.values() if dtype is torch.float64]
+    if doubles and strategy.has_own_gradients:
+        raise UnsupportedLoopError(
+            f"{doubles[0]} is float64, and {strategy.name} updates parameters in "
+            "float32: make the model float32 with model.float(), or use ddp, fsdp or "
+            "hsdp"
+        )
+    if strategy.has_own_gradients:
+        return
+    together = [list(unit.parameters()) for unit in units(model)]
+    inside = {id(each) for group in together for each in group}
+    together.append([each for each in model.parameters() if id(each) not in inside])
+    for tensors in together:
+        there = [trained[id(each)] for each in tensors if id(each) in trained]
+        found = {str(dtype): name for name, dtype in there}
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise UnsupportedLoopError(
+                f"{first} is {one} and {second} is {other}, and {strategy.name} "
+                "gathers them together: give the parameters of a block one dtype, or "
+                "use ddp"
             )
 
 

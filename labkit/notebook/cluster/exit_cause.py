@@ -128,16 +128,16 @@ class EngineProcess:
 
     def _killer(self) -> str:
         """Who sends SIGKILL: the kernel counts what it kills when out of memory."""
-        had = f"it had {format_bytes(self._memory_bytes)}"
+        had = f"with {format_bytes(self._memory_bytes)} in use"
         if not self._num_oom_kills:
-            return f"by hand, or by the system when out of memory; {had}"
+            return f"by hand, or by the system when out of memory, {had}"
         self._count_oom_kills(self._num_oom_kills)
         if time.monotonic() - self._oom_kill_at > timeouts.OOM_KILL_S:
-            return f"by a program or by hand, not by the out-of-memory killer; {had}"
+            return f"by a program or by hand, not by the out-of-memory killer, {had}"
         if self._limit_bytes is not None:
             limit = format_bytes(self._limit_bytes)
             had += f", and its control group (its container) is limited to {limit}"
-        return f"by the kernel, out of memory; {had}"
+        return f"by the kernel, out of memory, {had}"
 
     def _count_oom_kills(self, paths: Iterable[str]) -> None:
         """Note when a count rose; a process may move from one group to another."""
