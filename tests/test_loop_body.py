@@ -3,6 +3,7 @@
 import pytest
 
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import use_of_batch_size
 
 PREPARE = "model, optimizer, loader = prepare(model, optimizer, data)\n"
 STEP = """
@@ -67,3 +68,54 @@ def test_a_loop_that_only_computes_is_no_other_work(work: str) -> None:
 )
 def test_other_work_within_a_loop_is_found(work: str, found: str) -> None:
     assert extra_work(PREPARE + STEP + "    " + work) == found
+
+
+LOOP = """
+for number, (x, y) in enumerate(loader):
+    x = x.to(device)
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    {}
+    loss.backward()
+    {}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ("loss = loss * len(x)", "", "line 7: loss = loss * len(x)"),
+        ("loss = 0.1 * x.size(0) * loss + 1", "", "line 7: loss = 0.1 * x.size(0)"),
+        ("loss *= y.shape[0]", "", "line 7: loss *= y.shape[0]"),
+        ("seen += len(x)", "if seen > 99: break", "line 9: if seen > 99:"),
+        ("n = y.numel()", "group['lr'] = 0.1 / n", "line 9: group['lr'] = 0.1 / n"),
+        ("seen += len(x)", "scheduler.step(seen)", "line 9: scheduler.step(seen)"),
+        ("", "p.grad.div_(len(x))", "line 9: p.grad.div_(len(x))"),
+        ("loss.backward(torch.tensor(1.0 * len(x)))", "", "line 7: loss.backward("),
+    ],
+)
+def test_what_trains_with_the_size_of_a_part_is_found(
+    before: str, after: str, found: str
+) -> None:
+    code = PREPARE + LOOP.format(before, after)
+    assert str(use_of_batch_size(code)).startswith(found)
+    assert use_of_batch_size(code + "dist.all_reduce(seen)") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("loss = loss_fn(model(x), y, reduction='sum') / len(x)", ""),
+        ("loss = (loss * weight).sum() / x.size(0)", ""),
+        ("hidden = torch.zeros(1, len(x), 8); loss = rnn(x, hidden)", ""),
+        ("loss = model(x.view(len(x), -1)).mean() * 0.5", ""),
+        ("total += loss.item() * len(x); seen += len(x)", "log(mean=total / seen)"),
+        ("", "if number == len(loader) - 1: break"),
+        ("width = x.shape[1]; loss = loss * width", ""),
+        ("", "scheduler.step(number)"),
+    ],
+)
+def test_other_uses_of_a_size_are_left_alone(before: str, after: str) -> None:
+    assert use_of_batch_size(PREPARE + LOOP.format(before, after)) is None
+    assert use_of_batch_size("this is no Python") is None

@@ -35,6 +35,7 @@ from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.loss_hooks import Loss
 from labkit.rank.loop.loss_hooks import LossHooks
@@ -73,6 +74,11 @@ from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
 
+SIZE_OF_PART = (
+    "{use}: the size of a batch in the loop is that of this rank's part, where one "
+    "process has the whole batch. To train with it, sum it over the ranks first: "
+    "size = torch.tensor(len(x)); dist.all_reduce(size)"
+)
 EXTRA_WORK = (
     "{work}: with --accumulate {count} the loop body runs {count} times per step and "
     "does this each time, where one process with whole batches does it once. Put what "
@@ -483,6 +489,8 @@ class Session:
         self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
         speak_as_ddp(model)
+        if self.peers.size > 1 and (use := use_of_batch_size(self.code)):
+            self.note(SIZE_OF_PART.format(use=use.removesuffix(":")))
         if self.options.accumulate > 1:
             if work := extra_work(self.code):
                 count = self.options.accumulate
