@@ -11,6 +11,9 @@ import numpy as np
 
 from labkit import timeouts
 
+SAFE_PATH = {"PYTHONSAFEPATH": "labkit"}
+"""Python imports nothing from the working directory, where a random.py would be taken
+for the library's: the environment of an engine until it has started."""
 KEY = "labkit"
 """The metadata key of a request, the name of a published message, and the prefix of
 the control requests that labkit adds to an engine."""

@@ -195,15 +195,22 @@ except RuntimeError as error:
 def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     environment = own_environment(tmp_path) | OTHER_LAUNCHERS
     environment["TMPDIR"] = str(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name_of_library in ("torch", "random", "zmq"):  # which nothing may import
+        (folder / f"{name_of_library}.py").write_text("raise ImportError")
+    (folder / "own.py").write_text("")
     shared_before = set(Path("/dev/shm").glob("torch_*"))
     script = (
         "import os, sys, threading\nfrom labkit import Lab\n"
         f"shares_memory = {SHARES_MEMORY!r}\nlab = Lab(2)\n"
-        "lab.run('ranks = torch.tensor([rank]); dist.all_reduce(ranks)\\n'\n"
+        "lab.run('import own\\nranks = torch.tensor([rank])\\n'\n"
+        "    'dist.all_reduce(ranks)\\n'\n"
         "    'assert (ranks.item(), world_size) == (1, 2)')\n" + SCRIPTS[name]
     )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-P", "-c", script],
+        cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

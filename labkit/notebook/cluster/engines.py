@@ -35,6 +35,7 @@ from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
+from labkit.records import SAFE_PATH
 from labkit.records import is_message
 
 # Registration waits for heartbeats; ipyparallel's own period of 3 s makes it slow.
@@ -136,7 +137,9 @@ class Cluster:
         self._supervisor.start()
         try:
             on_progress("starting the controller")
-            self._cluster.start_controller_sync(environment=self._environment)
+            self._cluster.start_controller_sync(
+                environment={**self._environment, **SAFE_PATH}
+            )
             self._controller = EngineProcess(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
             self._controller_parts = self._controller.process.children()
@@ -183,7 +186,7 @@ class Cluster:
         # No argument, which every user of the host could read.
         environment[watchdog.WATCHED_VARIABLE] = self._token
         return subprocess.Popen(
-            [sys.executable, watchdog.__file__, self._folder],
+            [sys.executable, "-P", watchdog.__file__, self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -212,7 +215,7 @@ class Cluster:
         known = set() if self._client is None else set(self._client.ids)
         try:
             engine_set = self._cluster.start_engines_sync(
-                len(ranks), environment=dict(self._environment), delay=0
+                len(ranks), environment={**self._environment, **SAFE_PATH}, delay=0
             )
             launchers = self._cluster.engines[engine_set].launchers
             started = [EngineProcess(launchers[str(i)]) for i in range(len(ranks))]

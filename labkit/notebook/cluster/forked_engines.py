@@ -43,7 +43,8 @@ class ForkServer:
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", FORK_SERVER],
+                # Not with what lies in the notebook's folder, as a torch.py.
+                [sys.executable, "-P", "-m", FORK_SERVER],
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,

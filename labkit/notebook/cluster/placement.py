@@ -102,10 +102,9 @@ def count_gpus() -> int:
         return sys.modules["torch"].cuda.device_count()
     if not Path("/proc/driver/nvidia").exists() and not shutil.which("nvidia-smi"):
         return 0
-    command = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, check=False
-    )
+    code = "import torch; print(torch.cuda.device_count())"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:]
         raise UserError(

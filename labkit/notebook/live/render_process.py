@@ -75,7 +75,7 @@ class Painter:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            [sys.executable, "-P", "-c", f"from {__name__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

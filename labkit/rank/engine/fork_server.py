@@ -155,13 +155,11 @@ def become_engine(request: ForkRequest) -> None:
     tempfile.tempdir = None
     folder = str(Path.cwd())
     multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
     os.environ.clear()
     os.environ.update(request.environment)
     arguments = [*request.arguments, f"--work-dir={folder}"]
     if not can_be_engine():
-        command = [sys.executable, "-m", "ipyparallel.engine", *arguments]
+        command = [sys.executable, "-P", "-m", "ipyparallel.engine", *arguments]
         os.execv(sys.executable, command)
     sys.modules["numpy"].random.seed()  # the module random does so by itself
     sys.argv[1:] = arguments

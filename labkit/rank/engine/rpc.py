@@ -6,6 +6,7 @@ import importlib
 import linecache
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from labkit import serialization
@@ -16,6 +17,7 @@ from labkit.compat import torch
 from labkit.rank.engine.cell_runner import CellRunner
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
+from labkit.records import SAFE_PATH
 from labkit.records import Placement
 
 _runner: CellRunner | None = None
@@ -55,6 +57,16 @@ def warm_up() -> None:
     gc.freeze()
 
 
+def use_working_directory() -> None:
+    """Import from the working directory from now on, as a notebook's kernel does: what
+    an engine itself needs has been imported, whatever lies there."""
+    for variable, value in SAFE_PATH.items():
+        if os.environ.get(variable) == value:
+            del os.environ[variable]
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def install(placement: Placement, stack_file: str) -> None:
     """Make this engine a rank; `stack_file` is where it writes its stack, if it
     cannot answer when it is asked for it."""
@@ -65,6 +77,7 @@ def install(placement: Placement, stack_file: str) -> None:
         gate.check()
 
     _runner = CellRunner(get_ipython(), placement)
+    use_working_directory()
     dump_on_signal(stack_file)
     # A crash in native code writes its stack to the engine's log.
     faulthandler.enable(ipython.stderr_fd())
