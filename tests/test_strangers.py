@@ -1,7 +1,9 @@
 """Other users of the host: what they can reach, and that it changes nothing."""
 
+import io
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -12,12 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from kernels import wait_until
 
+import labkit
 from labkit import Lab
+from labkit.checkpoint.exchange import PlanUnpickler
 from labkit.notebook.cluster import watchdog
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,3 +165,17 @@ def test_a_group_forms_while_a_stranger_knocks(own_lab: Lab) -> None:
             own_lab.restart()
             own_lab.run("total = torch.ones(1); dist.all_reduce(total)")
             assert own_lab.pull("total", "all") == [2, 2]
+
+
+def test_what_comes_from_a_group_is_not_unpickled() -> None:
+    root = Path(labkit.__file__).parent
+    for path in root.rglob("*.py"):
+        words = re.findall(r"dist\.\w+_object\w*\(", path.read_text())
+        assert not words, path
+
+
+@pytest.mark.parametrize("bad", [os.system, print, subprocess.Popen, getattr])
+def test_a_plan_holds_nothing_that_runs(bad: Any) -> None:
+    payload = pickle.dumps((bad, "a plan"))
+    with pytest.raises(pickle.UnpicklingError, match="a plan has no"):
+        PlanUnpickler(io.BytesIO(payload)).load()

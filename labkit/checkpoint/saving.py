@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from labkit import timeouts
 from labkit.checkpoint.atomic_folder import StagingFolder
+from labkit.checkpoint.exchange import all_gather_plans
 from labkit.checkpoint.json_values import encode
 from labkit.checkpoint.manifest import DTYPES
 from labkit.checkpoint.manifest import Entry
@@ -225,7 +226,7 @@ class _Save:
             error = problem
         offers: list[Any] = [(plan, path, str(error or ""))] * self._world_size
         if self._world_size > 1:
-            dist.all_gather_object(offers, offers[0], group=group)
+            offers = all_gather_plans(offers[0], group)
         if error:
             raise error
         if reason := first_of([each for _, _, each in offers]):
