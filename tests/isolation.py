@@ -5,6 +5,8 @@ from pathlib import Path
 
 import psutil
 
+from labkit import Lab
+
 MARK = "LABKIT_TEST"
 
 
@@ -38,3 +40,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue  # gone, or another user's
     return found
+
+
+def store_size(lab: Lab) -> int:
+    """Bytes of the store of a lab's process group."""
+    [store] = Path(lab._running().cluster._store_folder).glob("store-*")
+    return store.stat().st_size
