@@ -106,8 +106,6 @@ class RankProcessGroup:
         """When the group was, by `time.time_ns`."""
         self._store: dist.FileStore | None = None
         self._store_path: Path | None = None
-        self._clones: list[dist.Store] = []
-        """Of the store: none may go before it is broken, see `leave`."""
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
         self._former: FormerGroups | None = None
@@ -245,10 +243,6 @@ class RankProcessGroup:
 
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
-        if self._store_path is not None:
-            # Before the store goes: its destructor writes to the file where it can, and
-            # would abort this process where that fails.
-            break_store(self._store_path)
         abandon_saves()
         end_rpc()
         with self._releasing:  # not while another thread still aborts them
@@ -259,7 +253,6 @@ class RankProcessGroup:
             self._destroy()
         mesh_of.cache_clear()  # or it would keep the groups, and their connections
         self._group = self._solo = self._store = None
-        self._clones.clear()
 
     def _destroy(self) -> None:
         if dist.is_initialized():
@@ -384,7 +377,6 @@ class RankProcessGroup:
         self._num_meetings += 1
         # A clone, because its user sets a timeout on it.
         own: Any = self._store.clone()  # type: ignore[attr-defined]
-        self._clones.append(own)
         yield dist.PrefixStore(f"meeting/{self._num_meetings}", own), *found
 
     def end_rpc(self) -> None:
