@@ -5,8 +5,6 @@ from pathlib import Path
 
 import psutil
 
-from labkit import Lab
-
 MARK = "LABKIT_TEST"
 
 
@@ -40,9 +38,3 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue  # gone, or another user's
     return found
-
-
-def store_size(lab: Lab) -> int:
-    """Bytes of the store of a lab's process group."""
-    [store] = Path(lab._running().cluster._store_folder).glob("store-*")
-    return store.stat().st_size

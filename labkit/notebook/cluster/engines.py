@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,8 +49,6 @@ _CONTROLLER_ARGS = [
 _LOAD = "labkit.rank.engine.rpc:load"
 _TAKEN = "Address already in use"
 _START_TRIES = 3
-STORE_BYTES = 2**24
-"""More than the stores of a lab take in a long day."""
 
 OnMessage = Callable[[str, dict[str, Any]], None]
 OnLateOutput = Callable[[int, str, dict[str, Any]], None]
@@ -109,7 +106,6 @@ class Cluster:
     ) -> None:
         compat.GATE.check()
         self._folder = tempfile.mkdtemp(prefix="labkit-")
-        self._store_folder = make_store_folder(self._folder)
         self._token = uuid.uuid4().hex
         self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
         self._watchdog = self._start_watchdog()
@@ -169,10 +165,6 @@ class Cluster:
             said = launcher.get_output()
         return _TAKEN in said
 
-    @property
-    def _folders(self) -> list[str]:
-        return [*{self._folder: None, self._store_folder: None}]
-
     def _write_controller_config(self) -> None:
         """Have the controller encrypt its channels and sign its messages.
 
@@ -194,7 +186,7 @@ class Cluster:
         # No argument, which every user of the host could read.
         environment[watchdog.WATCHED_VARIABLE] = self._token
         return subprocess.Popen(
-            [sys.executable, "-P", watchdog.__file__, *self._folders],
+            [sys.executable, "-P", watchdog.__file__, self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -518,12 +510,12 @@ class Cluster:
         return str(Path(self._folder) / f"stack-{rank}.txt")
 
     def next_store(self) -> str:
-        """Where ranks keep the store of their next group: in a folder that other users
-        cannot enter."""
-        for former in Path(self._store_folder).glob("store-*"):
+        """Where ranks keep the store of their next group: in the lab's folder, which
+        other users cannot enter."""
+        for former in Path(self._folder).glob("store-*"):
             former.unlink(missing_ok=True)
         self._num_stores += 1
-        return str(Path(self._store_folder, f"store-{self._num_stores}"))
+        return str(Path(self._folder, f"store-{self._num_stores}"))
 
     def ask_for_dump(self, rank: int) -> None:
         """Have the rank write its stack; native code that holds the GIL or not."""
@@ -582,23 +574,9 @@ class Cluster:
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()
         if self._watchdog.wait() != 0:  # somebody ended it
-            watchdog.clean_up(self._token, *self._folders)
+            watchdog.clean_up(self._token, self._folder)
         self._fork_server.join()
         compat.end_loop(self._cluster)
-
-
-def make_store_folder(folder: str) -> str:
-    """Make the folder of a lab's stores, in memory where the host has a place for that:
-    on a disk that is full a store cannot be written, and whoever waits for it waits on.
-    `folder` itself where it has none."""
-    found = Path("/dev/shm", Path(folder).name)
-    try:
-        if shutil.disk_usage(found.parent).free > STORE_BYTES:
-            found.mkdir(mode=0o700)
-            return str(found)
-    except OSError:
-        pass
-    return folder
 
 
 def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:

@@ -106,14 +106,13 @@ def _send(process: psutil.Process, signum: int) -> None:
         process.send_signal(signum)  # psutil compares the creation time first
 
 
-def clean_up(token: str, *folders: str) -> None:
-    """End the processes of the lab with this token and remove its folders."""
+def clean_up(token: str, folder: str) -> None:
+    """End the processes of the lab with this token and remove its folder."""
     end_processes(token)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(token: str, *folders: str) -> None:
+def main(token: str, folder: str) -> None:
     """Wait until the kernel closes the pipe or dies; then leave nothing behind."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -123,7 +122,7 @@ def main(token: str, *folders: str) -> None:
         readable, _, _ = select.select([sys.stdin], [], [], 0.5)
         if readable and not os.read(sys.stdin.fileno(), 1):
             break
-    clean_up(token, *folders)
+    clean_up(token, folder)
 
 
 if __name__ == "__main__":
