@@ -121,7 +121,6 @@ class Cluster:
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
         )
-        self._num_stores = 0
         self._client: Any = None
         self._controller: EngineProcess | None = None
         self._controller_parts: list[psutil.Process] = []
@@ -166,10 +165,8 @@ class Cluster:
         return _TAKEN in said
 
     def _write_controller_config(self) -> None:
-        """Have the controller encrypt its channels and sign its messages.
-
-        In a file: every user of the host sees a command line.
-        """
+        """Have the controller encrypt its channels and sign its messages. In a file, for
+        every user sees a command line."""
         path = Path(self._folder, "ipcontroller_config.py")
         path.touch(0o600)
         key = secrets.token_hex(32).encode()
@@ -508,14 +505,6 @@ class Cluster:
     def stack_file(self, rank: int) -> str:
         """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
         return str(Path(self._folder) / f"stack-{rank}.txt")
-
-    def next_store(self) -> str:
-        """Where ranks keep the store of their next group: in the lab's folder, which
-        other users cannot enter."""
-        for former in Path(self._folder).glob("store-*"):
-            former.unlink(missing_ok=True)
-        self._num_stores += 1
-        return str(Path(self._folder, f"store-{self._num_stores}"))
 
     def ask_for_dump(self, rank: int) -> None:
         """Have the rank write its stack; native code that holds the GIL or not."""

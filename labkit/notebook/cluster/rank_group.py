@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -29,14 +28,6 @@ NO_CONTROL_CHANNEL = (
     "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "
     "asked nor stopped in a collective; %dist_restart restarts the rank"
 )
-
-
-def free_port() -> int:
-    """A port of the loopback address on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 class RankGroup:
@@ -272,10 +263,10 @@ class RankGroup:
         """Re-create the process group on all ranks, and see that it works."""
         self._is_whole = False
         self._free()
+        [port] = self.cluster.call(f"{_CALLS}:host_group", ranks=[0])
         pids = [self.cluster.pids[rank] for rank in self.everyone]
-        store = self.cluster.next_store()
         sums = self.cluster.call(
-            f"{_CALLS}:join_group", store, free_port(), pids, ranks=self.everyone
+            f"{_CALLS}:join_group", port, pids, ranks=self.everyone
         )
         if not self._are_right(sums):
             raise UserError(

@@ -89,10 +89,17 @@ def runner() -> CellRunner:
     return _runner
 
 
-def join_group(store: str, port: int, peers: list[int]) -> float:
-    """Enter the next group; the sum of all ranks, all-reduced over it."""
+def host_group() -> int:
+    """On rank 0: open the store of the next group; its port."""
     runner().group.leave()
-    return runner().group.join(store, port, peers)
+    return runner().group.host()
+
+
+def join_group(port: int, peers: list[int]) -> float:
+    """Enter the next group; the sum of all ranks, all-reduced over it."""
+    if runner().placement.rank != 0:
+        runner().group.leave()
+    return runner().group.join(port, peers)
 
 
 def group_sequence() -> int:

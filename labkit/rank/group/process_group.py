@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 from urllib.parse import urlparse
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from labkit import timeouts
 from labkit.checkpoint import abandon_saves
 from labkit.checkpoint import connect
 from labkit.compat.c10d import abort_groups
@@ -77,21 +77,32 @@ def forget_launchers() -> None:
             del os.environ[variable]
 
 
-def break_store(path: Path) -> None:
-    """Have whoever waits for a key of the FileStore at `path`, in any process, fail at
-    once: torch opens the file for each look, and a link to itself cannot be opened."""
-    link = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # the lab's folder may be gone
-        link.symlink_to(path.name)
-        link.replace(path)
+def host_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """A store that listens on a free port of the loopback address, and that port.
+
+    TCPStore itself would listen on every interface; handing it a socket that is
+    bound already keeps it on this host.
+    """
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
 
 
 class RankProcessGroup:
     """This process's place in the lab's process group.
 
     Every store of a group is fresh: nothing that an earlier group left in one can
-    be read by the next. It is a file in the lab's folder: torch's TCPStore lets every
-    user of the host read and write it.
+    be read by the next.
     """
 
     def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
@@ -104,11 +115,11 @@ class RankProcessGroup:
         """Process ids of the ranks."""
         self.formed_at_ns = 0
         """When the group was, by `time.time_ns`."""
-        self._store: dist.FileStore | None = None
-        self._store_path: Path | None = None
+        self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
         self._former: FormerGroups | None = None
+        self._port = 0
         self._is_broken = False
         self._is_alone = False
         self._releasing = threading.Lock()
@@ -188,19 +199,31 @@ class RankProcessGroup:
         collectives = num_started(self._group)
         return collectives + self._num_meetings
 
-    def join(self, store: str, port: int, peers: list[int]) -> float:
-        """Enter the group whose store is the file `store`; the sum of ranks over it.
+    def host(self) -> int:
+        """Open the store of the next group, on rank 0; its port."""
+        self._store, port = host_store(self.placement.group_timeout_s)
+        return port
+
+    def join(self, port: int, peers: list[int]) -> float:
+        """Enter the group whose store is at `port`; the sum of ranks over it.
 
         Collective: every rank calls it. The sum is one all-reduce over the new
-        group, so that the caller can see that it works. `port` is free, for scripts
-        that read MASTER_PORT.
+        group, so that the caller can see that it works.
         """
         placement = self.placement
-        self._store_path = Path(store)
-        self._store = dist.FileStore(store, -1)
-        self._store.set_timeout(self.timeout)
+        if placement.rank != 0:
+            # Rank 0 listens already, unless it has died: torch would keep trying.
+            self._store = dist.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=timeouts.CONNECT_S),
+            )
+            self._store.set_timeout(self.timeout)
+        assert self._store is not None, "rank 0 hosts the store before it joins"
         self.peers = peers
         self.formed_at_ns = time.time_ns()
+        self._port = port
         self._num_own_groups = self._num_meetings = 0
         self._notes.clear()
         self._is_broken = False
@@ -219,7 +242,7 @@ class RankProcessGroup:
         self._group = dist.group.WORLD
         assert self._group is not None
         self._solo = dist.new_group([0], timeout=self.timeout)
-        bind_to_new_groups(self._former, self._group, self._variables, self._store)
+        bind_to_new_groups(self._former, self._group, self._variables)
         forget_lost_groups()
         self._former = None
         self._users_groups.clear()
@@ -247,9 +270,7 @@ class RankProcessGroup:
         end_rpc()
         with self._releasing:  # not while another thread still aborts them
             if self._group is not None:
-                self._former = FormerGroups(
-                    self._group, formation=str(self._store_path)
-                )
+                self._former = FormerGroups(self._group, formation=self._port)
             self._destroy()
         mesh_of.cache_clear()  # or it would keep the groups, and their connections
         self._group = self._solo = self._store = None
@@ -288,13 +309,10 @@ class RankProcessGroup:
 
         NCCL offers `abort` for this. Gloo offers nothing: abort, shutdown and
         destroy_process_group of another thread all leave it waiting. Closing its
-        connections to the other ranks makes it raise at once, and so does a store that
-        cannot be read where it waits for others to come.
+        connections to the other ranks makes it raise at once.
         """
         with self._releasing:
             self._is_broken = True
-            if self._store_path is not None:
-                break_store(self._store_path)
             if self.placement.backend == "nccl" and dist.is_initialized():
                 abort_groups()
             close_connections(self.peers)
@@ -392,7 +410,10 @@ class RankProcessGroup:
 
 
 def close_connections(peers: list[int]) -> None:
-    """Shut this process's TCP connections to the processes `peers`, and no others."""
+    """Shut this process's TCP connections to the processes `peers`, and no others.
+
+    Those are gloo's and the store's; rank 0 has one of the latter to itself.
+    """
     theirs = {
         _plain(connection.laddr)
         for pid in peers
@@ -410,7 +431,7 @@ def close_connections(peers: list[int]) -> None:
 
 
 def _plain(address: Any) -> tuple[str, int]:
-    """An address as IPv4, which a socket for IPv6 shows in its own way."""
+    """An address as IPv4: torch's store connects to it over IPv6."""
     return address.ip.removeprefix("::ffff:"), address.port
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
@@ -31,8 +30,8 @@ LOST = "(of a process group that no longer exists)"
 class FormerGroups:
     """The process groups that this rank was in, when it left them all."""
 
-    def __init__(self, default: Group, formation: str) -> None:
-        """`formation` names this creation of the group, the same on all ranks."""
+    def __init__(self, default: Group, formation: int) -> None:
+        """`formation` numbers the creations of the group, the same on all ranks."""
         self.default_name = str(default.group_name)
         self.formation = formation
         self.names = {default: self.default_name}
@@ -52,10 +51,7 @@ class FormerGroups:
 
 
 def bind_to_new_groups(
-    former: FormerGroups | None,
-    default: Group,
-    variables: dict[str, Any],
-    store: dist.Store,
+    former: FormerGroups | None, default: Group, variables: dict[str, Any]
 ) -> None:
     """Put in the place of every former group that is in use one of today. Collective.
 
@@ -65,13 +61,13 @@ def bind_to_new_groups(
     """
     found = models_and_meshes()
     meshes = [each for each in found if isinstance(each, DeviceMesh)]
-    wanted: tuple[str, dict[str, list[int]]] = ("", {})
-    if former is not None:
-        wanted = former.formation, former.in_use(meshes, variables)
-    store.set(f"wanted/{dist.get_rank()}", json.dumps(wanted))
-    everyone: list[Any] = [
-        json.loads(store.get(f"wanted/{rank}")) for rank in range(dist.get_world_size())
-    ]
+    wanted = (
+        (0, {})
+        if former is None
+        else (former.formation, former.in_use(meshes, variables))
+    )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, wanted)
     successors: dict[str, Group] = {}
     for name, ranks in sorted(
         {(n, tuple(r)) for _, w in everyone for n, r in w.items()}
