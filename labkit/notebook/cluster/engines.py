@@ -165,8 +165,10 @@ class Cluster:
         return _TAKEN in said
 
     def _write_controller_config(self) -> None:
-        """Have the controller encrypt its channels and sign its messages. In a file, for
-        every user sees a command line."""
+        """Have the controller encrypt its channels and sign its messages.
+
+        In a file: every user of the host sees a command line.
+        """
         path = Path(self._folder, "ipcontroller_config.py")
         path.touch(0o600)
         key = secrets.token_hex(32).encode()

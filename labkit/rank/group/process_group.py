@@ -242,7 +242,7 @@ class RankProcessGroup:
         self._group = dist.group.WORLD
         assert self._group is not None
         self._solo = dist.new_group([0], timeout=self.timeout)
-        bind_to_new_groups(self._former, self._group, self._variables)
+        bind_to_new_groups(self._former, self._group, self._variables, self._store)
         forget_lost_groups()
         self._former = None
         self._users_groups.clear()

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +52,10 @@ class FormerGroups:
 
 
 def bind_to_new_groups(
-    former: FormerGroups | None, default: Group, variables: dict[str, Any]
+    former: FormerGroups | None,
+    default: Group,
+    variables: dict[str, Any],
+    store: dist.Store,
 ) -> None:
     """Put in the place of every former group that is in use one of today. Collective.
 
@@ -61,13 +65,13 @@ def bind_to_new_groups(
     """
     found = models_and_meshes()
     meshes = [each for each in found if isinstance(each, DeviceMesh)]
-    wanted = (
-        (0, {})
-        if former is None
-        else (former.formation, former.in_use(meshes, variables))
-    )
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wanted)
+    wanted: tuple[int, dict[str, list[int]]] = (0, {})
+    if former is not None:
+        wanted = former.formation, former.in_use(meshes, variables)
+    store.set(f"wanted/{dist.get_rank()}", json.dumps(wanted))
+    everyone: list[Any] = [
+        json.loads(store.get(f"wanted/{rank}")) for rank in range(dist.get_world_size())
+    ]
     successors: dict[str, Group] = {}
     for name, ranks in sorted(
         {(n, tuple(r)) for _, w in everyone for n, r in w.items()}
