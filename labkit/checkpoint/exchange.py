@@ -7,18 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-KNOWN = {
-    "torch.distributed.checkpoint.planner": {
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    },
-    "torch.distributed.checkpoint.metadata": {
-        *("MetadataIndex", "ChunkStorageMetadata", "TensorProperties"),
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-}
-"""What a plan consists of, besides torch's dtypes."""
+from labkit.compat.c10d import PLAN_NAMES
 
 
 class PlanUnpickler(pickle.Unpickler):
@@ -38,7 +27,7 @@ def is_known(module: str, name: str) -> bool:
     """Whether a plan may hold this."""
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return True
-    return name in KNOWN.get(module, ())
+    return name in PLAN_NAMES.get(module, ())
 
 
 def all_gather_plans(plan: Any, group: dist.ProcessGroup | None) -> list[Any]:
