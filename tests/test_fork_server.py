@@ -215,7 +215,8 @@ def test_an_engine_whose_server_has_used_cuda_imports_torch_itself(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with Lab(num_ranks=2) as lab:
-        lab.run("import os, sys; started_as = sys.orig_argv[1:3]; dist.barrier()")
-        assert lab.pull("started_as", "all") == [["-m", "ipyparallel.engine"]] * 2
+        lab.run("import os, sys; started_as = sys.orig_argv[1:4]; dist.barrier()")
+        command = ["-P", "-m", "ipyparallel.engine"]
+        assert lab.pull("started_as", "all") == [command] * 2
         with pytest.raises(RankError, match="ended with exit code 3"):
             lab.run("if rank == 1: os._exit(3)")
