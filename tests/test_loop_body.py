@@ -114,6 +114,7 @@ def test_what_trains_with_the_size_of_a_part_is_found(
         ("", "if number == len(loader) - 1: break"),
         ("width = x.shape[1]; loss = loss * width", ""),
         ("", "scheduler.step(number)"),
+        ("stats['n'] = len(x); counts['seen'] += y.size(0)", "bar.step(len(x))"),
     ],
 )
 def test_other_uses_of_a_size_are_left_alone(before: str, after: str) -> None:

@@ -224,9 +224,10 @@ class _Save:
                 path = str(self._staging.path)
         except (ValueError, OSError, RecursionError) as problem:
             error = problem
-        offers: list[Any] = [(plan, path, str(error or ""))] * self._world_size
+        said = str(error or "")
+        offers = [(plan, path, said)]
         if self._world_size > 1:
-            offers = all_gather_plans(offers[0], group)
+            offers = all_gather_plans(plan, path, said, group)
         if error:
             raise error
         if reason := first_of([each for _, _, each in offers]):

@@ -129,21 +129,6 @@ def wait_for(tensor: torch.Tensor) -> None:
     torch.ops._c10d_functional.wait_tensor(tensor)
 
 
-PLAN_NAMES = {
-    "torch.distributed.checkpoint.planner": {
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    },
-    "torch.distributed.checkpoint.metadata": {
-        *("MetadataIndex", "ChunkStorageMetadata", "TensorProperties"),
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-}
-"""What a pickled plan of torch.distributed.checkpoint consists of, by module, besides
-dtypes."""
-
-
 # ---- meshes and DTensor ----
 
 

@@ -106,11 +106,11 @@ class Cluster:
     ) -> None:
         compat.GATE.check()
         self._folder = tempfile.mkdtemp(prefix="labkit-")
+        self._write_controller_config()  # while nothing runs yet: the disk may be full
         self._token = uuid.uuid4().hex
         self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
         self._watchdog = self._start_watchdog()
         self._fork_server = self._start_fork_server()
-        self._write_controller_config()
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
             profile_dir=self._folder,
@@ -137,7 +137,7 @@ class Cluster:
         try:
             on_progress("starting the controller")
             self._cluster.start_controller_sync(
-                environment={**self._environment, **SAFE_PATH}
+                environment={**self._environment, **safe_path()}
             )
             self._controller = EngineProcess(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
@@ -214,7 +214,7 @@ class Cluster:
         known = set() if self._client is None else set(self._client.ids)
         try:
             engine_set = self._cluster.start_engines_sync(
-                len(ranks), environment={**self._environment, **SAFE_PATH}, delay=0
+                len(ranks), environment={**self._environment, **safe_path()}, delay=0
             )
             launchers = self._cluster.engines[engine_set].launchers
             started = [EngineProcess(launchers[str(i)]) for i in range(len(ranks))]
@@ -568,6 +568,12 @@ class Cluster:
             watchdog.clean_up(self._token, self._folder)
         self._fork_server.join()
         compat.end_loop(self._cluster)
+
+
+def safe_path() -> dict[str, str]:
+    """What keeps an engine, until it has started, from importing what lies in the
+    notebook's folder; nothing where the user has set that for good."""
+    return {} if os.environ.get("PYTHONSAFEPATH") else SAFE_PATH
 
 
 def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:

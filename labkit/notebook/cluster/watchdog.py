@@ -1,7 +1,8 @@
 """Ends a lab's processes when its notebook kernel is gone, however it went.
 
-Run as a process of its own: `python watchdog.py TOKEN FOLDER`, its stdin a pipe from
-the kernel. It imports nothing of labkit's, so that it starts at once and stays small.
+Run as a process of its own: `python watchdog.py FOLDER`, the token in its environment,
+its stdin a pipe from the kernel. It imports nothing of labkit's, so that it starts at
+once and stays small.
 """
 
 import contextlib
@@ -15,9 +16,11 @@ import time
 import psutil
 
 TOKEN_VARIABLE = "LABKIT_LAB"
-WATCHED_VARIABLE = "LABKIT_WATCHED_LAB"
 """Set in the environment of every process that a lab starts, and so in those that
 they start: it tells our processes from all others, by what only we could know."""
+
+WATCHED_VARIABLE = "LABKIT_WATCHED_LAB"
+"""The token of the lab that this process is to end."""
 
 FORK_SERVER = "labkit.rank.engine.fork_server"
 """Forks the engines, and ends after a SIGTERM once it has reaped them."""

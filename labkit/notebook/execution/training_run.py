@@ -16,6 +16,7 @@ from labkit.notebook.execution.elastic import Elastic
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import first_step_of
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.consistency import NO_LONGER_ONE
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import say
 from labkit.notebook.kernel.output import working_directory
@@ -137,7 +138,11 @@ class Training:
         finally:
             if self._view:
                 self._view.close()
-            for sentence in [*self.run.notes, *self.run.mismatches]:
+            # Of a run that failed, what was about to be equal is not.
+            is_whole = self.run.state == "finished"
+            mismatches = self.run.mismatches
+            differ = [s for s in mismatches if is_whole or s.endswith(NO_LONGER_ONE)]
+            for sentence in [*self.run.notes, *differ]:
                 say(sentence)
 
     def _send_work(self) -> None:

@@ -2,6 +2,7 @@
 a step with `--accumulate K`, and where it trains with the size of its batch, a part."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 PLAIN_CALLS = {
@@ -16,6 +17,12 @@ LEAVING = ast.Break | ast.Continue
 
 VIEWS = {"to", "cuda", "cpu", "float", "long", "view", "reshape", "flatten", "squeeze"}
 """Methods whose result has the samples of the tensor."""
+
+OPTIONS = {"lr", "weight_decay", "momentum", "betas", "eps"}
+"""Of an optimizer, which a loop may set."""
+
+HAS_BAR = re.compile(r"bar|progress|tqdm|count|meter|writer|log", re.IGNORECASE)
+"""In the name of what is no scheduler."""
 
 EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
@@ -257,8 +264,10 @@ class _Sizes:
                 return self._multiplies(node.value) or (
                     is_product and self._is_size(node.value)
                 )
-            is_option = isinstance(target, ast.Subscript) and isinstance(
-                target.slice, ast.Constant
+            is_option = (
+                isinstance(target, ast.Subscript)
+                and isinstance(target.slice, ast.Constant)
+                and target.slice.value in OPTIONS
             )
             is_gradient = "grad" in ast.unparse(target)
             return (is_option or is_gradient) and self._has_size(node.value)
@@ -272,9 +281,8 @@ class _Sizes:
                 )
             of = ast.unparse(function.value)
             is_gradient = "grad" in of and function.attr in ("mul_", "div_")
-            return (function.attr == "step" or is_gradient) and any(
-                map(self._has_size, call.args)
-            )
+            is_scheduler = function.attr == "step" and not HAS_BAR.search(of)
+            return (is_scheduler or is_gradient) and any(map(self._has_size, call.args))
         return False
 
 

@@ -57,6 +57,8 @@ class Peers:
 
     def sum(self, number: float) -> float:
         """The sum of these ranks' numbers. Collective."""
+        if self.size == 1:
+            return number
         total = torch.tensor(number, dtype=torch.float64, device=self.device)
         return self.all_reduce(total).item()
 
