@@ -29,6 +29,7 @@ from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import EngineProcess
 from labkit.notebook.cluster.forked_engines import ForkServer
+from labkit.notebook.cluster.forked_engines import ForkServerGoneError
 from labkit.notebook.cluster.silence import SilenceWatch
 from labkit.notebook.cluster.watchdog import is_running
 from labkit.notebook.kernel import interrupts
@@ -199,6 +200,11 @@ class Cluster:
         self, arguments: list[str], environment: dict[str, str], output_file: str
     ) -> psutil.Process:
         server = self._fork_server
+        try:
+            return server.fork(arguments, environment, output_file, interrupts.check)
+        except ForkServerGoneError:  # a moment ago: it was there when this began
+            server = self._fork_server = self._start_fork_server()
+        server.wait_until_ready(interrupts.check)
         return server.fork(arguments, environment, output_file, interrupts.check)
 
     def start_engines(

@@ -23,6 +23,10 @@ from labkit.notebook.cluster.watchdog import FORK_SERVER
 from labkit.notebook.cluster.watchdog import is_running
 
 
+class ForkServerGoneError(UserError):
+    """It has ended, by itself or by another's hand."""
+
+
 class ForkServer:
     """The process from which a lab's engines are forked.
 
@@ -105,12 +109,16 @@ class ForkServer:
                 answer = self._wait_for_answer(check)
             except OSError as error:
                 self._kill()
-                raise self._failure(f"no engine was started: {error}") from error
+                failure = self._failure(f"no engine was started: {error}")
+                if isinstance(error, ConnectionError):
+                    raise ForkServerGoneError(str(failure)) from error
+                raise failure from error
             except BaseException:
                 self._kill()
                 raise
         if isinstance(answer, str):
-            raise self._failure(f"no engine was started: {answer}")
+            failure = self._failure(f"no engine was started: {answer}")
+            raise failure if self.is_alive else ForkServerGoneError(str(failure))
         return answer
 
     def _wait_for_answer(self, check: Callable[[], None]) -> "ForkedProcess | str":
