@@ -108,7 +108,9 @@ def stranger(lab: Lab) -> Iterator[list[str]]:
     finally:
         is_over.set()
         feeding.join()
-        heard += json.loads(process.communicate(timeout=30)[0])
+        num_attacked, words = json.loads(process.communicate(timeout=30)[0])
+        heard += words
+    assert num_attacked >= len(listening(lab))
 
 
 def test_each_listening_socket_is_known(own_lab: Lab) -> None:

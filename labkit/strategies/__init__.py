@@ -30,7 +30,7 @@ class Strategy:
     """Of its device mesh, as `labkit.strategies.mesh` names them; none where a rank
     trains alone, or the cell makes its own."""
     takes_mesh: bool = False
-    """`--config` may have the mesh, or its sizes."""
+    """`--config` may have the sizes of the mesh."""
     theory: Theory = formulas.UNKNOWN
     """What it should hold and send."""
     forecast: str | None = None

@@ -128,7 +128,3 @@ def _since(steps: list[int], row: int) -> str:
     if row and steps[row - 1] < steps[row] - 1:
         return f"since a step between {steps[row - 1] + 1} and {steps[row]}"
     return f"from step {steps[row]} on"
-
-
-def _last(steps: list[int]) -> int:
-    return steps[-1] if steps else 0

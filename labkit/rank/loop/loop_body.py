@@ -14,14 +14,13 @@ PLAIN_CALLS = {
 
 LEAVING = ast.Break | ast.Continue
 
-
 VIEWS = {"to", "cuda", "cpu", "float", "long", "view", "reshape", "flatten", "squeeze"}
 """Methods whose result has the samples of the tensor."""
 
 OPTIONS = {"lr", "weight_decay", "momentum", "betas", "eps"}
 """Of an optimizer, which a loop may set."""
 
-HAS_BAR = re.compile(r"bar|progress|tqdm|count|meter|writer|log", re.IGNORECASE)
+NO_SCHEDULER = re.compile(r"bar|progress|tqdm|count|meter|writer|log", re.IGNORECASE)
 """In the name of what is no scheduler."""
 
 EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
@@ -139,7 +138,6 @@ class _Sizes:
     """What a loop over batches makes of their sizes."""
 
     def __init__(self, loop: ast.For) -> None:
-        self._loop = loop
         self._batches = {
             node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)
         }
@@ -281,7 +279,7 @@ class _Sizes:
                 )
             of = ast.unparse(function.value)
             is_gradient = "grad" in of and function.attr in ("mul_", "div_")
-            is_scheduler = function.attr == "step" and not HAS_BAR.search(of)
+            is_scheduler = function.attr == "step" and not NO_SCHEDULER.search(of)
             return (is_scheduler or is_gradient) and any(map(self._has_size, call.args))
         return False
 
