@@ -42,7 +42,8 @@ lab: .venv/installed
 	@echo "Starting JupyterLab; open the URL with the token that it prints."
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations=20
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+  --durations=20
 
 check: .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long" tests
@@ -71,7 +72,7 @@ $(OLDEST)/installed: pyproject.toml tests/lower_bounds.py
 
 # Not part of `make test`.
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest -n $(WORKERS) --dist loadfile tests
+	$(OLDEST)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 # To upgrade: install in .venv what is to be newer, run the tests, then this.
 lock: .venv/installed

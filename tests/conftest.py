@@ -1,5 +1,6 @@
 """One real cluster of two ranks, shared by the tests that need no other."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,19 @@ from kernels import running_kernel
 
 from labkit import Lab
 
-ENGINE_FIXTURES = {"lab", "shared_lab", "kernel", "server", "browser", "terminal"}
+ENGINE_FIXTURES = {
+    *("lab", "shared_lab", "own_lab", "lab_of_4"),
+    *("kernel", "other", "server", "browser", "terminal"),
+}
+# Few tests, and long ones: a worker that took one of these last would end alone.
+FIRST = [
+    "test_browser.py",
+    "test_front_ends.py",
+    "test_endings.py",
+    "test_fork_server.py",
+    "test_widget_in_browser.py",
+    "test_painter.py",
+]
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
 
 
@@ -27,6 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if code is None or fixtures & ENGINE_FIXTURES or STARTERS & {*code.co_names}:
             item.add_marker("engine")
+    # `--no-loadscope-reorder` leaves this order: the costly files first.
+    engine_tests = Counter(item.path for item in items if "engine" in item.keywords)
+    items.sort(key=lambda item: (item.path.name not in FIRST, -engine_tests[item.path]))
 
 
 @pytest.fixture(scope="session")
