@@ -293,11 +293,11 @@ else:
 # A rank that writes a half of its file, and then has an accident.
 ACCIDENT = """
 from labkit.checkpoint import saving
-plain = plain if "plain" in globals() else saving.save_file
+from safetensors.torch import save_file
 def save_half(tensors, path, metadata):
     path.write_bytes(b"half")
     accident()
-saving.save_file = save_half if rank == {rank} else plain
+saving.save_file = save_half if rank == {rank} else save_file
 """
 GIVEN = "model=torch.nn.Linear(300, 300)"
 
@@ -323,7 +323,8 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(
     assert lab.restart() == [rank]
     lab.run(
         "from labkit.checkpoint import saving\n"
-        "saving.save_file = globals().get('plain', saving.save_file)\n"
+        "from safetensors.torch import save_file\n"
+        "saving.save_file = save_file\n"
         f"save_checkpoint({str(folder)!r}, {GIVEN}, step=2)"
     )
     assert checkpoint.read(folder)[1]["user"] == {"step": 2}
@@ -358,7 +359,7 @@ def test_a_save_does_not_wait_for_a_store_whose_host_has_died(
     with pytest.raises(RankError, match="rank 0: the process died"):
         lab.run(LATE + die + ACCIDENT.format(rank=0) + save)
     assert lab.restart() == [0]  # and rank 1 was not
-    lab.run("saving._Save._plan, saving.save_file = plan, plain", ranks=1)
+    lab.run("saving._Save._plan, saving.save_file = plan, save_file", ranks=1)
     assert lab.pull("kept", 1) == 7
 
 
@@ -413,7 +414,7 @@ def test_a_save_in_flight_ends_when_the_group_does(lab: Lab, tmp_path: Path) -> 
     with pytest.raises(RankError, match="not saved: the process group was released"):
         lab.run("pending.result(timeout=10)", ranks=0)
     torch.testing.assert_close(contents(tmp_path / "x"), found, rtol=0, atol=0)
-    lab.run("saving.save_file = plain\nbegin_save(folder, {}, {'a': 1}).result()")
+    lab.run("saving.save_file = save_file\nbegin_save(folder, {}, {'a': 1}).result()")
     assert checkpoint.read(tmp_path / "x") == ({}, {"a": 1})
 
 

@@ -186,17 +186,40 @@ model, optimizer, loader = prepare(
 
 
 WRONG = {
-    "weigh=3": "weigh is 3; give a function of a batch",
-    "reduction='max'": "unknown reduction 'max'; choose one of: mean, sum",
-    "reduction='sum', weigh=len": "leave out one of the two",
+    "": "prepare got no data",
+    "data, weigh=3": "weigh is 3; give a function of a batch",
+    "data, reduction='max'": "unknown reduction 'max'; choose one of: mean, sum",
+    "data, reduction='sum', weigh=len": "leave out one of the two",
 }
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_wrong_weights_are_explained(lab: Lab, options: str) -> None:
+def test_wrong_data_and_weights_are_explained(lab: Lab, options: str) -> None:
     with pytest.raises(RankError) as caught:
-        train(lab, "ddp", SETUP + f"prepare(model, optimizer, data, {options})")
+        train(lab, "ddp", SETUP + f"prepare(model, optimizer, {options})")
     assert WRONG[options] in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_workers_end_with_their_loader_and_not_with_the_garbage(
+    lab: Lab, strategy: str
+) -> None:
+    """As a part of a cycle they would be waited for in vain, 5 s each."""
+    prepare = """
+source = DataLoader(data, 5, num_workers=1, persistent_workers=True)
+model, optimizer, loader = prepare(model, optimizer, source)
+"""
+    train(lab, strategy, SETUP + prepare + LOOP)
+    lab.run("""
+import gc
+import multiprocessing
+gc.disable()
+before = len(multiprocessing.active_children())
+del source, loader
+num_workers = before, len(multiprocessing.active_children())
+gc.enable()
+""")
+    assert lab.pull("num_workers", "all") == [(1, 0)] * 2
 
 
 # ---- BatchNorm ----

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Announced(RankLoader):
             batches,
             CPU,
             on_epoch=self.epochs.append,
-            on_batch=self.shares.append,
+            on_batch=lambda share, loader: self.shares.append(share),
             on_end=lambda: None,
         )
 
@@ -261,7 +262,7 @@ def test_tensors_in_any_structure_go_to_the_device() -> None:
         ),
         torch.device("meta"),
         on_epoch=lambda epoch: None,
-        on_batch=lambda share: None,
+        on_batch=lambda share, loader: None,
         on_end=lambda: None,
     )
     for batch in loader:
@@ -346,6 +347,12 @@ def test_a_dataloader_keeps_its_workers() -> None:
     assert loader.loader.persistent_workers
     for _ in range(2):
         assert [x.tolist() for x, _ in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_a_batch_size_may_be_of_numpy(kind: type) -> None:
+    [loader] = all_ranks(Squares(8), 1, batch_size=kind(4))
+    assert [x.tolist() for x, _ in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_workers_that_persist_see_the_order_of_every_epoch() -> None:
@@ -637,7 +644,7 @@ def test_microbatches_count_by_what_weigh_gives() -> None:
             each.batches,
             CPU,
             on_epoch=lambda epoch: None,
-            on_batch=loaders[0].shares.append,
+            on_batch=lambda share, loader: loaders[0].shares.append(share),
             on_end=lambda: None,
             weigh=lambda batch: batch[1].sum(),
         )

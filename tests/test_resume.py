@@ -166,7 +166,10 @@ loader = """
 
 
 def test_where_an_epoch_ends_and_with_workers_and_after_a_finished_run(
-    train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lab: Lab,
+    train: Callable[..., Run],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept = tmp_path / "kept"
     alone = train("ddp", loop(), checkpoint=None, keep=None)
@@ -182,6 +185,9 @@ def test_where_an_epoch_ends_and_with_workers_and_after_a_finished_run(
     capsys.readouterr()
     assert train("ddp", loop(), resume=True).num_steps == 12
     assert "there was nothing to do" in capsys.readouterr().err
+    # The next cell goes on from there, with the schedules as well.
+    lab.run("at = by_step.last_epoch, by_epoch.last_epoch")
+    assert lab.pull("at", "all") == [(12, 3)] * 2
     longer = train("ddp", loop(epochs=4), checkpoint=None, keep=None)
     again = train("ddp", loop(epochs=4), resume=True)
     assert_goes_on(again, longer, after=12)

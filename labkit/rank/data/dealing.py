@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data import DataLoader
@@ -341,9 +342,8 @@ def as_loader(
         check_loader(source, batch_size)
         return source
     check_dataset(source)
-    check_batch_size(batch_size)
     shuffles = shuffle and not isinstance(source, IterableDataset)
-    return DataLoader(source, batch_size, shuffle=shuffles)
+    return DataLoader(source, checked_batch_size(batch_size), shuffle=shuffles)
 
 
 def deal_stream(
@@ -447,11 +447,15 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def check_batch_size(batch_size: int | None) -> None:
-    """ValueError unless this is a number of samples."""
+def checked_batch_size(batch_size: int | None) -> int:
+    """A number of samples, NumPy's too; ValueError for anything else."""
+    if isinstance(batch_size, np.integer):
+        batch_size = int(batch_size)  # which is all that a DataLoader takes
     check_count(
         "batch_size", batch_size, "the samples of all ranks together, for example 64"
     )
+    assert batch_size is not None
+    return batch_size
 
 
 def check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:

@@ -98,7 +98,7 @@ def evaluate(
         batches,
         peers.device,
         on_epoch=lambda epoch: None,
-        on_batch=shares.append,
+        on_batch=lambda share, loader: shares.append(share),
         on_end=lambda: None,
     ):
         num_samples = shares[-1].num_samples

@@ -49,10 +49,12 @@ class RankLoader:
     """Yields this rank's part of every global batch, on its device.
 
     `on_epoch(epoch)` is called before each pass, counted from 1, and `on_end()` after
-    it; `before_batch()` when the loop asks for its next batch, or for one too many, and
-    so has ended its work on the last; `on_batch(share)` before it is handed out;
-    `on_drawn(drawn, dealt, epoch)` after a whole pass, with the samples that this rank
-    had and those of all ranks together.
+    it; `before_batch(loader)` when the loop asks for its next batch, or for one too
+    many, and so has ended its work on the last; `on_batch(share, loader)` before it is
+    handed out; `on_drawn(drawn, dealt, epoch)` after a whole pass, with the samples
+    that this rank had and those of all ranks together. They are called with the loader
+    so that they need not hold it: one that a cell drops is freed at once, with its
+    workers, and not as a part of a cycle, where these are waited for in vain.
 
     With a position in `resume_at` the passes before it yield nothing, and its own
     begins after the batches that it had.
@@ -68,9 +70,9 @@ class RankLoader:
         device: torch.device,
         *,
         on_epoch: Callable[[int], None],
-        on_batch: Callable[[Share], None],
+        on_batch: Callable[[Share, "RankLoader"], None],
         on_end: Callable[[], None],
-        before_batch: Callable[[], None] = lambda: None,
+        before_batch: Callable[["RankLoader"], None] = lambda loader: None,
         on_drawn: Callable[[Sequence[int], Sequence[int], int], None] = (
             lambda *drawn: None
         ),
@@ -178,7 +180,7 @@ class RankLoader:
             dealt = self._weighed(dealt, self._weigh)
         try:
             for number in itertools.count():
-                self._before_batch()
+                self._before_batch(self)
                 batch, share = next(dealt, (_END, None))
                 if number == 0 and had:
                     self._check_resumed()
@@ -188,7 +190,7 @@ class RankLoader:
                     num_tokens = share.num_samples * length
                     share = dataclasses.replace(share, num_tokens=num_tokens)
                 self._advance(share)
-                self._on_batch(share)
+                self._on_batch(share, self)
                 yield to_device(batch, self.device)
             if not had and self.batches.dealt:
                 self._on_drawn(self.batches.drawn, self.batches.dealt, self.num_epochs)

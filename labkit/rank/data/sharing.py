@@ -11,9 +11,9 @@ from torch.utils.data import SequentialSampler
 
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.data.dealing import KEPT_OPTIONS
-from labkit.rank.data.dealing import check_batch_size
 from labkit.rank.data.dealing import check_dataset
 from labkit.rank.data.dealing import check_loader
+from labkit.rank.data.dealing import checked_batch_size
 from labkit.rank.data.dealing import part_of
 from labkit.rank.data.devices import to_device
 from labkit.strategies.mesh.peers import Peers
@@ -56,8 +56,7 @@ class ShareLoader:
             check_loader(source, batch_size)
         else:
             check_dataset(source)
-            check_batch_size(batch_size)
-            source = DataLoader(source, batch_size)
+            source = DataLoader(source, checked_batch_size(batch_size))
         in_order = type(source.sampler) is SequentialSampler and not source.drop_last
         if source.batch_size is None or not in_order:
             raise UnsupportedLoopError(

@@ -146,7 +146,7 @@ class StepData:
 
     def end_epoch(self) -> None:
         """The loader has no more."""
-        self._num_samples = self._loss_weight = self.share = None
+        self._num_samples = self._loss_weight = self.share = self._loader = None
         self._num_tokens = 0
         BatchNorm.counts_here = True
         self._hooks.weight = self.weight_outside

@@ -213,6 +213,8 @@ class RunCheckpointer(Observer):
         if self._plan is None:
             return
         if self.is_replaying:
+            if self._checkpoint:  # the next cell goes on from there
+                self._end_replay()
             self._say(
                 f"there was nothing to do: the cell ends where the checkpoint of step "
                 f"{self.first_step} was taken, or before"

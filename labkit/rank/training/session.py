@@ -238,7 +238,7 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Dataset[Any] | DataLoader[Any],
+        dataset: Dataset[Any] | DataLoader[Any] | None = None,
         *unnamed: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
@@ -303,6 +303,12 @@ class Session:
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         self._checks.check_prepare(model, optimizer, unnamed, self.code)
+        if dataset is None:
+            raise ValueError(
+                "prepare got no data, which it divides among the ranks; give it the "
+                "dataset or the DataLoader as well: model, optimizer, loader = "
+                "prepare(model, optimizer, dataset, batch_size=64)"
+            )
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
@@ -512,8 +518,8 @@ class Session:
             batches,
             self.device,
             on_epoch=lambda epoch: self._begin_epoch(epoch, batches),
-            before_batch=lambda: self._before_batch(rank_loader),
-            on_batch=lambda share: self._begin_batch(share, rank_loader),
+            before_batch=self._before_batch,
+            on_batch=self._begin_batch,
             on_end=self._end_epoch,
             on_drawn=self._replicas.watch.note_draw,
             weigh=weigh,
