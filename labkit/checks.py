@@ -13,6 +13,9 @@ from typing import Any
 
 from labkit.records import RANK_NAMES
 
+MAX_METRIC_BYTES = 200
+"""Of a metric's name."""
+
 
 class UserError(RuntimeError):
     """A state that the user can change, or what happened to ranks.
@@ -131,6 +134,19 @@ def check_step(step: Any) -> int:
             f"log(step={short_repr(step)}): the step must be a whole number"
         )
     return number
+
+
+def check_metric(name: Any) -> None:
+    """ValueError unless a metric can be called so, in a file as in a picture."""
+    try:
+        is_name = isinstance(name, str) and 0 < len(name.encode()) <= MAX_METRIC_BYTES
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ValueError(
+            f"log({short_repr(name)}=...): a metric's name is a string of 1 to "
+            f"{MAX_METRIC_BYTES} bytes in UTF-8"
+        )
 
 
 def check_seed(what: str, value: Any) -> None:

@@ -48,6 +48,11 @@ has zeros, nothing was written."""
 UNREAD = struct.unpack("<d", struct.pack("<Q", 0x7FF8_6C61_626B_6974))[0]
 """The value, a NaN like no other, of a record whose tensor the rank has yet to read."""
 
+MAX_METRICS = 4096
+"""Of a rank in a run. All names are sent with every batch; the format has room for
+65,535."""
+MAX_RANKS = 4096
+
 RESTART_FOLDER = "restart-{}"
 """In a run's folder: the journals of all ranks after the run's first, second, ...
 restart."""

@@ -91,7 +91,7 @@ def test_a_journal_without_a_folder_has_no_error() -> None:
 def test_there_may_be_no_more_metrics_than_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(journal_module, "MAX_NAMES", 3)
+    monkeypatch.setattr(journal_module, "MAX_METRICS", 3)
     journal = Journal()
     assert [journal.add_name(name) for name in "abca"] == [1, 2, 3, 1]
     with pytest.raises(ValueError, match=r"log\(d=\.\.\.\): a run has at most 3"):

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.json_files import parse
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import WriteItem
+
+MAX_PLAN_BYTES = 2**30
+"""Of one rank's plan, as JSON."""
 
 
 def all_gather_plans(
@@ -19,7 +25,7 @@ def all_gather_plans(
 ) -> list[tuple["SavePlan", str, str]]:
     """The plan of each rank of `group`, and what it says besides. Collective.
 
-    Raises ValueError, KeyError or TypeError for what is no plan.
+    Raises ValueError for what is no plan.
     """
     is_nccl = "nccl" in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
@@ -30,13 +36,19 @@ def all_gather_plans(
     sizes[dist.get_rank(group)] = own.numel()
     dist.all_reduce(sizes, group=group)
     largest = int(sizes.max())
+    if not 0 < largest <= MAX_PLAN_BYTES:
+        raise ValueError(f"a rank's plan of the save has {largest:,} bytes")
     sent = own.new_zeros(largest)
     sent[: own.numel()] = own
     parts = [sent.new_empty(largest) for _ in range(num_ranks)]
     dist.all_gather(parts, sent, group=group)
     found = []
     for part, size in zip(parts, sizes.tolist(), strict=True):
-        items, its_path, its_error = json.loads(part[:size].cpu().numpy().tobytes())
+        content = part[:size].cpu().numpy().tobytes()
+        try:
+            items, its_path, its_error = json.loads(content)
+        except (RecursionError, TypeError, ValueError) as wrong:
+            raise ValueError(f"a rank's plan of the save is none: {wrong}") from None
         found.append((plan_from_json(items), str(its_path), str(its_error)))
     return found
 
@@ -54,30 +66,36 @@ def plan_to_json(plan: "SavePlan") -> list[list[Any]]:
     return found
 
 
-def plan_from_json(items: list[list[Any]]) -> "SavePlan":
-    """The plan of which `plan_to_json` made this."""
+def plan_from_json(items: Any) -> "SavePlan":
+    """The plan of which `plan_to_json` made this; ValueError for what is none."""
     # Not with this module: it is a quarter of a second of every engine's start.
+    from torch.distributed.checkpoint import planner
+
+    try:
+        return planner.SavePlan([_item(*parse(list[Any], each)) for each in items])
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"a rank's plan of the save is none: {error}") from None
+
+
+def _item(
+    fqn: str, kind: str, offsets: Any, sizes: Any, whole: Any, dtype: str
+) -> "WriteItem":
     from torch.distributed.checkpoint import planner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.metadata import TensorProperties
 
-    found = []
-    for fqn, kind, *numbers, dtype in items:
-        offsets, sizes, whole = map(torch.Size, numbers)
-        data = planner.TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-            properties=TensorProperties(dtype=dtype_of(dtype)),
-            size=whole,
-        )
-        found.append(
-            planner.WriteItem(
-                index=MetadataIndex(fqn, offsets),
-                type=planner.WriteItemType[kind],
-                tensor_data=data,
-            )
-        )
-    return planner.SavePlan(found)
+    shapes = [torch.Size(parse(list[int], each)) for each in (offsets, sizes, whole)]
+    data = planner.TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=shapes[0], sizes=shapes[1]),
+        properties=TensorProperties(dtype=dtype_of(parse(str, dtype))),
+        size=shapes[2],
+    )
+    return planner.WriteItem(
+        index=MetadataIndex(parse(str, fqn), shapes[0]),
+        type=planner.WriteItemType[kind],
+        tensor_data=data,
+    )
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -1,5 +1,6 @@
 """Reads checkpoints: into the tensors of any strategy, on any number of ranks."""
 
+import functools
 from collections.abc import Iterable
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,8 @@ class Checkpoint:
     def values(self) -> dict[str, Any]:
         """What was saved besides `tensors`; ValueError if it is damaged."""
         try:
-            found = decode(self._values, self.tensor)
+            # Each tensor once, however often it is named.
+            found = decode(self._values, functools.cache(self.tensor))
         except (KeyError, TypeError, ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from labkit.checkpoint.atomic_folder import FILE_OF_RANK
+from labkit.json_files import MAX_JSON_BYTES
+from labkit.json_files import read_json
+from labkit.records import format_bytes
 from labkit.step_folders import MANIFEST
 
 FORMAT = "labkit checkpoint"
@@ -76,10 +79,23 @@ def write_manifest(folder: Path, entries: dict[str, Entry], values: Any) -> None
         },
         "values": values,
     }
+    text = json.dumps(content)
+    if len(text) > (most := most_bytes(folder)):
+        raise ValueError(
+            f"its values are {format_bytes(len(text))} of JSON, and there is room for "
+            f"{format_bytes(most)}; save lists of numbers as tensors"
+        )
     with (folder / MANIFEST).open("w") as file:
-        json.dump(content, file)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def most_bytes(folder: Path) -> int:
+    """How large `checkpoint.json` may be: the files of the ranks say as much of each
+    tensor as that does."""
+    files = [each for each in folder.iterdir() if FILE_OF_RANK.fullmatch(each.name)]
+    return MAX_JSON_BYTES + sum(each.stat().st_size for each in files)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Entry], Any]:
@@ -91,10 +107,10 @@ def read_manifest(folder: Path) -> tuple[dict[str, Entry], Any]:
             "folder of one, as save_checkpoint or --checkpoint wrote it"
         )
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        content = read_json(path, most=most_bytes(folder))
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged: it is not JSON; load another checkpoint"
+            f"{path} is damaged: {error}; load another checkpoint"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
@@ -124,7 +140,11 @@ def _entry(described: dict[str, Any]) -> Entry:
         for each in described["parts"]
     )
     whole = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
-    apart = len({part.offset for part in parts}) == len(parts) > 0
+    apart = (
+        len({part.offset for part in parts}) == len(parts) > 0
+        # A file has a tensor once; of a part that is not looked at no size is known.
+        and len({part.file for part in parts}) == len(parts)
+    )
     if not apart or not whole or not all(_is_inside(part, shape) for part in parts):
         raise ValueError
     return Entry(shape, DTYPES[described["dtype"]], parts)

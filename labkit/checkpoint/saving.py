@@ -291,7 +291,7 @@ class _Save:
             problem = first_of([problem, *(self._read(key) for key in reports[1:])])
             if not problem:
                 self._publish()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
         except RuntimeError:
             problem = _ABANDONED

@@ -193,8 +193,9 @@ def list_runs(
         if path not in here:
             try:
                 # Of one that has not ended there is no summary.
-                summary = info.get("summary") or summarize(open_run(path))
+                run = None if info.get("summary") else open_run(path)
                 with run_files.reading(path):
+                    summary = summarize(run) if run else info["summary"]
                     rows.append(_row(info["name"], info, path, summary))
             except ValueError as error:
                 warn_once(path, f"passed over a run that cannot be read: {error}")

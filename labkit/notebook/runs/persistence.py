@@ -8,21 +8,22 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from labkit.json_files import parse
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import run_files
+from labkit.notebook.runs.progress import status_line
 from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import CheckpointPlan
-from labkit.records import Collective
 from labkit.records import Measurement
-from labkit.records import ModelFacts
 from labkit.records import Outcome
 from labkit.records import Progress
 from labkit.train_options import TrainOptions
@@ -254,16 +255,16 @@ def open_run(folder: Path) -> Run:
     """The run in `folder`. ValueError where there is none to read."""
     with run_files.reading(folder):
         info = run_files.read_info(folder)
-        options = run_files.known(TrainOptions, info["options"])
-        collector = Collector(info["ranks"], info.get("resumed_from") or 0)
+        options = parse(TrainOptions, info["options"])
+        first_step = parse(int | None, info.get("resumed_from"), "resumed_from")
         run = Run(
             info["name"],
             info["strategy"],
-            str(info["code"]),
-            collector,
+            parse(str, info["code"], "code"),
+            Collector(info["ranks"], first_step or 0),
             options,
             folder=folder,
-            log_scale=bool(info.get("log_scale")),
+            log_scale=parse(bool, info.get("log_scale", False), "log_scale"),
             on_refresh=refresh,
         )
         take(run, info)
@@ -283,43 +284,51 @@ def take(run: Run, info: dict[str, Any]) -> None:
     collector = run.collector
     state = state_of(info)
     has_ended = state not in ("running", "lost")
-    restarts = [run_files.known(Restart, each) for each in info.get("restarts", [])]
+    ranks = collector.ranks
+    restarts = parse(list[Restart], info.get("restarts", []), "restarts")
+    if len(restarts) * len(ranks) > run_files.MAX_RESTARTED:
+        raise ValueError(f"{len(ranks)} ranks with {len(restarts)} restarts")
+    measurements = {
+        rank: parse(list[Measurement], info["measurements"][str(rank)], "measurements")
+        for rank in ranks
+    }
+    for each in chain.from_iterable(measurements.values()):
+        if missing := set(COMPONENTS) - set(each.memory):
+            raise ValueError(f"it has no {min(missing)}")
+    progress = {
+        rank: parse(Progress, info["progress"][str(rank)], "progress") for rank in ranks
+    }
+    counts = {
+        name: {rank: parse(int, info[name][str(rank)], name) for rank in ranks}
+        for name in ("steps", "lost")
+    }
+    notes = parse(list[str], info.get("notes", []), "notes")
+    mismatches = parse(list[str], info["mismatches"], "mismatches")
+    parse(list[Outcome], info.get("outcomes", []), "outcomes")
+    seconds = parse(float, info["seconds"], "seconds")
     run_files.read_records(
         run.folder,
         collector,
         restarts=[(each.step, each.seconds) for each in restarts],
         is_growing=state == "running",
     )
-    collector.notes = [str(each) for each in info.get("notes", [])]
-    for rank in collector.ranks:
-        collector.measurements[rank] = [
-            Measurement(
-                memory={name: int(each["memory"][name]) for name in COMPONENTS},
-                collectives=[
-                    run_files.known(Collective, c) for c in each["collectives"]
-                ],
-                models=[run_files.known(ModelFacts, m) for m in each["models"]],
-                seconds=float(each.get("seconds", 0.0)),
-            )
-            for each in info["measurements"][str(rank)]
-        ]
-        if has_ended:
-            collector.steps[rank] = int(info["steps"][str(rank)])
-            collector.lost[rank] = int(info["lost"][str(rank)])
-            collector.progress[rank] = run_files.known(
-                Progress, info["progress"][str(rank)]
-            )
-    seconds = float(info["seconds"])
+    collector.notes = notes
+    collector.measurements = measurements
+    if has_ended:
+        collector.progress = progress
+        collector.steps, collector.lost = counts["steps"], counts["lost"]
     if state == "lost":
-        ends = [collector.records(rank)["seconds"] for rank in collector.ranks]
+        ends = [collector.records(rank)["seconds"] for rank in ranks]
         seconds = max([seconds, *(float(e[-1]) for e in ends if len(e))])
     other = info.keys() - run_info(Run("", "", "", Collector([]))).keys()
     run.catch_up(
         state,
         seconds=seconds,
         info={key: info[key] for key in info if key in other},
-        mismatches=[str(each) for each in info["mismatches"]],
+        mismatches=mismatches,
     )
+    # What follows from it by formulas: numbers that cannot be are found out here.
+    assert [run.theory, run.memory, run.comm, status_line(run)]
 
 
 def state_of(info: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.json_files import parse
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.consistency import find_inconsistencies
 from labkit.notebook.history.pace import steps_per_s
@@ -20,6 +21,7 @@ from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
 from labkit.records import Collective
 from labkit.records import ModelFacts
+from labkit.records import Outcome
 from labkit.strategies import recorded_strategy
 from labkit.train_options import TrainOptions
 
@@ -90,7 +92,7 @@ class RunRecord:
     @property
     def restarts(self) -> list[Restart]:
         """Restarts after ranks had died, oldest first."""
-        return [Restart(**each) for each in self.info.get("restarts", [])]
+        return parse(list[Restart], self.info.get("restarts", []))
 
     @property
     def num_steps(self) -> int:
@@ -217,8 +219,8 @@ class RunRecord:
     @property
     def not_on_disk(self) -> int:
         """The number of records that ranks could not write as the disk was full."""
-        outcomes = self.info.get("outcomes", [])
-        return sum(outcome["num_not_on_disk"] for outcome in outcomes)
+        outcomes = parse(list[Outcome], self.info.get("outcomes", []))
+        return sum(outcome.num_not_on_disk for outcome in outcomes)
 
     def end(self, state: str) -> None:
         """Note that the run has ended.

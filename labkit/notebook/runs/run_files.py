@@ -5,21 +5,26 @@ import json
 import math
 import os
 import shutil
-import typing
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any
+from typing import BinaryIO
 
 import numpy as np
+import psutil
 
+from labkit.checks import check_metric
 from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import is_run_name
 from labkit.checks import short_repr
+from labkit.json_files import read_json
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import are_finite
+from labkit.records import MAX_METRICS
+from labkit.records import MAX_RANKS
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE
@@ -27,11 +32,20 @@ from labkit.records import RESTART_FOLDER
 from labkit.records import UNREAD
 from labkit.records import UNWRITTEN
 from labkit.records import Batch
+from labkit.records import format_bytes
 
 INFO_FILE = "run.json"
 TABLE_FILE = "records.parquet"
 
-MAX_INFO_BYTES = 2**26
+MAX_RESTARTED = 2**16
+"""Restarts of a run on disk, times its ranks."""
+BLOCK_RECORDS = 2**16
+"""So many are read at once."""
+MIN_ROWS = 2**22
+MAX_ROWS_PER_BYTE = 16
+"""Of a table with more than `MIN_ROWS`. Each call of `log` leaves a time of its own:
+one of 100 metrics that never change has 5."""
+MAX_NAMES_BYTES = 2**23
 _LATEST = 4e9
 """In the year 2096: a time beyond it is none."""
 _TYPES = {
@@ -60,12 +74,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     What identifies a run is checked; the rest is when the run is opened.
     """
     path = folder / INFO_FILE
-    if not path.is_file() or path.stat().st_size > MAX_INFO_BYTES:
-        raise ValueError(f"{path} is no file of a run")
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
+    info = read_json(path)
     if not isinstance(info, dict):
         raise ValueError(f"{path} does not describe a run")
     for key, is_right in _NEEDED.items():
@@ -86,34 +95,15 @@ def reading(folder: Path) -> Iterator[None]:
         LookupError,
         MemoryError,
         OSError,
+        RuntimeError,  # pyarrow has some that are one
         TypeError,
         ValueError,
     ) as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        what = f"it has no {error}" if type(error) is KeyError else f"{kind}{error}"
         raise ValueError(
-            f"{folder} has no run that can be read: {type(error).__name__}: {error}"
+            f"{folder} has no run that can be read: {what}; load another one"
         ) from error
-
-
-def known(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A `kind` of what it knows of `values`: a later version may have written more.
-
-    TypeError where a value is of another type than the field.
-    """
-    types = typing.get_type_hints(kind)
-    found = {key: value for key, value in values.items() if key in types}
-    for key, value in found.items():
-        if not fits(value, types[key]):
-            raise TypeError(f"{key} is {short_repr(value)}")
-    return kind(**found)
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value that JSON gave is of the type `kind`; of a list or dict not what
-    is in it."""
-    if isinstance(kind, UnionType):
-        return any(fits(value, each) for each in typing.get_args(kind))
-    wanted = typing.get_origin(kind) or kind
-    return isinstance(value, int | float if wanted is float else wanted)
 
 
 def is_time(value: Any) -> bool:
@@ -123,8 +113,9 @@ def is_time(value: Any) -> bool:
 def are_ranks(value: Any) -> bool:
     return (
         isinstance(value, list)
-        and 0 < len(value) == len(set(map(repr, value)))
-        and all(is_int(rank) and 0 <= rank < 2**20 for rank in value)
+        and 0 < len(value) <= MAX_RANKS
+        and all(is_int(rank) and 0 <= rank < MAX_RANKS for rank in value)
+        and len(value) == len(set(value))
     )
 
 
@@ -223,47 +214,79 @@ def read_records(
     `restarts` are step and seconds of those that there were. `is_growing` leaves out,
     for now, what a rank has yet to fill in.
     """
-    for step, seconds in restarts[collector.num_restarts :]:
+    if not (folder / TABLE_FILE).exists():
+        for step, seconds in restarts[collector.num_restarts :]:
+            for rank in collector.ranks:
+                read_journal(folder, rank, collector)
+            collector.restart(step, seconds)
         for rank in collector.ranks:
-            read_journal(folder, rank, collector)
-        collector.restart(step, seconds)
-    for rank in collector.ranks:
-        read_journal(folder, rank, collector, is_growing=is_growing)
-    # Looked for last: a table that appears in between has taken the journals' place.
+            read_journal(folder, rank, collector, is_growing=is_growing)
+    # Also of a table that appeared in between, which has taken the journals' place.
     if (folder / TABLE_FILE).exists():
         _read_table(folder / TABLE_FILE, collector)
 
 
 def _read_table(path: Path, collector: Collector) -> None:
+    """In blocks, each of them checked: a file of 1 MiB may hold 40 million rows."""
     from pyarrow import parquet
 
     if not path.is_file():
         raise ValueError(f"{path} is no file")
-    table = parquet.read_table(path, read_dictionary=["metric"]).combine_chunks()
-    types = {name: str(table.schema.field(name).type) for name in _TYPES}
-    holes = [name for name in _TYPES if table[name].null_count]
-    if types != _TYPES or holes:
-        raise ValueError(f"{path} has the columns {types}, with holes in {holes}")
-    ranks = table["rank"].to_numpy()
-    metrics = table["metric"].combine_chunks()
-    ids = metrics.indices.to_numpy() if len(table) else np.empty(0, "i4")
-    names = metrics.dictionary.to_pylist() if len(table) else []
-    records = np.empty(len(table), RECORD)
+    with parquet.ParquetFile(path, read_dictionary=["metric"]) as file:
+        types = {each.name: str(each.type) for each in file.schema_arrow}
+        if {name: types.get(name) for name in _TYPES} != _TYPES:
+            raise ValueError(f"{path} has the columns {short_repr(types)}")
+        groups = [
+            file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)
+        ]
+        num_rows = sum(group.num_rows for group in groups)
+        if num_rows > max(MIN_ROWS, MAX_ROWS_PER_BYTE * path.stat().st_size):
+            raise ValueError(
+                f"{path} has {path.stat().st_size:,} bytes and {num_rows:,} records, "
+                "which labkit does not write"
+            )
+        check_room(path, num_rows)
+        collector.reset()
+        names: dict[int, list[str]] = {}
+        for block in file.iter_batches(BLOCK_RECORDS, columns=[*_TYPES]):
+            _take_block(path, block, collector, names)
+
+
+def _take_block(
+    path: Path, block: Any, collector: Collector, names: dict[int, list[str]]
+) -> None:
+    """Add a block of a table; `names` are those of each rank's metrics until now."""
+    if any(column.null_count for column in block.columns):
+        raise ValueError(f"{path} has rows without a value")
+    block.validate(full=True)
+    ranks = block.column("rank").to_numpy()
+    metrics = block.column("metric")
+    ids = metrics.indices.to_numpy()
+    records = np.empty(len(ids), RECORD)
     for name in ("step", "seconds", "memory_bytes", "value"):
-        records[name] = table[name].to_numpy()
-    collector.reset()
-    for rank in collector.ranks:
-        mine = ranks == rank
-        own = records[mine]
+        records[name] = block.column(name).to_numpy()
+    if not are_records(records).all():
+        raise ValueError(f"{path} has times that are none")
+    if (np.diff(ranks) < 0).any() or ranks[0] < max(names, default=0):
+        raise ValueError(f"{path} is not in the order of ranks")
+    for rank in np.unique(ranks).tolist():
+        if rank not in collector.num_records:
+            continue
+        mine = slice(*np.searchsorted(ranks, [rank, rank + 1]))
+        own, known = records[mine], names.setdefault(rank, [])
         # Its metrics, by when they came first.
         found, first, places = np.unique(
             ids[mine], return_index=True, return_inverse=True
         )
-        order = np.argsort(first)
-        rank_of = np.empty(len(order), "u2")
-        rank_of[order] = np.arange(len(order), dtype="u2")
-        own["metric"] = rank_of[places]
-        collector.add(rank, Batch(0, [names[found[i]] for i in order], own))
+        words = metrics.dictionary.take(found).to_pylist()
+        for place in np.argsort(first).tolist():
+            if words[place] not in known:
+                check_metric(words[place])
+                known.append(words[place])
+        if len(known) > MAX_METRICS:
+            raise ValueError(f"{path} has more than {MAX_METRICS:,} metrics of a rank")
+        own["metric"] = np.array([known.index(word) for word in words], "u2")[places]
+        collector.add(rank, Batch(collector.num_received[rank], [*known], own))
 
 
 def read_journal(
@@ -276,32 +299,67 @@ def read_journal(
     """
     folder = journal_folder(folder, collector.num_restarts)
     begin = 0 if collector.lost[rank] else collector.num_received[rank]
+    path = folder / RECORDS_FILE.format(rank)
     try:
-        path = folder / RECORDS_FILE.format(rank)
         if not path.is_file():
             return
         with path.open("rb") as file:
-            file.seek(begin * RECORD.itemsize)
-            content = file.read()
+            blocks = _read_blocks(path, file, begin)
         # Read after the records, so that it has the names of all of them.
         names = _read_names(folder / NAMES_FILE.format(rank))
     except OSError:
         return
-    whole = len(content) // RECORD.itemsize
-    records = np.frombuffer(content, RECORD, whole)
-    records = records[: _num_written(records, len(names), is_growing=is_growing)]
-    if begin == 0 and len(records) < collector.num_new(rank):
+    for number, block in enumerate(blocks):
+        num_written = _num_written(block, len(names), is_growing=is_growing)
+        if num_written < len(block):
+            blocks[number:] = [block[:num_written]]
+    if begin == 0 and sum(map(len, blocks)) < collector.num_new(rank):
         return  # it knows more than its journal
     if begin == 0:
         collector.start_over(rank)
-    if len(records):
-        collector.add(rank, Batch(begin, names, records))
+    for block in blocks:
+        if len(block):
+            collector.add(rank, Batch(begin, names, block))
+            begin += len(block)
+
+
+def _read_blocks(path: Path, file: BinaryIO, begin: int) -> list[np.ndarray]:
+    """A file's records from the one with this number on, up to where nothing was
+    written: a file may have a hole of any size."""
+    size, num_records = RECORD.itemsize, 0
+    blocks = []
+    file.seek(begin * size)
+    while content := file.read(BLOCK_RECORDS * size):
+        block = np.frombuffer(content, RECORD, len(content) // size)
+        num_records += len(block)
+        if num_records > MIN_ROWS:
+            check_room(path, num_records)
+        blocks.append(block)
+        if not len(block) or not block["metric"][-1]:
+            break
+    return blocks
+
+
+def check_room(path: Path, num_records: int) -> None:
+    """ValueError unless memory has room for so many records, and the tables of them."""
+    needed = 4 * num_records * RECORD.itemsize
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"{path} has {num_records:,} records, which take {format_bytes(needed)} "
+            f"of memory, and {format_bytes(free)} are free"
+        )
+
+
+def are_records(records: np.ndarray) -> np.ndarray:
+    """Which of them have a time to reckon with."""
+    return are_finite(records["seconds"])
 
 
 def _num_written(records: np.ndarray, num_names: int, *, is_growing: bool) -> int:
     """How many records, from the first, are whole."""
     ends = (records["metric"] == 0) | (records["metric"] >= num_names)
-    ends |= ~np.isfinite(records["seconds"])
+    ends |= ~are_records(records)
     if is_growing:
         ends |= np.ascontiguousarray(records["value"]).view("u8") == _UNREAD_BITS
     return int(ends.argmax()) if ends.any() else len(records)
@@ -312,13 +370,16 @@ def _read_names(path: Path) -> list[str]:
     names = [UNWRITTEN]
     if not path.is_file():
         return names
-    for line in path.read_bytes().splitlines(keepends=True):
+    with path.open("rb") as file:
+        content = file.read(MAX_NAMES_BYTES)
+    for line in content.splitlines(keepends=True):
         try:
             number, name = json.loads(line)
-        except (ValueError, TypeError):
+            check_metric(name)
+        except (ValueError, TypeError, RecursionError):
             break
         is_next = number == len(names) or number == len(names) - 1 > 0
-        if not (line.endswith(b"\n") and is_next and isinstance(name, str)):
+        if not (line.endswith(b"\n") and is_int(number) and is_next):
             break
         names[number:] = [name]
-    return names
+    return names[: MAX_METRICS + 1]

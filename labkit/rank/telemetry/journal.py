@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from labkit.checks import short_repr
+from labkit.checks import check_metric
+from labkit.records import MAX_METRICS
 from labkit.records import NAMES_FILE
 from labkit.records import RECORD
 from labkit.records import RECORDS_FILE
@@ -26,10 +27,6 @@ _VALUE = struct.Struct("<d")
 _VALUE_AT = _SIZE - _VALUE.size
 assert _METRIC.size + _FIELDS.size == _SIZE
 assert _CHUNK_BYTES % 2**16 == 0
-
-MAX_NAMES = 4096
-"""All of them are sent with every batch; the format has room for 65,535."""
-MAX_NAME_BYTES = 200
 
 
 class Journal:
@@ -72,10 +69,10 @@ class Journal:
         """The id of a new metric. ValueError for what is no name, or one too many."""
         if name in self.names:  # an interrupt came before the caller knew
             return self.names.index(name)
-        check_name(name)
-        if len(self.names) > MAX_NAMES:
+        check_metric(name)
+        if len(self.names) > MAX_METRICS:
             raise ValueError(
-                f"log({name[:40]}=...): a run has at most {MAX_NAMES:,} metrics, and "
+                f"log({name[:40]}=...): a run has at most {MAX_METRICS:,} metrics, and "
                 "this one has as many; log what varies as a value, not in the name"
             )
         if self._num_on_disk is None:
@@ -157,19 +154,6 @@ class Journal:
     def _continue_in_memory(self, error: OSError) -> None:
         self._num_on_disk = self.num_records
         self.error = error.strerror or str(error)
-
-
-def check_name(name: str) -> None:
-    """ValueError unless a metric can be called so, in a file as in a picture."""
-    try:
-        is_name = 0 < len(name.encode()) <= MAX_NAME_BYTES
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise ValueError(
-            f"log({short_repr(name)}=...): a metric's name is a string of 1 to "
-            f"{MAX_NAME_BYTES} bytes in UTF-8"
-        )
 
 
 def _create(path: Path) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Iterator
 from concurrent import futures
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from labkit.checkpoint import SaveError
 from labkit.checkpoint import Section
 from labkit.checkpoint import begin_save
 from labkit.checkpoint import prune
+from labkit.json_files import parse
+from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.loader import LoaderPosition
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.training.cell_checkpoints import Checkpoints
@@ -37,6 +40,27 @@ SEED_STRIDE = 1_000_003
 
 _GAUSS = struct.Struct("<?d")
 """The spare normal number of a generator: whether it has one, and which."""
+
+
+@dataclass(frozen=True)
+class SavedLoader:
+    """What a checkpoint says of one loader."""
+
+    position: LoaderPosition
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SavedLoop:
+    """What a checkpoint says of the loop that it was taken in."""
+
+    step: int
+    seed: int
+    loaders: list[SavedLoader]
+    active: int | None
+    """The loader that was asked for a batch last."""
+    schedulers: list[Any]
+    """Class and state of each."""
 
 
 class RunCheckpointer(Observer):
@@ -71,7 +95,7 @@ class RunCheckpointer(Observer):
         self._seed = seed
         self._checkpoint: Checkpoint | None = None
         """What the run resumes from."""
-        self._saved: dict[str, Any] = {}
+        self._saved: SavedLoop | None = None
         """What it says of the loop."""
         self._sections: list[dict[str, Any]] = []
         """What it says of each model and optimizer."""
@@ -126,10 +150,17 @@ class RunCheckpointer(Observer):
         if self._checkpoint is None:
             self._open()
         assert self._checkpoint is not None
-        saved = self._saved["loaders"]
+        assert self._saved is not None
+        saved = self._saved.loaders
         if place >= len(saved):
             return  # it was not yet when the checkpoint was taken
-        self._check_data(saved[place]["data"], facts_of(loader))
+        self._check_data(saved[place].data, facts_of(loader))
+        position = saved[place].position
+        batches = loader.batches  # of a stream nobody may know how many
+        if isinstance(batches, GlobalBatches) and position.batch > batches.num_batches:
+            raise self._damaged(
+                f"batch {position.batch} of an epoch of {batches.num_batches}"
+            )
         optimizer.prepared.restore(
             Section(self._checkpoint, prefix(place)), self._sections[place]
         )
@@ -139,8 +170,8 @@ class RunCheckpointer(Observer):
                 for group in optimizer.param_groups
             ]
         )
-        loader.resume_at = LoaderPosition(**saved[place]["position"])
-        if self._saved["active"] is None and place == len(saved) - 1:
+        loader.resume_at = position
+        if self._saved.active is None and place == len(saved) - 1:
             self._end_replay()
             self._say(
                 f"the loop of step {self.first_step} did not take its data from the "
@@ -149,7 +180,7 @@ class RunCheckpointer(Observer):
 
     def begin_epoch(self) -> None:
         """A loader begins a pass: maybe the one in which the checkpoint was taken."""
-        active = self._saved.get("active")
+        active = self._saved.active if self._saved else None
         if not self.is_replaying or active is None or active >= len(self._loaders):
             return
         loader = self._loaders[active]
@@ -250,15 +281,37 @@ class RunCheckpointer(Observer):
                 f"{self._name} was not saved by --checkpoint; call load_checkpoint "
                 "in the cell for it, or name another folder"
             )
-        self._saved, self._sections = values["loop"], values["sections"]
-        if self._saved["seed"] != self._seed:
-            raise ValueError(
-                f"{self._name} is of a run with --seed "
-                f"{self._saved['seed']}, which orders the samples differently than "
-                f"--seed {self._seed}; resume with --seed {self._saved['seed']}"
+        try:
+            saved = parse(SavedLoop, values["loop"])
+            sections = parse(list[dict[str, Any]], values["sections"])
+            states = [
+                (parse(str, kind), dict(state)) for kind, state in saved.schedulers
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"{type(error).__name__}: {error}") from None
+        if step_folder(Path(), saved.step).name != Path(self._name).name:
+            raise self._damaged(f"step {saved.step} in a folder of another name")
+        if len(sections) != len(saved.loaders) or (
+            saved.active is not None and saved.active >= len(sections)
+        ):
+            raise self._damaged(
+                f"{len(sections)} models, {len(saved.loaders)} loaders, and the one in "
+                f"use is {saved.active}"
             )
-        self.first_step = self._last_step = self._saved["step"]
-        self._waiting = list(self._saved["schedulers"])
+        if saved.seed != self._seed:
+            raise ValueError(
+                f"{self._name} is of a run with --seed {saved.seed}, which orders the "
+                f"samples differently than --seed {self._seed}; resume with --seed "
+                f"{saved.seed}"
+            )
+        self._saved, self._sections, self._waiting = saved, sections, states
+        self.first_step = self._last_step = saved.step
+
+    def _damaged(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self._name} is damaged: what it says of the loop cannot be, {what}; "
+            "remove it to resume from the one before"
+        )
 
     def _check_data(self, saved: dict[str, Any], here: dict[str, Any]) -> None:
         for name, value in here.items():
@@ -283,7 +336,10 @@ class RunCheckpointer(Observer):
             if name.startswith(own)
         }
         if found:
-            set_random_state(found, self._device)
+            try:
+                set_random_state(found, self._device)
+            except (KeyError, RuntimeError, TypeError, ValueError, struct.error) as bad:
+                raise self._damaged(f"its random numbers: {bad}") from None
         else:  # of a rank that there was not: not those that it began with
             seed_everything(self._seed + self._rank + SEED_STRIDE * self.first_step)
 
@@ -320,7 +376,10 @@ class RunCheckpointer(Observer):
                 f"{self._name} has the state of a {kind} where this cell has a {here}; "
                 "make the same schedulers in the same order"
             )
-        scheduler.load_state_dict(state)
+        try:
+            scheduler.load_state_dict(state)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise self._damaged(f"the state of its {kind}: {error}") from None
 
     def _restore_rates(self) -> None:
         """A scheduler sets the rates of its optimizer when it is made."""
