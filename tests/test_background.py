@@ -137,6 +137,7 @@ def test_a_failure_in_the_background_is_shown_and_raised_by_wait(
     lab.run("dist.all_reduce(torch.ones(1))")
 
 
+@pytest.mark.long
 def test_a_lab_that_stops_ends_its_run_in_the_background(end: Path) -> None:
     with Lab(num_ranks=2, device="cpu") as lab:
         run = begin(lab, end)

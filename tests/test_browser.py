@@ -174,6 +174,7 @@ def test_the_stop_button_ends_a_run_and_the_next_cell_works(
     page.screenshot("stop-stopped")
 
 
+@pytest.mark.long
 def test_a_run_continues_while_the_page_is_reloaded(
     own_notebook: NotebookPage, server: LabServer, told: Path
 ) -> None:

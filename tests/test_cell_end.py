@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import pytest
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -238,7 +239,7 @@ def num_listening(lab: Lab) -> list[int]:
     return list(lab.pull("num_listening", "all"))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", long_but(["fsdp", "hsdp"], "hsdp"))
 def test_groups_that_are_re_created_close_those_before(lab: Lab, strategy: str) -> None:
     before = []
     for _ in range(4):

@@ -57,7 +57,6 @@ def other() -> Iterator[Kernel]:
             ("restart", True),
         ],
         ("kill", True),
-        ("shutdown", False),
     ),
 )
 def test_nothing_is_left_behind_and_another_lab_left_alone(
@@ -99,7 +98,7 @@ def test_nothing_is_left_behind_and_another_lab_left_alone(
     assert reply.stdout == "[ranks 0-1] fine\n"
 
 
-@pytest.mark.parametrize("stage", ["_start_watchdog", "listen"])
+@pytest.mark.parametrize("stage", long_but(["_start_watchdog", "listen"], "listen"))
 def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +121,7 @@ def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
         assert not watchdog.find_processes(token)
 
 
+@pytest.mark.long
 def test_labs_that_come_and_go_leave_nothing_in_the_kernel() -> None:
     kernel = psutil.Process()
 

@@ -7,6 +7,7 @@ from collections import UserDict
 import pandas as pd
 import pytest
 import torch
+from marks import long_but
 from torch import nn
 
 from labkit import Lab
@@ -85,13 +86,13 @@ def run_and_compare(lab: Lab, setup: str, strategy: str, options: str) -> None:
     assert found["total_peak"] == pytest.approx(measured["total_peak"], rel=0.15)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "zero2", "fsdp"))
 @pytest.mark.parametrize("setup", SETUPS)
 def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
     run_and_compare(lab, setup, strategy, "plain")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", long_but(["ddp", "zero2", "fsdp"], "fsdp"))
 @pytest.mark.parametrize("options", ["accumulated", "checkpointed"])
 def test_memory_with_options_is_as_predicted(
     lab: Lab, options: str, strategy: str

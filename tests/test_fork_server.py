@@ -155,6 +155,7 @@ def test_an_interrupt_ends_the_wait_for_a_server(tmp_path: Path) -> None:
     server.join()
 
 
+@pytest.mark.long
 def test_a_lab_starts_beside_many_open_files_and_without_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_lab_starts_beside_many_open_files_and_without_its_folder(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.long
 def test_a_stop_leaves_no_zombie_of_a_rank_that_has_to_be_killed() -> None:
     with Lab(num_ranks=2) as lab:
         pids = list(lab.status()["pid"])
@@ -203,6 +205,7 @@ def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
         server.fork([], {}, str(tmp_path / "out"))
 
 
+@pytest.mark.long
 def test_an_engine_whose_server_has_used_cuda_imports_torch_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_failing_rank_is_shown_in_a_terminal(terminal: Terminal) -> None:
     assert as_seen(terminal.run("1 + 1"))[0].endswith(": 2")
 
 
+@pytest.mark.long
 def test_ctrl_c_while_a_lab_starts_leaves_nothing(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import long_but
 from torch import nn
 
 from labkit import Lab
@@ -335,7 +336,9 @@ with torch.device(built_on):
 """
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2", *SHARDED])
+@pytest.mark.parametrize(
+    "strategy", long_but(["single", "zero2", *SHARDED], "zero2", "zero3", "fsdp")
+)
 def test_what_nothing_sets_is_refused_or_loaded(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:

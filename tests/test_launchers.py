@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -258,7 +259,7 @@ def test_what_cannot_go_to_a_pool_is_one_error(lab: Lab, capsys: Captured) -> No
     assert "AttributeError" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", long_but(["spawn", "forkserver"], "spawn"))
 def test_workers_find_a_dataset_of_the_cell(method: str, lab: Lab) -> None:
     lab.run(
         code(

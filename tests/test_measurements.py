@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import long_but
 
 from labkit import Lab
 from labkit.notebook.runs.run import Run
@@ -313,7 +314,9 @@ def compiled(what):
 """
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", long_but(["single", "ddp", "zero2", "fsdp"], "fsdp")
+)
 @pytest.mark.parametrize("what", COMPILED)
 def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) -> None:
     if (what, strategy) == ("before prepare", "fsdp"):

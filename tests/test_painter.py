@@ -115,6 +115,7 @@ def test_a_picture_that_failed_does_not_take_the_last_one_away(kernel: Kernel) -
     assert [set(each) for each in reply.displays] == [{"image/png", "text/plain"}]
 
 
+@pytest.mark.long
 def test_the_last_picture_does_not_wait_for_a_painter_without_a_core(
     kernel: Kernel,
 ) -> None:

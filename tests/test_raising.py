@@ -382,6 +382,7 @@ def test_failures_in_all_that_a_cell_calls(
     torch.testing.assert_close(weights(lab), references[0])
 
 
+@pytest.mark.long
 def test_any_exception_ends_the_cell_and_no_more(lab: Lab) -> None:
     lab.run(SET_UP)
     for raised, text in EXCEPTIONS.items():

@@ -137,7 +137,7 @@ def test_resumed_equals_uninterrupted_under_every_strategy(
         "DataLoader(data, 12, shuffle=True, generator=torch.Generator())",
         "DataLoader(data, 12, sampler=WeightedRandomSampler([1.0] * 46, 46))",
         "DataLoader(Stream(), 12)",
-        "DataLoader(Stream(), 12, num_workers=1)",
+        pytest.param("DataLoader(Stream(), 12, num_workers=1)", marks=pytest.mark.long),
     ],
 )
 def test_samplers_and_streams_go_on_where_they_were(

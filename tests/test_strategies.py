@@ -270,7 +270,7 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("strategy", WITH_SINGLE)
+@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
 @pytest.mark.parametrize("setup", COMBINATIONS)
 def test_losses_and_weights_equal_one_process(
     lab_of_any_size: Lab, setup: str, strategy: str
