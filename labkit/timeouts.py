@@ -33,6 +33,10 @@ CONNECT_S = 10.0
 """A rank reaches the store of a group that rank 0 hosts."""
 RELEASE_S = 0.5
 """A rank waits for others in a group that is not complete, until it is released."""
+ABORT_S = 4.0
+"""A rank aborts its communicators, while it is asked to release a collective."""
+LEAVE_S = 20.0
+"""The same, before it joins another group; then it cannot, and is to be restarted."""
 PROOF_S = 2.0
 """The all-reduce that shows whether a group works."""
 GROUP_S = 1800.0
@@ -123,6 +127,8 @@ ORDER = [
     ("PROGRESS_S", "HANG_AFTER_S", "ranks that get on are heard before a note"),
     ("HANG_AFTER_S", "GROUP_S", "the note comes before the collective gives up"),
     ("RELEASE_S", "ANSWER_S", "a rank that is released is waited for"),
+    ("ABORT_S", "ANSWER_S", "a rank that aborts answers all the same"),
+    ("LEAVE_S", "CALL_S", "a rank itself says that it cannot leave its group"),
     ("PROOF_S", "CALL_S", "that a group is of no use is an answer, and no error"),
     ("CONNECT_S", "CALL_S", "a rank itself says that it cannot reach the store"),
     ("ASK_S", "SILENCE_S", "a rank is silent only where it was asked"),

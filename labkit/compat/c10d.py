@@ -75,11 +75,9 @@ def set_default_group(group: Group | None) -> None:
 
 
 @GATE.needs(f"{_C10D}:_abort_process_group")
-def abort_groups() -> None:
-    """Abort all communicators of NCCL, and forget the groups.
-
-    `destroy_process_group` waits for kernels that may never end.
-    """
+def forget_aborted_groups() -> None:
+    """Forget all groups, each of which was aborted: `destroy_process_group` waits for
+    kernels that may never end. To abort a group again does nothing."""
     c10d._abort_process_group()
 
 
@@ -112,12 +110,11 @@ def replace_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
 
 
 @GATE.needs("torch._C._distributed_c10d:_dump_fr_trace_json")
-def flight_record(*flags: bool) -> str:
-    """Torch's record of collectives, as JSON; `flags` are whether to have all of them,
-    and only active ones. NCCL's own is `_dump_nccl_trace_json`, which CPU builds lack.
-    """
-    record: bytes = _c10d._dump_fr_trace_json(*flags)
-    return record.decode()
+def flight_records(*flags: bool) -> list[str]:
+    """Torch's records of collectives, each as JSON; `flags` are whether to have single
+    collectives, and only active ones. Gloo's, and NCCL's, which CPU builds lack."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [getattr(_c10d, n)(*flags).decode() for n in names if hasattr(_c10d, n)]
 
 
 FUNCTIONAL = "_c10d_functional"

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
@@ -256,8 +257,10 @@ class RankGroup:
     def _install(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             arguments = self.placements[rank], self.cluster.stack_file(rank)
-            self.cluster.call(f"{_CALLS}:install", *arguments, ranks=[rank])
+            [notes] = self.cluster.call(f"{_CALLS}:install", *arguments, ranks=[rank])
             self.cluster.listen(rank)
+            for note in notes if rank == 0 else ():  # the others are set alike
+                print(f"labkit: {note}", file=sys.stderr)
 
     def _form(self) -> None:
         """Re-create the process group on all ranks, and see that it works."""
@@ -298,8 +301,8 @@ class RankGroup:
 
     def _works(self, *, after_failure: bool = False) -> bool:
         """Whether the group, as it is, gives a right all-reduce on every rank."""
-        counts = self.cluster.call(f"{_CALLS}:group_sequence", ranks=self.everyone)
-        if len(set(counts)) > 1:
+        counts = self.cluster.call(f"{_CALLS}:group_sequences", ranks=self.everyone)
+        if not are_alike(counts):
             return False
         sums = self.cluster.call(
             f"{_CALLS}:prove_group",
@@ -312,3 +315,14 @@ class RankGroup:
     def _are_right(self, sums: Sequence[float | None]) -> bool:
         """Whether every rank got the sum of all ranks."""
         return all(found == float(sum(self.everyone)) for found in sums)
+
+
+def are_alike(counts: Sequence[Mapping[str, int]]) -> bool:
+    """Whether ranks have started as many collectives in each group that they share.
+
+    One that some have started, and others not, waits for them for ever.
+    """
+    names = {name for each in counts for name in each}
+    return all(
+        len({each[name] for each in counts if name in each}) == 1 for name in names
+    )

@@ -90,7 +90,8 @@ class CellRunner:
             self._console,
             stop_point=lambda: self._stop_point,
         )
-        self.group.install()
+        self.notes = self.group.install()
+        """What the user is to know of how this engine became a rank."""
         self._adapt_shell()
         self._adapt_libraries()
 

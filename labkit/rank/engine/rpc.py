@@ -17,6 +17,7 @@ from labkit.compat import torch
 from labkit.rank.engine.cell_runner import CellRunner
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
+from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.records import SAFE_PATH
 from labkit.records import Placement
 
@@ -67,9 +68,9 @@ def use_working_directory() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def install(placement: Placement, stack_file: str) -> None:
+def install(placement: Placement, stack_file: str) -> list[str]:
     """Make this engine a rank; `stack_file` is where it writes its stack, if it
-    cannot answer when it is asked for it."""
+    cannot answer when it is asked for it. What the user is to know of it."""
     global _runner
     from IPython import get_ipython
 
@@ -81,6 +82,7 @@ def install(placement: Placement, stack_file: str) -> None:
     dump_on_signal(stack_file)
     # A crash in native code writes its stack to the engine's log.
     faulthandler.enable(ipython.stderr_fd())
+    return _runner.notes
 
 
 def runner() -> CellRunner:
@@ -102,9 +104,9 @@ def join_group(port: int, peers: list[int]) -> float:
     return runner().group.join(port, peers)
 
 
-def group_sequence() -> int:
-    """How many collectives this rank has started in the group."""
-    return runner().group.sequence
+def group_sequences() -> dict[str, int]:
+    """How many collectives this rank has started in each of its groups."""
+    return runner().group.sequences()
 
 
 def prove_group(timeout_s: float, after_failure: bool) -> float | None:
@@ -112,10 +114,13 @@ def prove_group(timeout_s: float, after_failure: bool) -> float | None:
 
     Models are made fit for a next step where the last one may have failed half-way.
     """
+    group = runner().group
     try:
-        found = runner().group.prove(timeout_s)
+        found = group.prove(timeout_s)
     except RuntimeError:
         return None
+    if group.can_abort and recorded_call(group.formed_at_ns) is not None:
+        return None  # the GPU is in a collective still, of whatever group
     if after_failure:
         recover_models()
     return found

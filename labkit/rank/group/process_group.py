@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,18 +21,21 @@ from torch.distributed import distributed_c10d as c10d
 from labkit import timeouts
 from labkit.checkpoint import abandon_saves
 from labkit.checkpoint import connect
-from labkit.compat.c10d import abort_groups
+from labkit.compat.c10d import forget_aborted_groups
+from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_groups_made
-from labkit.compat.c10d import num_started
 from labkit.compat.c10d import rendezvous_of
 from labkit.compat.c10d import replace_rendezvous
 from labkit.compat.c10d import reset_group_count
 from labkit.compat.c10d import reset_rpc_counts
 from labkit.compat.c10d import set_default_group
+from labkit.rank.group.aborts import Aborts
 from labkit.rank.group.recovery import FormerGroups
 from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.recovery import forget_lost_groups
+from labkit.rank.group.settings import set_variables
 from labkit.rank.group.torch_rpc import end_rpc
+from labkit.rank.telemetry.stack_trace import started_collectives
 from labkit.records import Placement
 from labkit.strategies.mesh.device_mesh import mesh_of
 
@@ -40,33 +44,6 @@ _torch_rendezvous = rendezvous_of("env")
 
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
 """Prefixes of the variables by which torchrun and MPI pass a process its rank."""
-
-
-def loopback_interface() -> str:
-    """Name of the interface that never leaves this host."""
-    return next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address == "127.0.0.1" for address in addresses)
-    )
-
-
-def set_library_defaults() -> None:
-    """Settings of torch's backends that a user has not chosen; they read them once."""
-    interface = loopback_interface()
-    defaults = {
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
-        # Torch's watchdog would end the process for a communicator that was aborted,
-        # and hide the user's CUDA error behind its own.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        # Torch's record of collectives is read while a cell hangs; all 2000 that it
-        # keeps by itself would take 0.2 s.
-        "TORCH_FR_BUFFER_SIZE": "256",
-    }
-    for variable, value in defaults.items():
-        os.environ.setdefault(variable, value)
 
 
 def forget_launchers() -> None:
@@ -120,9 +97,12 @@ class RankProcessGroup:
         self._solo: dist.ProcessGroup | None = None
         self._former: FormerGroups | None = None
         self._port = 0
+        self._listening: set[int] = set()
+        """The ports on which this process listened before the group was formed."""
         self._is_broken = False
         self._is_alone = False
         self._releasing = threading.Lock()
+        self._aborts = Aborts()
         self._num_own_groups = 0
         self._num_meetings = 0
         """How often `env://` has led to the group's store."""
@@ -142,14 +122,15 @@ class RankProcessGroup:
         }
         """The environment variables of torchrun, for code that reads them."""
 
-    def install(self) -> None:
+    def install(self) -> list[str]:
         """Make this process a rank: its settings, its environment, torch's own ways
-        into a group. Once, before the first `join`."""
-        set_library_defaults()
+        into a group. Once, before the first `join`; what there is to say of it."""
+        notes = set_variables(self.backend)
         self._choose_device()
         forget_launchers()
         self.restore_environment()
         self._replace_init_process_group()
+        return notes
 
     def _choose_device(self) -> None:
         if self.device.type == "cuda":
@@ -192,12 +173,16 @@ class RankProcessGroup:
         )
 
     @property
-    def sequence(self) -> int:
-        """How many collectives, and meetings, this rank has started in the group."""
-        if self._group is None or not self.in_place:
-            return 0
-        collectives = num_started(self._group)
-        return collectives + self._num_meetings
+    def can_abort(self) -> bool:
+        """Whether the backend frees ranks from a collective by itself."""
+        return self.backend == "nccl"
+
+    def sequences(self) -> dict[str, int]:
+        """How many collectives this rank has started in each group, by its name, and
+        how many meetings."""
+        if not self.in_place:
+            return {}
+        return {**started_collectives(), "meetings": self._num_meetings}
 
     def host(self) -> int:
         """Open the store of the next group, on rank 0; its port."""
@@ -222,6 +207,7 @@ class RankProcessGroup:
             self._store.set_timeout(self.timeout)
         assert self._store is not None, "rank 0 hosts the store before it joins"
         self.peers = peers
+        self._listening = set(listening_ports())
         self.formed_at_ns = time.time_ns()
         self._port = port
         self._num_own_groups = self._num_meetings = 0
@@ -241,7 +227,6 @@ class RankProcessGroup:
         )
         self._group = dist.group.WORLD
         assert self._group is not None
-        self._solo = dist.new_group([0], timeout=self.timeout)
         bind_to_new_groups(self._former, self._group, self._variables, self._store)
         forget_lost_groups()
         self._former = None
@@ -271,22 +256,29 @@ class RankProcessGroup:
         with self._releasing:  # not while another thread still aborts them
             if self._group is not None:
                 self._former = FormerGroups(self._group, formation=self._port)
-            self._destroy()
+            if dist.is_initialized():
+                self._destroy()
         mesh_of.cache_clear()  # or it would keep the groups, and their connections
         self._group = self._solo = self._store = None
 
     def _destroy(self) -> None:
-        if dist.is_initialized():
-            if self.placement.backend == "nccl":
-                abort_groups()
-            else:
-                dist.destroy_process_group()
+        if not self.can_abort:
+            dist.destroy_process_group()
+            return
+        self._aborts.start(names_of_groups())
+        if not self._aborts.wait(timeouts.LEAVE_S):
+            raise RuntimeError(
+                f"a collective on {self.device} cannot be aborted: NCCL has not done "
+                f"so in {timeouts.LEAVE_S:g} s"
+            )
+        forget_aborted_groups()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Make a group of rank 0 alone the default one, for the strategy `single`."""
         assert self._group is not None
-        assert self._solo is not None
+        if self._solo is None:
+            self._solo = group_of_one(self._group, self.timeout)
         set_default_group(self._solo)
         self._is_alone = True
         os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -310,11 +302,17 @@ class RankProcessGroup:
         NCCL offers `abort` for this. Gloo offers nothing: abort, shutdown and
         destroy_process_group of another thread all leave it waiting. Closing its
         connections to the other ranks makes it raise at once.
+
+        Torch knows the groups until they are left: what is bound to them is found then.
         """
         with self._releasing:
             self._is_broken = True
-            if self.placement.backend == "nccl" and dist.is_initialized():
-                abort_groups()
+            if self.can_abort and dist.is_initialized():
+                self._aborts.start(names_of_groups())
+                self._aborts.wait(timeouts.ABORT_S)
+            elif self.can_abort:
+                # Within ncclCommInit, which waits for the others to connect.
+                close_listeners(self._listening)
             close_connections(self.peers)
 
     def _init_process_group_as_user(
@@ -409,6 +407,16 @@ class RankProcessGroup:
             print(f"labkit: {text}", file=sys.stderr)
 
 
+def group_of_one(default: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of rank 0 alone, which no other rank takes part in making."""
+    # Bound to a device, torch would split the communicator of all ranks for it.
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        return dist.new_group([0], timeout=timeout, use_local_synchronization=True)
+    finally:
+        default.bound_device_id = device
+
+
 def close_connections(peers: list[int]) -> None:
     """Shut this process's TCP connections to the processes `peers`, and no others.
 
@@ -428,6 +436,24 @@ def close_connections(peers: list[int]) -> None:
                 with duplicate:
                     if duplicate.getpeername()[1] == connection.raddr.port:
                         duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def listening_ports() -> Iterator[int]:
+    """The TCP ports on which this process listens."""
+    for connection in _connections(os.getpid()):
+        if connection.status == psutil.CONN_LISTEN:
+            yield connection.laddr.port
+
+
+def close_listeners(kept: Collection[int]) -> None:
+    """Have what waits for connections in this process fail, except on ports `kept`."""
+    for connection in _connections(os.getpid()):
+        is_listening = connection.status == psutil.CONN_LISTEN
+        if is_listening and connection.laddr.port not in kept:
+            with contextlib.suppress(OSError):
+                duplicate = socket.socket(fileno=os.dup(connection.fd))
+                with duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(address: Any) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """Where this rank's main thread is, as another thread of it sees."""
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -10,6 +11,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from labkit import timeouts
-from labkit.compat.c10d import flight_record
+from labkit.compat.c10d import flight_records
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_started
 from labkit.compat.c10d import ranks_of
@@ -74,7 +76,7 @@ def position(
     call = None
     is_busy = load > _BUSY
     if waits_on_device or not is_busy:
-        call = _recorded_call(since_ns) or _call_in(frame)
+        call = recorded_call(since_ns) or _call_in(frame)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = {}
     for ident, other in stacks.items():
@@ -94,7 +96,7 @@ def position(
 
 def finished_collectives() -> str:
     """What changes whenever a collective begins or ends in any group."""
-    return flight_record(False) + str(started_collectives())
+    return "".join(flight_records(False)) + str(started_collectives())
 
 
 def started_collectives() -> dict[str, int]:
@@ -103,10 +105,9 @@ def started_collectives() -> dict[str, int]:
     for group, name in names_of_groups().items():
         if isinstance(group, torch.distributed.ProcessGroup):
             # RuntimeError: it has none yet, or is being destroyed.
-            try:
+            found[name] = 0
+            with contextlib.suppress(RuntimeError):
                 found[name] = num_started(group)
-            except RuntimeError:
-                continue
     return found
 
 
@@ -158,31 +159,58 @@ def _load() -> float:
 # ---- collectives ----
 
 
-def _recorded_call(since_ns: int) -> Call | None:
-    """The oldest collective under way, as torch's Flight Recorder has it.
+def recorded_call(since_ns: int) -> Call | None:
+    """The oldest collective under way, as torch's Flight Recorders have it.
 
-    It sees those of DDP's reducer, FSDP and DeepSpeed too, in which the main thread
-    has no frame. Over gloo it does not see `send` and `recv`.
+    They see those of DDP's reducer, FSDP and DeepSpeed too, in which the main thread
+    has no frame. Over gloo they do not see `send` and `recv`.
     """
-    entries = json.loads(flight_record(True, True)).get("entries", [])
-    for entry in entries:
-        if entry["retired"] or entry["time_created_ns"] < since_ns:
-            continue
-        if entry["state"] == "completed":
-            continue
-        name, _ = entry["process_group"]
-        kind = entry["profiling_name"].split(":", 1)[-1]
-        return Call(
-            kind=kind.removeprefix("_").removesuffix("_base"),
-            number=None if entry["is_p2p"] else entry["collective_seq_id"],
-            num_bytes=max(
-                _num_bytes(entry["input_sizes"], entry["input_dtypes"]),
-                _num_bytes(entry["output_sizes"], entry["output_dtypes"]),
-            ),
-            group=name,
-            ranks=_ranks_of(name),
-        )
-    return None
+    entry = oldest_under_way(map(json.loads, flight_records(True, False)), since_ns)
+    if entry is None:
+        return None
+    name, _ = entry["process_group"]
+    kind = entry["profiling_name"].split(":", 1)[-1]
+    return Call(
+        kind=kind.removeprefix("_").removesuffix("_base"),
+        number=None if entry["is_p2p"] else entry["collective_seq_id"],
+        num_bytes=max(
+            _num_bytes(entry["input_sizes"], entry["input_dtypes"]),
+            _num_bytes(entry["output_sizes"], entry["output_dtypes"]),
+        ),
+        group=name,
+        ranks=_ranks_of(name),
+    )
+
+
+def oldest_under_way(
+    records: Iterable[Mapping[str, Any]], since_ns: int
+) -> dict[str, Any] | None:
+    """The oldest entry of these records that has not ended.
+
+    NCCL's never says of the parts of a `batch_isend_irecv` that they have: the entry
+    that closes the batch, with the same numbers, says it of all.
+    """
+    entries = [entry for record in records for entry in record.get("entries", [])]
+    ended = {
+        _batch_of(entry)
+        for entry in entries
+        if entry["profiling_name"].endswith(":coalesced")
+        and (entry["retired"] or entry["state"] == "completed")
+    }
+    under_way = [
+        entry
+        for entry in entries
+        if not entry["retired"]
+        and entry["state"] != "completed"
+        and entry["time_created_ns"] >= since_ns
+        and not (entry["is_p2p"] and _batch_of(entry) in ended)
+    ]
+    return min(under_way, key=lambda entry: entry["time_created_ns"], default=None)
+
+
+def _batch_of(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    group, _ = entry["process_group"]
+    return group, entry["collective_seq_id"], entry["p2p_seq_id"]
 
 
 def _call_in(innermost: FrameType) -> Call | None:

@@ -1,0 +1,269 @@
+"""What GPUs will be asked to do, as far as that shows without one.
+
+Gloo stands in NCCL's place where the order of calls matters; what is read from torch is
+written out as torch gives it.
+"""
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit import Lab
+from labkit import RankError
+from labkit.compat import c10d
+from labkit.notebook.cluster.rank_group import are_alike
+from labkit.rank.group.aborts import Aborts
+from labkit.rank.group.aborts import in_order
+from labkit.rank.group.process_group import close_listeners
+from labkit.rank.group.process_group import listening_ports
+from labkit.rank.group.settings import NCCL
+from labkit.rank.group.settings import set_variables
+from labkit.rank.telemetry.stack_trace import oldest_under_way
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# ---- which collective a rank is in ----
+
+
+def test_the_records_of_all_backends_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BuiltForGpus:
+        @staticmethod
+        def _dump_fr_trace_json(*flags: bool) -> bytes:
+            return f"gloo {flags}".encode()
+
+        @staticmethod
+        def _dump_nccl_trace_json(*flags: bool) -> bytes:
+            return f"nccl {flags}".encode()
+
+    assert len(c10d.flight_records(True, False)) == 1
+    monkeypatch.setattr(c10d, "_c10d", BuiltForGpus)
+    assert c10d.flight_records(True, False) == [
+        "gloo (True, False)",
+        "nccl (True, False)",
+    ]
+
+
+def entry(name: str, created: int, **changed: Any) -> dict[str, Any]:
+    """One of the Flight Recorder."""
+    return {
+        "profiling_name": name,
+        "time_created_ns": created,
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": 7,
+        "p2p_seq_id": 3,
+        "is_p2p": False,
+        "state": "scheduled",
+        "retired": False,
+        **changed,
+    }
+
+
+def name_under_way(*records: list[dict[str, Any]], since: int = 0) -> str | None:
+    found = oldest_under_way([{"entries": each} for each in records], since)
+    return found and found["profiling_name"]
+
+
+def test_the_oldest_collective_of_any_backend_is_found() -> None:
+    gloo = [entry("gloo:all_reduce", 5), entry("gloo:broadcast", 9)]
+    nccl = [
+        entry("nccl:all_reduce", 1, state="completed"),
+        entry("nccl:all_reduce", 2, retired=True),
+        entry("nccl:broadcast", 3),
+    ]
+    assert name_under_way(gloo, nccl) == "nccl:broadcast"
+    assert name_under_way(gloo, nccl, since=4) == "gloo:all_reduce"
+    assert name_under_way([]) is None
+    assert oldest_under_way([{"version": "2.10"}], 0) is None
+
+
+def test_the_parts_of_a_batch_that_has_ended_are_not_under_way() -> None:
+    parts = [entry(f"nccl:{n}", 1, is_p2p=True) for n in ("send 0->1", "recv 0<-1")]
+    whole = entry("nccl:coalesced", 2, is_p2p=True)
+    assert name_under_way([*parts, whole]) == "nccl:send 0->1"
+    for ended in ({"state": "completed"}, {"retired": True}):
+        assert name_under_way([*parts, {**whole, **ended}]) is None
+        other = entry("nccl:send 1->0", 3, is_p2p=True, p2p_seq_id=4)
+        assert name_under_way([*parts, {**whole, **ended}, other]) == "nccl:send 1->0"
+
+
+# ---- settings of torch's backends ----
+
+
+def test_what_would_end_engines_is_overridden_and_said() -> None:
+    mine = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_SOCKET_IFNAME": "eth7"}
+    [note] = set_variables("nccl", mine)
+    assert note.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is set here, and ranks")
+    assert NCCL.items() <= mine.items()
+    assert mine["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert set_variables("nccl", mine) == []
+
+
+def test_nothing_is_said_of_nccl_where_it_is_not_used() -> None:
+    assert set_variables("gloo", {"TORCH_NCCL_ENABLE_MONITORING": "1"}) == []
+
+
+# ---- aborts ----
+
+
+class Communicator:
+    """An abort of one that waits for the device, until it is let go."""
+
+    def __init__(self, *, is_stuck: bool = False) -> None:
+        self.num_aborts = 0
+        self.go = threading.Event()
+        if not is_stuck:
+            self.go.set()
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.go.wait()
+
+
+def test_one_abort_does_not_wait_for_another() -> None:
+    stuck, idle = Communicator(is_stuck=True), Communicator()
+    aborts = Aborts()
+    aborts.start({stuck: "0", idle: "1"})
+    assert not aborts.wait(0.01)
+    assert (stuck.num_aborts, idle.num_aborts) == (1, 1)
+    aborts.start({stuck: "0", idle: "1"})  # what is under way is not begun again
+    assert stuck.num_aborts == 1
+    stuck.go.set()
+    assert aborts.wait(30)
+    assert idle.num_aborts == 2
+
+
+def test_the_default_group_is_aborted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    default, first, second = Communicator(), Communicator(), Communicator()
+    monkeypatch.setattr(type(dist.group), "_WORLD", default, raising=False)
+    monkeypatch.setattr(
+        "labkit.rank.group.aborts.dist.group", type("G", (), {"WORLD": default})
+    )
+    groups = {second: "2", first: "1", default: "9"}
+    assert in_order(groups) == [default, first, second]
+
+
+def test_what_waits_for_connections_is_freed() -> None:
+    def wait() -> None:
+        try:
+            listener.accept()
+        except OSError as error:
+            raised.append(error)
+
+    raised: list[OSError] = []
+    with socket.create_server(("127.0.0.1", 0)) as kept:
+        before = set(listening_ports())
+        assert kept.getsockname()[1] in before
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            while not raised:
+                close_listeners(before)
+                thread.join(0.01)
+        with socket.create_connection(kept.getsockname()):
+            pass
+
+
+IN_NCCLS_PLACE = """
+from labkit.rank.engine.rpc import runner
+kind = type(runner().group)
+own = kind.can_abort
+kind.can_abort = property(lambda self: True)
+"""
+
+
+@pytest.fixture
+def aborting(lab: Lab) -> Iterator[Lab]:
+    """A lab whose groups are left as NCCL's are."""
+    lab.run(IN_NCCLS_PLACE)
+    yield lab
+    lab.run("kind.can_abort = own")
+
+
+SHARDED = """
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = [(torch.ones(4), torch.ones(4))] * 8
+model, optimizer, loader = prepare(net, optimizer, data, batch_size=4)
+for x, y in loader:
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "zero1"])
+def test_what_was_bound_to_aborted_groups_is_bound_again(
+    aborting: Lab, strategy: str
+) -> None:
+    lab = aborting
+    lab.train(strategy, SHARDED, live=False)
+    lab.run(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "pair, names = dist.new_group([0, 1]), ('a', 'b')\n"
+        "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=names)"
+    )
+    with pytest.raises(RankError, match="ValueError"):
+        lab.run("if rank == 0:\n    raise ValueError\ndist.barrier(group=pair)")
+    lab.run(
+        "found = [torch.ones(1) for _ in range(3)]\n"
+        "for each, group in zip(found, (None, pair, mesh.get_group('b'))):\n"
+        "    dist.all_reduce(each, group=group)\n"
+        "found = [each.item() for each in found]\n"
+        "model(torch.ones(2, 4))"
+    )
+    assert lab.pull("found", "all") == [[2.0] * 3] * 2
+    lab.train(strategy, SHARDED, live=False)
+
+
+# ---- whether a group works ----
+
+
+def test_the_counts_of_all_groups_are_compared() -> None:
+    assert are_alike([{"0": 3, "1": 2}, {"0": 3, "1": 2}])
+    assert are_alike([{"0": 3, "1": 2}, {"0": 3, "2": 5}])  # each has one of its own
+    assert not are_alike([{"0": 3, "1": 2}, {"0": 3, "1": 1}])
+    assert are_alike([{}, {}])
+
+
+def test_half_a_collective_of_a_sub_group_breaks_the_group(lab: Lab) -> None:
+    lab.run("pair = dist.new_group([0, 1])\nbefore = str(dist.group.WORLD)")
+    with pytest.raises(RankError):
+        lab.run(
+            "if rank == 0:\n    dist.all_reduce(torch.ones(1), group=pair, "
+            "async_op=True)\nraise ValueError"
+        )
+    lab.run("total = torch.ones(1)\ndist.all_reduce(total, group=pair)")
+    assert [each.item() for each in lab.pull("total", "all")] == [2.0, 2.0]
+
+
+# ---- rank 0 alone ----
+
+
+def test_a_group_of_one_is_made_where_it_is_needed(lab: Lab) -> None:
+    count = "num = len(dist.distributed_c10d._world.pg_map)"
+    lab.restart(everyone=True)
+    lab.run(count)
+    assert lab.pull("num", "all") == [1, 1]
+    for _ in range(2):
+        run = lab.train("single", "total = torch.ones(1)\ndist.all_reduce(total)")
+        assert run.state == "finished"
+    assert lab.pull("total", 0).item() == 1.0
+    lab.run(count + "\ntotal = torch.ones(1)\ndist.all_reduce(total)")
+    assert lab.pull("num", "all") == [2, 1]
+    assert torch.stack(lab.pull("total", "all")).tolist() == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "hsdp"])
+def test_five_runs_make_no_more_groups_than_one(lab: Lab, strategy: str) -> None:
+    counts = []
+    for _ in range(5):
+        lab.train(strategy, SHARDED, live=False)
+        lab.run("num = len(dist.distributed_c10d._world.pg_map)")
+        counts.append(lab.pull("num", "all"))
+    assert counts == [counts[0]] * 5
