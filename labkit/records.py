@@ -351,9 +351,16 @@ class Outcome:
     """Whether labkit's own process group is still the default one."""
     freed_bytes: int = 0
     """Of its tensors, which went with the traceback and the cell's garbage."""
+    lost_device: str = ""
+    """Why its process cannot use its device any more, and is to be restarted."""
     memory: str = ""
     """Where it ran out of memory: what it held, and what would fit; some lines."""
     traceback: list[str] = field(default_factory=list)
+
+    @property
+    def is_to_restart(self) -> bool:
+        """Whether its process is, or was, of no further use."""
+        return self.status == "restarted" or self.lost_device != ""
 
     def summary(self, because: str = "") -> str:
         """One line for a rank that is named but not shown in full."""

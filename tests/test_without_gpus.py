@@ -4,9 +4,11 @@ Gloo stands in NCCL's place where the order of calls matters; what is read from 
 written out as torch gives it.
 """
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +19,17 @@ from labkit import Lab
 from labkit import RankError
 from labkit.compat import c10d
 from labkit.notebook.cluster.rank_group import are_alike
+from labkit.rank.data.devices import to_device
+from labkit.rank.group import devices
 from labkit.rank.group.aborts import Aborts
 from labkit.rank.group.aborts import in_order
 from labkit.rank.group.process_group import close_listeners
 from labkit.rank.group.process_group import listening_ports
 from labkit.rank.group.settings import NCCL
 from labkit.rank.group.settings import set_variables
+from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way
+from labkit.records import Batch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -267,3 +273,153 @@ def test_five_runs_make_no_more_groups_than_one(lab: Lab, strategy: str) -> None
         lab.run("num = len(dist.distributed_c10d._world.pg_map)")
         counts.append(lab.pull("num", "all"))
     assert counts == [counts[0]] * 5
+
+
+# ---- a device that is lost to a process ----
+
+ASSERT = "CUDA error: device-side assert triggered"
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """The current stream of a process in which a kernel has failed, or has not."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def query(self) -> bool:
+        if self.error:
+            raise torch.AcceleratorError(self.error)
+        return False  # it is busy, for which nobody waits
+
+
+def test_a_device_is_lost_once_every_call_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert devices.why_lost(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert devices.why_lost(GPU) == ""
+    more = f"{ASSERT}\nCUDA kernel errors might be asynchronously reported"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(more))
+    assert devices.why_lost(GPU) == ASSERT
+
+
+@pytest.mark.parametrize("line", ["pass", "if rank == 1: raise ValueError"])
+def test_a_rank_that_has_lost_its_device_is_restarted(
+    lab: Lab, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.run("kept = rank")
+    with pytest.raises(RankError) as error:
+        lab.run(
+            "from labkit.rank.engine import cell_runner\n"
+            f"if rank == 1: cell_runner.why_lost = lambda device: {ASSERT!r}\n{line}"
+        )
+    assert error.value.rank == 1
+    expected = f"AcceleratorError: {ASSERT}" if line == "pass" else "ValueError"
+    assert expected in str(error.value)
+    assert f"rank 1 cannot use its device any more: {ASSERT}." in capsys.readouterr()[1]
+    lab.run("total = torch.ones(1)\ndist.all_reduce(total)")
+    assert [each.item() for each in lab.pull("total", "all")] == [2.0, 2.0]
+    assert lab.pull("kept", 0) == 0
+    with pytest.raises(NameError, match="kept"):
+        lab.pull("kept", 1)
+
+
+# ---- values that are on their way ----
+
+
+class OnGpu(torch.Tensor):
+    """A scalar that a stream has yet to compute."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class LateEvent:
+    """The end of what a stream computes: the value is there once it is waited for."""
+
+    pending: torch.Tensor | None = None
+    is_lost = False
+
+    def __init__(self, **settings: bool) -> None:
+        assert settings == {"blocking": True}  # or the waiting thread would spin
+
+    def record(self, stream: Any) -> None:
+        assert stream == "the loop's own"
+
+    def synchronize(self) -> None:
+        if self.is_lost:
+            raise torch.AcceleratorError(ASSERT)
+        assert self.pending is not None
+        self.pending.fill_(0.25)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_loss_is_read_once_the_loops_stream_has_it(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    value = torch.zeros(()).as_subclass(OnGpu)
+    fakes = {
+        "Event": LateEvent,
+        "current_stream": lambda device: "the loop's own",
+        "Stream": lambda device: "the reader's",
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(LateEvent, "pending", value)
+    monkeypatch.setattr(LateEvent, "is_lost", is_lost)
+    batches: list[Batch] = []
+    emitter = Emitter(batches.append, interval_s=1e6)
+    emitter.put("loss", value, 1, 0)
+    emitter.put("loss", 0.5, 2, 0)
+    emitter.close()
+    [batch] = batches
+    found = [float(each["value"]) for each in batch.records]
+    assert found[1] == 0.5
+    assert found[0] == pytest.approx(float("nan") if is_lost else 0.25, nan_ok=True)
+
+
+def test_what_a_batch_has_on_the_cpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def note(name: str) -> Any:
+        return lambda self, *args, **more: done.append((name, args, more)) or self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", note("pin"))
+    monkeypatch.setattr(torch.Tensor, "to", note("to"))
+    copied = ("to", (GPU,), {"non_blocking": True})
+    to_device({"x": torch.ones(1)}, GPU)
+    assert done == [("pin", (), {}), copied]
+    done.clear()
+    to_device([torch.ones(1, device="meta")], GPU)
+    assert done == [copied]
+
+
+# ---- what a device is called ----
+
+
+def test_a_gpu_is_named_with_its_place_on_the_bus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", pci_domain_id=0, pci_bus_id=27, pci_device_id=0
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert devices.describe(GPU) == {
+        "model": "NVIDIA H100 80GB HBM3",
+        "bus": "00000000:1B:00.0",
+    }
+    assert devices.describe(torch.device("cpu")) == {}
+
+
+def test_the_table_of_ranks_has_the_models_of_gpus(lab: Lab) -> None:
+    assert "model" not in lab.status()
+    lab.run(
+        "from labkit.rank.engine import requests\n"
+        "own = requests.describe\n"
+        "requests.describe = lambda device: {'model': 'T4', 'bus': f'{rank}'}"
+    )
+    table = lab.status()
+    lab.run("requests.describe = own")
+    assert list(table.columns)[2:6] == ["device", "model", "bus", "state"]
+    assert list(table["bus"]) == ["0", "1"]

@@ -206,12 +206,12 @@ class RankGroup:
 
     def restore_group(self, outcomes: Sequence[Outcome]) -> None:
         """Re-create the group where a cell left it broken, and restart the
-        ranks that had to be ended to end it.
+        ranks that had to be ended to end it, or have lost their device.
 
         After a failure on which the ranks agree it is as good as before, and what
         was wrapped in it stays usable.
         """
-        if ended := [each.rank for each in outcomes if each.status == "restarted"]:
+        if ended := [each.rank for each in outcomes if each.is_to_restart]:
             self._start_again(ended)
         failed = any(outcome.status != "ok" for outcome in outcomes)
         in_place = all(outcome.group_in_place for outcome in outcomes)

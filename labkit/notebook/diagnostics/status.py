@@ -44,7 +44,9 @@ def status_table(
         if run is not None:
             row.update(run=run, step=steps.get(rank))
         rows.append(row)
-    columns = ["host", "pid", "device", "state", "memory_used", "memory_total"]
+    columns = ["host", "pid", "device"]
+    columns += ["model", "bus"] if any("model" in row for row in rows) else []
+    columns += ["state", "memory_used", "memory_total"]
     columns += ["run", "step"] if run is not None else []
     columns += ["cause"] if any(row["cause"] for row in rows) else []
     table = pd.DataFrame(rows).set_index("rank").reindex(columns=columns)

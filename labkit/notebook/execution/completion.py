@@ -44,10 +44,10 @@ def run_to_completion(
         finally:
             if run is not None:
                 persistence.end(run, state, execution.outcomes)
-        lost = [each.rank for each in outcomes if each.status == "restarted"]
+        lost = [each.rank for each in outcomes if each.is_to_restart]
         try:
             if not group.is_stopped:
-                restore_group(group, outcomes, lost)
+                restore_group(group, outcomes)
         except RuntimeError as error:
             # The next cell re-creates the group, or says why that cannot be.
             if execution.problem is not None:
@@ -89,10 +89,15 @@ def classify_outcomes(
     return "finished", None
 
 
-def restore_group(
-    group: RankGroup, outcomes: Sequence[Outcome], lost: Sequence[int]
-) -> None:
-    """Restore the group, and restart the ranks that did not stop (`lost`)."""
-    if lost:
-        say(f"{format_ranks(lost)} did not stop: restarting")
+def restore_group(group: RankGroup, outcomes: Sequence[Outcome]) -> None:
+    """Restore the group, and restart the ranks that did not stop, or have lost their
+    device."""
+    if stuck := [each.rank for each in outcomes if each.status == "restarted"]:
+        say(f"{format_ranks(stuck)} did not stop: restarting")
+    for each in outcomes:
+        if each.lost_device:
+            say(
+                f"rank {each.rank} cannot use its device any more: {each.lost_device}. "
+                "Restarting it: its variables are gone"
+            )
     group.restore_group(outcomes)

@@ -18,6 +18,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if device.type == "cuda" and value.device.type == "cpu":
+                # Of other memory the copy would wait for all that the GPU has to do.
+                value = value.pin_memory()
             return value.to(device, non_blocking=True)
         if has_to(value):
             return value.to(device)

@@ -23,6 +23,7 @@ from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
 from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.engine.requests import ControlRequests
+from labkit.rank.group.devices import why_lost
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.group.spawned import send_definitions
@@ -251,6 +252,9 @@ class CellRunner:
                 "evalue": "\n".join([safe_str(error), *notes_of(error)]),
                 "where": where_in_cell(error, cell_numbers(self.shell)),
             }
+        lost = why_lost(self.group.device)
+        if lost and error is None:  # what a kernel did was not waited for in the cell
+            ended = {"status": "error", "ename": "AcceleratorError", "evalue": lost}
         if emitter is not None:
             journal = emitter.journal
             ended["num_records"] = journal.num_records
@@ -259,7 +263,8 @@ class CellRunner:
                 ended["disk_error"] = journal.error
         return Outcome(
             rank=self.placement.rank,
-            group_in_place=self.group.in_place,
+            group_in_place=self.group.in_place and not lost,
+            lost_device=lost,
             **ended,
         )
 

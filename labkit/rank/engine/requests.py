@@ -9,6 +9,7 @@ from typing import Any
 from labkit.compat.ipython import cell_numbers
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.interrupts import CellInterrupts
+from labkit.rank.group.devices import describe
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.telemetry.memory import memory_reader
 from labkit.rank.telemetry.memory import memory_total
@@ -67,6 +68,7 @@ class ControlRequests:
             "pid": os.getpid(),
             "device": str(device),
             "state": "busy" if self._interrupts.is_running else "idle",
+            **describe(device),
             "memory_used": memory_reader(device)(),
             "memory_total": memory_total(device),
         }
