@@ -121,6 +121,19 @@ def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
         assert not watchdog.find_processes(token)
 
 
+def test_a_stop_does_not_wait_for_what_the_notebook_has_forked() -> None:
+    """As a DataLoader's worker, which has a copy of every pipe."""
+    lab = Lab(num_ranks=1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        lab.stop()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 @pytest.mark.long
 def test_labs_that_come_and_go_leave_nothing_in_the_kernel() -> None:
     kernel = psutil.Process()

@@ -569,7 +569,11 @@ class Cluster:
             self._client.close(linger=0)
             self._client = None
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
-            self._watchdog.stdin.close()
+            # A child that this process forked, as a DataLoader's worker, has the pipe
+            # too: that it is closed here would not tell the watchdog.
+            with contextlib.suppress(OSError):  # it is gone
+                self._watchdog.stdin.write(b"\n")
+                self._watchdog.stdin.close()
         if self._watchdog.wait() != 0:  # somebody ended it
             watchdog.clean_up(self._token, self._folder)
         self._fork_server.join()

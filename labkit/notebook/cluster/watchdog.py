@@ -116,14 +116,14 @@ def clean_up(token: str, folder: str) -> None:
 
 
 def main(token: str, folder: str) -> None:
-    """Wait until the kernel closes the pipe or dies; then leave nothing behind."""
+    """Wait until the kernel writes to the pipe, closes it, or dies; then leave nothing
+    behind."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     parent = os.getppid()
     # The pipe alone would not do: a child that the kernel forked may hold it open.
     while os.getppid() == parent:
-        readable, _, _ = select.select([sys.stdin], [], [], 0.5)
-        if readable and not os.read(sys.stdin.fileno(), 1):
+        if select.select([sys.stdin], [], [], 0.5)[0]:
             break
     clean_up(token, folder)
 

@@ -1,7 +1,9 @@
 """Asks ranks where they are, and formats the answers."""
 
+import contextlib
 import html
 import re
+import shutil
 import time
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -21,6 +23,10 @@ from labkit.records import shorten
 
 # A collective of these has the same size on all ranks of its group.
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
+
+SHARED_MEMORY = "/dev/shm"
+SCARCE_BYTES = 2**26
+"""All that Docker gives a container, unless it is asked for more."""
 
 
 class Stacks:
@@ -64,7 +70,7 @@ class Stacks:
         heads = [head for head, _ in self._blocks(is_brief=True)]
         if in_cell is not None:
             heads = [head.replace(f"Cell In[{in_cell}], ", "") for head in heads]
-        return heads + self.mismatches
+        return heads + self.mismatches + shared_memory_lines(self.positions)
 
     def _blocks(self, *, is_brief: bool = False) -> Iterable[tuple[str, list[str]]]:
         """Where ranks stand in a line, and unless `is_brief` their stack."""
@@ -278,6 +284,24 @@ def _waits_for_workers(frames: Sequence[Frame]) -> str:
     if names & {"_try_get_data", "_get_data"}:
         return "waits for a worker of its DataLoader"
     return ""
+
+
+def shared_memory_lines(positions: Iterable[Position]) -> list[str]:
+    """What to do about a full /dev/shm, where a rank waits for what comes through it.
+
+    The ranks are on this host.
+    """
+    if not any(_waits_for_workers(each.frames) for each in positions):
+        return []
+    with contextlib.suppress(OSError):
+        _, used, free = shutil.disk_usage(SHARED_MEMORY)
+        if free < max(SCARCE_BYTES, used / 10):
+            return [
+                f"{SHARED_MEMORY}, through which workers send their batches, has room "
+                f"for {format_bytes(free)} more: start the container with a larger one "
+                "(docker run --shm-size=8g), or use fewer workers or num_workers=0"
+            ]
+    return []
 
 
 def _format_stack(frames: Sequence[Frame], *, is_full: bool) -> list[str]:

@@ -32,6 +32,7 @@ from labkit.rank.data.orders import PlainOrder
 from labkit.rank.data.orders import RandomNumbers
 from labkit.rank.data.orders import as_bytes
 from labkit.rank.data.orders import fingerprint_of
+from labkit.rank.data.workers import Sendable
 from labkit.strategies.mesh.peers import Peers
 
 KEPT_OPTIONS = (
@@ -351,8 +352,7 @@ def deal_stream(
 ) -> tuple[DataLoader[Any], Stream]:
     """Every rank reads all of the stream, and collates its own samples."""
     stream = Stream(source, dealer, seed=seed)
-    options = kept_options(source)
-    options["collate_fn"] = CollateParts(source.collate_fn, dealer)
+    options = kept_options(source, CollateParts(source.collate_fn, dealer))
     options["generator"] = stream.generator
     loader = DataLoader(
         source.dataset, source.batch_size, drop_last=drop_last, **options
@@ -367,15 +367,22 @@ def deal_samples(
     dataset, options = source.dataset, kept_options(source)
     if type(dataset) is TensorDataset and source.collate_fn is default_collate:
         # Index the tensors once a batch, not once a sample: the same values.
-        options["collate_fn"] = as_list
+        options = kept_options(source, as_list)
         batches.as_tensors = True
     elif source.batch_sampler is not None:
         return DataLoader(dataset, batch_sampler=batches, **options), batches
     return DataLoader(dataset, batch_size=None, sampler=batches, **options), batches
 
 
-def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {name: getattr(loader, name) for name in KEPT_OPTIONS}
+def kept_options(
+    loader: DataLoader[Any], collate: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """How a DataLoader loads its samples, with another `collate` if given."""
+    found = {name: getattr(loader, name) for name in KEPT_OPTIONS}
+    found["collate_fn"] = collate or loader.collate_fn
+    if loader.num_workers:
+        found["collate_fn"] = Sendable(found["collate_fn"])
+    return found
 
 
 def order_of(

@@ -10,10 +10,10 @@ from torch.utils.data import Sampler
 from torch.utils.data import SequentialSampler
 
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.data.dealing import KEPT_OPTIONS
 from labkit.rank.data.dealing import check_dataset
 from labkit.rank.data.dealing import check_loader
 from labkit.rank.data.dealing import checked_batch_size
+from labkit.rank.data.dealing import kept_options
 from labkit.rank.data.dealing import part_of
 from labkit.rank.data.devices import to_device
 from labkit.strategies.mesh.peers import Peers
@@ -77,7 +77,7 @@ class ShareLoader:
         self._loader = DataLoader(
             dataset,
             batch_sampler=OwnBatches(len(dataset), source.batch_size, peers),
-            **{name: getattr(source, name) for name in KEPT_OPTIONS},
+            **kept_options(source),
         )
 
     @property

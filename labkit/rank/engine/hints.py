@@ -59,7 +59,16 @@ UNFROZEN = (
     "does not support that in bf16 or fp16. Unfreeze before prepare, in a "
     "%%dist_train cell of its own, or use fp32 or ddp"
 )
+SHARED_MEMORY = (
+    "a DataLoader's workers send their batches through shared memory, and /dev/shm has "
+    "no room for one more (`df -h /dev/shm`; Docker gives it 64 MB). Start the "
+    "container with more, as docker run --shm-size=8g; or use fewer workers, a smaller "
+    "prefetch_factor, or num_workers=0"
+)
 HINTS = {
+    r"unable to \w+ (shared memory|.*file </?torch_)|out of shared memory": (
+        SHARED_MEMORY
+    ),
     "got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
