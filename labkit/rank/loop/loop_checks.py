@@ -132,8 +132,9 @@ class LoopChecks:
             raise UnsupportedLoopError(
                 f"the cell trains without prepare, so {strategy} distributes nothing "
                 "and every rank would train a model of its own; call model, optimizer, "
-                "loader = prepare(model, optimizer, dataset, batch_size=B), or use "
-                "%%dist_train raw, where the cell does all of it"
+                "loader = prepare(model, optimizer, dataset, batch_size=B) in this "
+                "cell, for what an earlier run prepared as well, or use %%dist_train "
+                "raw, where the cell does all of it"
             )
         if any(optimizer is each.optimizer for each in self._prepared()):
             raise UnsupportedLoopError(
