@@ -186,17 +186,16 @@ model, optimizer, loader = prepare(
 
 
 WRONG = {
-    "": "prepare got no data",
-    "data, weigh=3": "weigh is 3; give a function of a batch",
-    "data, reduction='max'": "unknown reduction 'max'; choose one of: mean, sum",
-    "data, reduction='sum', weigh=len": "leave out one of the two",
+    "weigh=3": "weigh is 3; give a function of a batch",
+    "reduction='max'": "unknown reduction 'max'; choose one of: mean, sum",
+    "reduction='sum', weigh=len": "leave out one of the two",
 }
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_wrong_data_and_weights_are_explained(lab: Lab, options: str) -> None:
+def test_wrong_weights_are_explained(lab: Lab, options: str) -> None:
     with pytest.raises(RankError) as caught:
-        train(lab, "ddp", SETUP + f"prepare(model, optimizer, {options})")
+        train(lab, "ddp", SETUP + f"prepare(model, optimizer, data, {options})")
     assert WRONG[options] in str(caught.value)
 
 

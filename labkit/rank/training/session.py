@@ -238,7 +238,7 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Dataset[Any] | DataLoader[Any] | None = None,
+        dataset: Dataset[Any] | DataLoader[Any],
         *unnamed: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
@@ -303,12 +303,6 @@ class Session:
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         self._checks.check_prepare(model, optimizer, unnamed, self.code)
-        if dataset is None:
-            raise ValueError(
-                "prepare got no data, which it divides among the ranks; give it the "
-                "dataset or the DataLoader as well: model, optimizer, loader = "
-                "prepare(model, optimizer, dataset, batch_size=64)"
-            )
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
