@@ -123,6 +123,8 @@ class CellSpec:
     """The `CheckpointPlan` of a training cell that has one."""
     directory: str | None = None
     """The notebook's working directory; None where it has gone."""
+    number: int = 0
+    """Of its execution on the ranks: an interrupt that comes late stops no other."""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,33 @@ def test_one_rank_that_raises_frees_the_others(lab: Lab, others: str) -> None:
     assert_all_is_well(lab)
 
 
+# Rank 0's failure stops rank 1, which has failed by itself when it gets to that.
+DELAYED = """
+import threading
+from labkit.rank.engine.interrupts import CellInterrupts
+plain = CellInterrupts._interrupt
+asked, go, over = (threading.Event() for _ in range(3))
+def late(self, *arguments):
+    asked.set()
+    go.wait(30)
+    plain(self, *arguments)
+    over.set()
+CellInterrupts._interrupt = late
+"""
+
+
+def test_an_interrupt_that_comes_late_does_not_stop_the_next_cell(lab: Lab) -> None:
+    lab.run(DELAYED, ranks=1)
+    try:
+        with pytest.raises(RankError) as caught:
+            lab.run("if rank == 1: asked.wait(30)\nraise ValueError('on purpose')")
+        assert [each.ename for each in caught.value.outcomes] == ["ValueError"] * 2
+        lab.run("if rank == 1:\n    go.set()\n    assert over.wait(30)")
+    finally:
+        lab.run("CellInterrupts._interrupt = plain", ranks=1)
+    assert_all_is_well(lab)
+
+
 def test_the_first_failure_has_its_full_traceback(lab: Lab) -> None:
     code = (
         "def inner():\n    1 / 0\ndef outer():\n    inner()\n"

@@ -493,11 +493,16 @@ class Cluster:
         ).add_done_callback(take)
         return answer
 
-    def interrupt(self, rank: int, release_after_s: float) -> "Future[Any]":
-        """Ask the rank to stop its cell; the future is done when it knows."""
+    def interrupt(
+        self, rank: int, number: int, release_after_s: float
+    ) -> "Future[Any]":
+        """Ask the rank to stop the cell whose spec has this number; the future is done
+        when it knows."""
         if self.has_no_control_channel(rank):
             self.signal(rank)
-        return self.ask(rank, "interrupt", release_after_s=release_after_s)
+        return self.ask(
+            rank, "interrupt", number=number, release_after_s=release_after_s
+        )
 
     def signal(self, rank: int) -> None:
         """Stop the rank's Python code, but no collective, by a signal of the system."""

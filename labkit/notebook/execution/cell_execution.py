@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 import signal
 import threading
@@ -75,6 +76,9 @@ class Tally:
         return True
 
 
+_NUMBERS = itertools.count(1)
+
+
 class CellExecution:
     """One cell on its way through the ranks; `wait` runs it to its end."""
 
@@ -124,7 +128,8 @@ class CellExecution:
 
         A request to end stays, and the time limit keeps counting.
         """
-        self._spec = dataclasses.asdict(spec)
+        self._number = next(_NUMBERS)
+        self._spec = dataclasses.asdict(dataclasses.replace(spec, number=self._number))
         self._tally = Tally(self._ranks)
         self.outcomes = self._tally.outcomes
         """In the order in which the ranks failed or ended."""
@@ -240,7 +245,9 @@ class CellExecution:
         def hear(answer: "Future[Any]") -> None:
             self.stop_policy.answered(rank)
 
-        answer = self._cluster.interrupt(rank, release_after_s=timeouts.GRACE_S)
+        answer = self._cluster.interrupt(
+            rank, self._number, release_after_s=timeouts.GRACE_S
+        )
         answer.add_done_callback(hear)
 
     # ---- from the ranks ----

@@ -134,8 +134,8 @@ class CellRunner:
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if KEY not in metadata:
             return
-        self._interrupts.begin()
         self._spec = spec = CellSpec(**metadata[KEY])
+        self._interrupts.begin(spec.number)
         self._set_names()
         self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))

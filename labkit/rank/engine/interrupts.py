@@ -37,7 +37,9 @@ class CellInterrupts:
         self._refusal = refusal
         self._phase = Phase.IDLE
         self._lock = threading.Lock()
-        """Guards the phase."""
+        """Guards the phase and the number."""
+        self._number = 0
+        """Of the cell: a request for the one before may come when it has begun."""
         self._seen = threading.Event()
         """Set once this cell was interrupted."""
         self._handled = threading.Event()
@@ -56,8 +58,10 @@ class CellInterrupts:
 
     # ---- phases of a cell, in the main thread ----
 
-    def begin(self) -> None:
+    def begin(self, number: int) -> None:
         """A cell begins; its code comes later, or not at all."""
+        with self._lock:
+            self._number = number
         self._seen.clear()
 
     def begin_code(self) -> None:
@@ -108,13 +112,13 @@ class CellInterrupts:
 
     # ---- in the control thread ----
 
-    def request(self, release_after_s: float) -> None:
-        """Interrupt the cell; does not keep the control thread waiting."""
+    def request(self, number: int, release_after_s: float) -> None:
+        """Interrupt this cell; does not keep the control thread waiting."""
         threading.Thread(
-            target=self._interrupt, args=(release_after_s,), daemon=True
+            target=self._interrupt, args=(number, release_after_s), daemon=True
         ).start()
 
-    def _interrupt(self, release_after_s: float) -> None:
+    def _interrupt(self, number: int, release_after_s: float) -> None:
         """Stop the running cell; if it sits in a collective, free it from that.
 
         Python code sees the signal at its next instruction, and so does a blocking
@@ -122,6 +126,8 @@ class CellInterrupts:
         in C++, waiting for ranks that will not come.
         """
         with self._lock:
+            if number != self._number:
+                return
             if self._phase is Phase.ENDING and self._group.backend == "nccl":
                 # The code has ended; what it left on the GPU may wait for other ranks.
                 self._group.release()
@@ -129,7 +135,9 @@ class CellInterrupts:
             if not self.is_running or not self._is_due():
                 return
             self._signal_main_thread()
-        if not self._handled.wait(release_after_s) and self.is_running:
+        if self._handled.wait(release_after_s):
+            return
+        if number == self._number and self.is_running:
             self._group.release()
 
     def _is_due(self) -> bool:
