@@ -24,7 +24,7 @@ from _kernel import lab_kernel
 from _measure import parser
 from _measure import print_table
 
-from labkit.rank.group.process_group import loopback_interface
+from labkit.rank.group.settings import loopback_interface
 
 TARGET = 0.97
 

@@ -87,8 +87,8 @@ class Placement:
     """A torch device such as "cuda:1" or "cpu"."""
     backend: str
     """The process group's backend: "nccl" or "gloo"."""
-    num_threads: int | None = 1
-    """torch's intra-op threads on this rank; None leaves torch's own choice."""
+    num_threads: int = 1
+    """torch's intra-op threads on this rank."""
     group_timeout_s: float = timeouts.GROUP_S
 
 

@@ -1,14 +1,19 @@
 import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from labkit import Lab
+from labkit.notebook.cluster import placement
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import count_gpus
+from labkit.notebook.cluster.placement import has_driver
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.records import Placement
 
@@ -46,7 +51,6 @@ def test_one_rank_per_gpu_with_nccl_is_the_default_with_gpus() -> None:
     placements = place(num_gpus=4)
     assert devices(placements) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert {placement.backend for placement in placements} == {"nccl"}
-    assert {placement.num_threads for placement in placements} == {None}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
@@ -98,6 +102,16 @@ def test_every_lawful_omp_num_threads_is_read(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert {each.num_threads for each in place(num_gpus=0)} == {threads}
+
+
+@pytest.mark.parametrize(("num_gpus", "threads"), [(1, 16), (3, 5), (32, 1)])
+def test_ranks_on_gpus_share_the_cores(
+    num_gpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "num_cores", lambda: 16)
+    assert {each.num_threads for each in place(num_gpus=num_gpus)} == {threads}
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert {each.num_threads for each in place(num_gpus=num_gpus)} == {2}
 
 
 # ---- what cannot be ----
@@ -173,3 +187,50 @@ def test_gpus_are_counted_without_a_cuda_context() -> None:
     assert "torch" in sys.modules
     assert count_gpus() == torch.cuda.device_count()
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("version", "drivers", "count", "is_asked"),
+    [
+        ("cuda = hip = None", True, 0, False),
+        ("cuda, hip = '13.0', None", True, 3, True),
+        ("cuda, hip = '13.0', None", False, 0, False),
+        ("cuda, hip = None, '7.1'", True, 3, True),  # an AMD machine
+        ("cuda, hip = None, '7.1'", False, 0, False),
+    ],
+)
+def test_torch_is_asked_where_it_may_find_a_gpu(
+    version: str,
+    drivers: bool,
+    count: int,
+    is_asked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(command: list[str], **settings: Any) -> Any:
+        asked.append(command[-1])
+        return subprocess.CompletedProcess(command, 0, stdout="3\n")
+
+    def load(name: str) -> None:
+        assert name == "libcuda.so.1"
+        if not drivers:
+            raise OSError
+
+    asked: list[str] = []
+    file = tmp_path / "version.py"
+    file.write_text(version)
+    build = SimpleNamespace(locate_file=lambda path: file)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(placement.metadata, "distribution", lambda name: build)
+    monkeypatch.setattr(placement.ctypes, "CDLL", load)
+    monkeypatch.setattr(Path, "exists", lambda self: drivers)
+    monkeypatch.setattr(placement.subprocess, "run", ask)
+    assert count_gpus() == count
+    assert asked == ["import torch; print(torch.cuda.device_count())"] * is_asked
+
+
+def test_the_build_of_torch_is_known_without_its_import() -> None:
+    import torch
+
+    assert placement.torch_build() == (torch.version.cuda, torch.version.hip)
+    assert not has_driver(None, None)

@@ -5,6 +5,7 @@ written out as torch gives it.
 """
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,11 @@ from labkit.rank.group.settings import set_variables
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
+from labkit.strategies.prepared import read_if_here
+from labkit.strategies.zero.config import bucket_elements
+from labkit.strategies.zero.config import deepspeed_config
+from labkit.strategies.zero.engines import numbered_as
+from labkit.train_options import TrainOptions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -423,3 +429,57 @@ def test_the_table_of_ranks_has_the_models_of_gpus(lab: Lab) -> None:
     lab.run("requests.describe = own")
     assert list(table.columns)[2:6] == ["device", "model", "bus", "state"]
     assert list(table["bus"]) == ["0", "1"]
+
+
+# ---- training ----
+
+
+def test_zero_has_larger_buckets_on_gpus() -> None:
+    options = TrainOptions()
+    zero = deepspeed_config(options, 2, 10**9, "cuda")["zero_optimization"]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 50_000_000
+    zero = deepspeed_config(options, 2, 10**9, "cpu")["zero_optimization"]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 2_000_000
+    assert bucket_elements(800, "cuda") == bucket_elements(800, "cpu") == 101
+
+
+def test_deepspeed_is_told_the_number_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    for device, number in (("cuda:1", "1"), ("cpu", "5")):
+        with numbered_as(torch.device(device)):
+            assert os.environ["LOCAL_RANK"] == number
+        assert os.environ["LOCAL_RANK"] == "5"
+
+
+def test_a_norm_on_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = torch.ones(()).as_subclass(OnGpu)
+    assert read_if_here(norm) is norm
+    assert read_if_here(torch.ones(())) == 1.0
+    assert isinstance(read_if_here(torch.ones(())), float)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_the_norm_of_offloaded_shards_is_that_of_the_whole(
+    lab: Lab, strategy: str
+) -> None:
+    lab.train(
+        strategy,
+        SHARDED.replace(
+            "    optimizer.step()",
+            "    shards = [p.grad for p in model.parameters()]\n"
+            "    mesh = data_parallel_axes(shards[0].device_mesh)\n"
+            "    found = norm_of_shards(shards, mesh, device).item()\n"
+            "    whole = [each.full_tensor() for each in shards]\n"
+            "    expected = torch.nn.utils.get_total_norm(whole).item()\n"
+            "    optimizer.step()",
+        ).replace(
+            "net =",
+            "from labkit.strategies.fsdp import data_parallel_axes, norm_of_shards\n"
+            "net =",
+        ),
+        live=False,
+    )
+    assert lab.pull("found", "all") == pytest.approx(lab.pull("expected", "all"))
+    assert lab.pull("found") > 0

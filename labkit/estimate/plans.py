@@ -66,7 +66,8 @@ class Plan:
         self.accumulate = accumulate
         self.width = DTYPES[precision].itemsize
         """Bytes of an element in what is computed."""
-        self.is_cpu = device == "cpu"
+        self.device_type = device.partition(":")[0]
+        self.is_cpu = self.device_type == "cpu"
         self._optimizer = optimizer
         self._device = device
         self._trace: Callable[..., Trace] = lambda **step: NOTHING

@@ -44,7 +44,7 @@ def replicated(plan: Plan, trace: Trace, ranks: int, *, stage: int) -> Memory:
     total = sum(plan.trainable)
     part = -(-total // (2 * ranks)) * 2
     state, temporaries = plan.update([(part,)])
-    bucket = bucket_elements(sum(plan.sizes))
+    bucket = bucket_elements(sum(plan.sizes), plan.device_type)
     own = width * touched(plan, part, ranks)
     kept = width * sum(plan.sizes) + plan.buffers + state + 4.0 * part
     sizes = [0, *(plan.trainable[index] for index in trace.finished)]
@@ -98,7 +98,7 @@ def sharded(plan: Plan, trace: Trace, ranks: int) -> Memory:
     own = sum(-(-size // ranks) for size in plan.sizes)
     part = sum(-(-size // ranks) for size in plan.trainable)
     state, temporaries = plan.update([(part,)])
-    bucket = bucket_elements(sum(plan.sizes))
+    bucket = bucket_elements(sum(plan.sizes), plan.device_type)
     alive = min(sum(plan.sizes), plan.largest_module + bucket)
     kept = width * (own + part + bucket) + plan.buffers + state + 4.0 * part
     sizes = [0, *(plan.trainable[index] for index in trace.finished)]

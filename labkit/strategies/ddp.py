@@ -17,6 +17,7 @@ from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.prepared import Closure
+from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_keys
@@ -132,7 +133,7 @@ class DDP(Prepared):
             self._settings["find_unused_parameters"] = True
             self._make_reducer()
 
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(self, closure: Closure | None = None) -> Norm | None:
         norm = super().step(closure)
         if self._ddp.will_sync_module_buffers():
             # Of BatchNorm: here, for a forward pass may be one rank's alone.

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +39,7 @@ from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.materialize import release
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.prepared import Closure
+from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_elementwise
@@ -155,9 +157,15 @@ class FSDP(Prepared):
             if is_used
         )
 
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(self, closure: Closure | None = None) -> Norm | None:
         self.note_step()
         return super().step(closure)
+
+    def norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if all(local_part(g).device.type == self.device.type for g in gradients):
+            return super().norm_of(gradients)
+        assert self.mesh is not None
+        return norm_of_shards(gradients, data_parallel_axes(self.mesh), self.device)
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
@@ -339,6 +347,19 @@ def num_regathered(group: Any) -> float:
     from_ranks = group.post_forward_mesh_info.shard_mesh_size
     share = (1 - 1 / from_ranks) / (1 - 1 / num_shards) if num_shards > 1 else 1.0
     return share * sum(map(whole_size, group.fsdp_params))
+
+
+def norm_of_shards(
+    gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device
+) -> torch.Tensor:
+    """The norm of gradients that are sharded along the last axis of `mesh`, and lie on
+    the CPU: NCCL sums what is on `device` alone. Collective."""
+    norms = [torch.linalg.vector_norm(local_part(each)) for each in gradients]
+    square = torch.zeros((), device=device)
+    if norms:
+        square += torch.stack(norms).float().square().sum().to(device)
+    dist.all_reduce(square, group=mesh.get_group(-1))
+    return square.sqrt()
 
 
 def gathered_bytes(block: nn.Module) -> int:

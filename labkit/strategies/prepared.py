@@ -42,6 +42,7 @@ from labkit.strategies.model.states import Source
 from labkit.train_options import TrainOptions
 
 Closure = Callable[[], Any]
+Norm = float | torch.Tensor
 Tensors = Iterable[torch.Tensor | int | None]
 """Tensors that there are, and bytes of some that are out of reach."""
 
@@ -232,7 +233,7 @@ class Prepared:
             self._is_unscaled = False
             forget_unscaling(self.scaler, self.optimizer)
 
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(self, closure: Closure | None = None) -> Norm | None:
         """Clip the gradients and update the parameters; the norm before clipping.
 
         `closure` is for an optimizer that evaluates the loss several times in a step.
@@ -251,18 +252,21 @@ class Prepared:
             self._is_unscaled = False
         return norm
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> Norm:
         """Scale all gradients so that their norm is `max_norm` at most.
 
         The norm is that of the whole gradient, also where a rank has only a shard.
         """
         parameters = list(self.updated())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = self.norm_of(gradients)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm.item()
+        return read_if_here(norm)
+
+    def norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of whole gradients, of which these are this rank's. Collective."""
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forget_unscaling()
@@ -464,3 +468,9 @@ def units(model: nn.Module) -> list[nn.Module]:
         for block in blocks(model)
         if all(holders[id(p)] <= set(block.modules()) for p in block.parameters())
     ]
+
+
+def read_if_here(norm: Norm) -> Norm:
+    """A norm as a number; as it is on a GPU, which the loop is not to wait for."""
+    is_there = isinstance(norm, torch.Tensor) and norm.is_cuda
+    return norm if is_there else float(norm)

@@ -1,11 +1,13 @@
 """Decides which rank gets which device, before anything is started."""
 
+import ctypes
 import os
-import shutil
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +84,10 @@ class StartOptions:
     )
     threads: int | None = option(
         None,
-        "torch threads of a rank on the CPU",
+        "torch threads of a rank for what it does on the CPU",
         partial(check_count, meaning="those of one rank", most=MAX_THREADS),
         metavar="T",
-        default_text="OMP_NUM_THREADS, or 1",
+        default_text="OMP_NUM_THREADS, or 1; on GPUs its share of the cores",
     )
     group_timeout_s: float = option(
         timeouts.GROUP_S,
@@ -97,10 +99,14 @@ class StartOptions:
 
 
 def count_gpus() -> int:
-    """How many GPUs torch would see, without a CUDA context in this process."""
+    """How many GPUs torch would see, without a CUDA context in this process.
+
+    A process of its own asks torch, which knows what CUDA_VISIBLE_DEVICES and its like
+    hide, and how a GPU is divided.
+    """
     if "torch" in sys.modules:
         return sys.modules["torch"].cuda.device_count()
-    if not Path("/proc/driver/nvidia").exists() and not shutil.which("nvidia-smi"):
+    if not has_driver(*torch_build()):
         return 0
     code = "import torch; print(torch.cuda.device_count())"
     command = [sys.executable, "-P", "-c", code]
@@ -112,6 +118,36 @@ def count_gpus() -> int:
             "GPUs unused with --device cpu"
         )
     return int(done.stdout)
+
+
+def torch_build() -> tuple[str | None, str | None]:
+    """The versions of CUDA and of HIP (ROCm) that torch was built for, without the
+    second or two that it takes to import it."""
+    try:
+        file = metadata.distribution("torch").locate_file("torch/version.py")
+        version = runpy.run_path(str(file))
+    except (metadata.PackageNotFoundError, OSError):
+        return None, None
+    return version.get("cuda"), version.get("hip")
+
+
+def has_driver(cuda: str | None, hip: str | None) -> bool:
+    """Whether a torch that was built for these can find a GPU at all: CUDA loads its
+    driver by this name, and HIP opens this file."""
+    if cuda is not None:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False
+        return True
+    return hip is not None and Path("/dev/kfd").exists()
+
+
+def num_cores() -> int:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # on macOS
 
 
 def place_ranks(
@@ -149,10 +185,11 @@ def place_ranks(
             f"use -n {num_gpus}, or --backend gloo to let several ranks share a GPU, "
             "or --backend gloo --device cpu to leave it alone"
         )
-    if device == "cpu" and threads is None:
+    if threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.
         wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()[:9]
-        threads = int(wanted) if wanted.isdecimal() else 1
+        own = 1 if device == "cpu" else num_cores() // num_ranks
+        threads = int(wanted) if wanted.isdecimal() else own
         threads = min(max(threads, 1), MAX_THREADS)
     return [
         Placement(

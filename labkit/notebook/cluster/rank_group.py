@@ -61,8 +61,7 @@ class RankGroup:
     def _begin(self, on_progress: Callable[[str], None]) -> None:
         """Start a cluster and make its engines ranks of one group."""
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        is_cpu = self.placements[0].device == "cpu"
-        if is_cpu and "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
         with self._starting(on_progress) as on_stage:
             self.cluster = start_cluster(

@@ -136,8 +136,7 @@ class RankProcessGroup:
         if self.device.type == "cuda":
             # Before the first CUDA call, so that no context lands on cuda:0.
             torch.cuda.set_device(self.device)
-        if self.placement.num_threads is not None:
-            torch.set_num_threads(self.placement.num_threads)
+        torch.set_num_threads(self.placement.num_threads)
 
     def _replace_init_process_group(self) -> None:
         # A function from the notebook may hold it under either name.

@@ -69,6 +69,19 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def numbered_as(device: torch.device) -> Iterator[None]:
+    """With the number of this rank's GPU in LOCAL_RANK, by which DeepSpeed chooses it:
+    where ranks share one, there are fewer GPUs than local ranks."""
+    before = os.environ["LOCAL_RANK"]
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before
+
+
 def drop_gathers(offload: Any) -> None:
     """Have all parameters of stage 3 in parts, as before a forward pass, after one or
     its backward pass has failed half-way. Local."""

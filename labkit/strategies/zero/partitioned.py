@@ -29,11 +29,13 @@ from labkit.strategies.model.states import check_hyperparameters
 from labkit.strategies.model.states import plain_shape
 from labkit.strategies.model.states import set_hyperparameters
 from labkit.strategies.prepared import Closure
+from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
+from labkit.strategies.prepared import read_if_here
 from labkit.strategies.zero.config import deepspeed_config
 from labkit.strategies.zero.engines import agree_on_ids
 from labkit.strategies.zero.engines import destroy_former_engines
@@ -41,6 +43,7 @@ from labkit.strategies.zero.engines import forget
 from labkit.strategies.zero.engines import free_training_states
 from labkit.strategies.zero.engines import import_deepspeed
 from labkit.strategies.zero.engines import land_parameters
+from labkit.strategies.zero.engines import numbered_as
 from labkit.strategies.zero.engines import plain_copy
 from labkit.strategies.zero.engines import quiet
 from labkit.strategies.zero.engines import restore_linear
@@ -85,7 +88,9 @@ class ZeRO(Prepared):
 
     def wrap(self) -> None:
         check_elementwise(self.optimizer)
-        config = deepspeed_config(self.options, self.stage, self._num_parameters)
+        config = deepspeed_config(
+            self.options, self.stage, self._num_parameters, self.device.type
+        )
         self._given_groups = [
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
@@ -100,7 +105,7 @@ class ZeRO(Prepared):
             "DeepSpeed's zero_optimization",
         )
         partitioner = None
-        with quiet():
+        with quiet(), numbered_as(self.device):
             if self.stage == 3:
                 agree_on_ids(self.peers)
                 partitioner = build_partitioner(deepspeed, config)
@@ -342,7 +347,7 @@ class ZeRO(Prepared):
 
     # ---- the step ----
 
-    def step(self, closure: Closure | None = None) -> float | None:
+    def step(self, closure: Closure | None = None) -> Norm | None:
         self._check_held()
         self._check_trained()
         if self._has_stepped and not self._is_zeroed and self._has_gradients:
@@ -370,7 +375,9 @@ class ZeRO(Prepared):
         self._clear()
         self._has_stepped, self._is_zeroed = True, False
         norm = self.engine.get_global_grad_norm()
-        return None if self.options.clip is None or norm is None else float(norm)
+        if self.options.clip is None or norm is None:
+            return None
+        return read_if_here(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.note_zeroed()
