@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from labkit.records import RANK_NAMES
@@ -179,6 +180,17 @@ def check_folder(what: str, value: Any) -> None:
     """ValueError unless `value` can name a folder."""
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise ValueError(f"{what} is {short_repr(value)}; it must name a folder")
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """`path` from the working directory on; UserError where that is gone."""
+    try:
+        return Path(path).expanduser().absolute()
+    except FileNotFoundError:
+        raise UserError(
+            "the working directory has been deleted; change to another with %cd "
+            "(os.chdir)"
+        ) from None
 
 
 def check_run_name(what: str, value: Any) -> None:

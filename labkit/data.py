@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data import TensorDataset
 
+from labkit.checks import absolute
+
 __all__ = ["ByteWindows", "cifar10", "digits", "fashion_mnist", "mnist", "text"]
 
 
@@ -58,7 +60,7 @@ SOURCES = {
     ),
     "fashion_mnist": Source(
         mirrors=(
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
             "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         ),
         folders=("fashion_mnist", "FashionMNIST/raw", "."),
@@ -284,9 +286,7 @@ def text(
         _check_split(split, ("train", "test"))
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is not a file (looked from {Path.cwd()}); give the path of one"
-        )
+        raise FileNotFoundError(f"{absolute(path)} is not a file; give the path of one")
     data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
     boundary = len(data) * 9 // 10
     if split is not None:

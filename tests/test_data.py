@@ -118,6 +118,10 @@ def serve_as(
     monkeypatch.setitem(data.SOURCES, name, source)
 
 
+def test_nothing_is_downloaded_in_the_clear() -> None:
+    assert "http://" not in Path(data.__file__).read_text()
+
+
 def test_digits_are_scaled_images_in_two_disjoint_even_splits() -> None:
     train, test, both = (data.digits(split) for split in ("train", "test", "all"))
     assert (len(train), len(test), len(both)) == (1438, 359, 1797)
@@ -459,7 +463,7 @@ def test_text_errors_say_what_was_found(tmp_path: Path) -> None:
         data.text(file, 0)
     with pytest.raises(ValueError, match="stride is -1; choose 1 or more"):
         data.text(file, 2, stride=-1)
-    with pytest.raises(FileNotFoundError, match=r"missing is not a file \(looked from"):
+    with pytest.raises(FileNotFoundError, match="missing is not a file; give"):
         data.text(tmp_path / "missing", 2)
     file.write_bytes(b"")
     with pytest.raises(ValueError, match="has 0 bytes"):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from kernels import running_kernel
 from kernels import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,11 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import labkit
 from labkit import Lab
 from labkit import Run
+from labkit import checkpoint
 from labkit.notebook.execution.errors import RankError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs import run_files
+from labkit.rank.telemetry.journal import Journal
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -191,6 +195,31 @@ def test_without_a_folder_a_run_continues_and_it_is_said_once(
     said = capsys.readouterr().err
     assert said.count("is not kept on disk: ") == 1
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_what_is_kept_has_the_permissions_that_the_umask_gives(
+    folder: Path, tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        run = new_run()
+        journal = Journal(run.folder, 0)
+        journal.add_name("loss")
+        journal.close()
+        ended = new_run("ended")
+        end(ended)
+        checkpoint.save(tmp_path / "kept" / "first", {"w": torch.ones(2)}, {})
+    finally:
+        os.umask(before)
+    kept = [*folder.rglob("*"), *(tmp_path / "kept").rglob("*")]
+    assert {each.name for each in kept if each.is_file()} == {
+        *("run.json", "rank-0.records", "rank-0.names", "records.parquet"),
+        *("checkpoint.json", "rank-00000.safetensors"),
+    }
+    for each in (*kept, folder, tmp_path / "kept"):
+        mode = 0o777 if each.is_dir() else 0o666
+        assert each.stat().st_mode & 0o777 == mode & ~umask, each
 
 
 # ---- nothing lost ----
@@ -411,6 +440,37 @@ def test_runs_go_to_the_working_directory_unless_set(
     assert run.folder.parent == tmp_path / "runs"
     monkeypatch.chdir("/")
     assert labkit.load_run("run-1", tmp_path / "runs").folder == run.folder
+
+
+def test_where_the_working_directory_has_been_deleted_it_is_said(
+    lab: Lab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(persistence, "_warned", set())
+    monkeypatch.delenv(persistence.FOLDER_VARIABLE)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for _ in range(2):
+        run = lab.train("ddp", TRAIN, live=False)
+        assert (run.state, run.folder) == ("finished", None)
+    said = capsys.readouterr().err
+    assert said.count("the working directory has been deleted; change to another") == 1
+    for do in (
+        labkit.list_runs,
+        lambda: labkit.load_run("run-1"),
+        lambda: labkit.load_run("run-1", "elsewhere"),
+        lambda: lab.train("ddp", TRAIN, checkpoint="kept", live=False),
+    ):
+        with pytest.raises(RuntimeError, match="the working directory has been del"):
+            do()
+    with pytest.raises(RankError, match="not a file"):
+        lab.run("from labkit.data import text; text('missing')")
+    assert labkit.list_runs(tmp_path).empty
+    with pytest.raises(RuntimeError, match="the working directory has been deleted"):
+        Lab(num_ranks=1)
 
 
 # ---- other programs ----

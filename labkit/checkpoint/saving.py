@@ -276,7 +276,10 @@ class _Save:
         parts = {name: {"saved_offsets": o} for name, o in self._offsets.items()}
         note = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0"}
         if parts:
+            path.touch()
+            mode = path.stat().st_mode  # by the umask; safetensors takes 0600
             save_file(self._staged, path, metadata={**note, "format": "pt"})
+            path.chmod(mode)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 

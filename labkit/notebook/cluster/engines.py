@@ -24,6 +24,7 @@ import psutil
 from labkit import timeouts
 from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
+from labkit.checks import absolute
 from labkit.compat import ipyparallel as compat
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
@@ -106,6 +107,7 @@ class Cluster:
         on_progress: Callable[[str], None],
     ) -> None:
         compat.GATE.check()
+        absolute(".")  # without one ipyparallel would end this process
         self._folder = tempfile.mkdtemp(prefix="labkit-")
         self._write_controller_config()  # while nothing runs yet: the disk may be full
         self._token = uuid.uuid4().hex

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import timeouts
+from labkit.checks import absolute
 from labkit.checks import check_count
 from labkit.checks import check_folder
 from labkit.checks import check_hang_after
@@ -152,7 +153,7 @@ def plan_checkpoints(options: RunOptions) -> CheckpointPlan | None:
     """
     if options.checkpoint is None:
         return None
-    path = Path(options.checkpoint).expanduser().absolute()
+    path = absolute(options.checkpoint)
     plan = CheckpointPlan(str(path))
     there = next(each for each in (path, *path.parents) if each.exists())
     if not there.is_dir():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.checks import absolute
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_run_name
@@ -72,7 +73,7 @@ def load_run(name: str, folder: str | Path | None = None) -> Run:
     --------
     >>> load_run("run-1").plot()
     """
-    parent = runs_folder() if folder is None else Path(folder).absolute()
+    parent = runs_folder() if folder is None else absolute(folder)
     return open_run(_find(name, parent)[-1])
 
 
@@ -186,7 +187,7 @@ def list_runs(
         check_count("last", last)
     if state is not None:
         check_choice("state", state, RUN_STATES)
-    parent = runs_folder() if folder is None else Path(folder).absolute()
+    parent = runs_folder() if folder is None else absolute(folder)
     rows = [_row(run.name, run.info, run.folder, summarize(run)) for run in own]
     here = {run.folder for run in own}
     for path, info in _stored(parent):
@@ -249,7 +250,7 @@ def delete_runs(*names: str, folder: str | Path | None = None) -> list[Path]:
         Where there is no such run, several have that name, one is running, or a folder
         is a link; none is deleted.
     """
-    parent = runs_folder() if folder is None else Path(folder).absolute()
+    parent = runs_folder() if folder is None else absolute(folder)
     doomed: dict[Path, None] = {}
     for name in names:
         found = _find(name, parent)

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from labkit.checks import UserError
+from labkit.checks import absolute
 from labkit.json_files import parse
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
@@ -37,7 +39,7 @@ _warned: set[Path] = set()
 
 def runs_folder() -> Path:
     """The folder of all runs: what LABKIT_RUNS names, or `runs` where we are."""
-    return Path(os.environ.get(FOLDER_VARIABLE) or "runs").expanduser().absolute()
+    return absolute(os.environ.get(FOLDER_VARIABLE) or "runs")
 
 
 # ---- while it runs ----
@@ -76,10 +78,10 @@ def begin(
     try:
         run.folder = _make_folder(runs_folder(), f"{when}-{run.name}")
         run_files.write_info(run.folder, run_info(run))
-    except OSError as error:
+    except (OSError, UserError) as error:
         run.folder = None
         warn_once(
-            runs_folder(),
+            Path(os.environ.get(FOLDER_VARIABLE) or "runs"),
             f"{run.name} is not kept on disk: {error}. It runs without; for later runs "
             f"set {FOLDER_VARIABLE} to a folder that can be written to",
         )

@@ -135,7 +135,9 @@ def _place(file: str, line: int, cells: Mapping[str, int]) -> str:
     """A file and a line, as tracebacks in the notebook name them."""
     if file in cells:
         return f"Cell In[{cells[file]}], line {line}"
-    roots = [str(Path.cwd()), *_LIBRARIES]
+    roots = [*_LIBRARIES]
+    with contextlib.suppress(FileNotFoundError):  # it may have been deleted
+        roots.append(str(Path.cwd()))
     inside = [root for root in roots if file.startswith(root + "/")]
     shown = file[len(max(inside, key=len)) + 1 :] if inside else file
     return f"{shown}:{line}"
