@@ -283,6 +283,8 @@ class Call:
     """The group's name, the same on all of its ranks."""
     ranks: list[int] | None = None
     """The group's; None for the default group."""
+    began_ns: int = 0
+    """When it did, by `time.time_ns`, where that is known."""
 
     @property
     def name(self) -> str:

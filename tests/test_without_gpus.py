@@ -233,6 +233,29 @@ def test_what_was_bound_to_aborted_groups_is_bound_again(
     lab.train(strategy, SHARDED, live=False)
 
 
+def test_the_timeout_of_a_group_ends_what_the_backend_does_not(aborting: Lab) -> None:
+    lab = aborting
+    lab.run(
+        "from datetime import timedelta\n"
+        "kept, timeout = rank, kind.timeout\n"
+        "kind.timeout = property(lambda self: timedelta(seconds=1))"
+    )
+    expected = (
+        r"rank 0: all_?reduce #\d+ has waited for longer than the timeout of the "
+        "process group, 1 s"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        lab.run(
+            "import time\n"
+            "if rank == 0:\n    dist.all_reduce(torch.ones(1))\n"
+            "else:\n    time.sleep(10_000)",
+            hang_after=2,
+        )
+    lab.run("kind.timeout = timeout\ntotal = torch.ones(1)\ndist.all_reduce(total)")
+    assert [each.item() for each in lab.pull("total", "all")] == [2.0, 2.0]
+    assert lab.pull("kept", "all") == [0, 1]
+
+
 # ---- whether a group works ----
 
 

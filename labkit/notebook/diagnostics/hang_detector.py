@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from labkit import timeouts
+from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
@@ -21,7 +22,8 @@ class HangDetector:
 
     What ranks send is a sign of life, and costs nothing. When nothing arrives for a
     while they are asked every few seconds how many steps and collectives they have
-    done. It never ends anything.
+    done. It ends nothing, but raises UserError where a collective has outlasted the
+    timeout of its group and the backend does not end that.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class HangDetector:
             del self._answers[rank]
             if answer.cancelled() or answer.exception() is not None:
                 continue  # it is dead, or cannot say
-            found, before = answer.result(), self._progress.get(rank)
+            if overdue := answer.result()["overdue"]:
+                raise UserError(f"rank {rank}: {overdue}")
+            found, before = answer.result()["done"], self._progress.get(rank)
             self._progress[rank] = found
             if before is not None and found != before:
                 self._last_sign_at(now)

@@ -40,7 +40,10 @@ class ControlRequests:
             "hold": lambda: stop_point().hold(),
             "stop_after": lambda num_steps: stop_point().stop_after(num_steps),
             "describe": self._describe,
-            "progress": lambda: [stop_point().num_steps, finished_collectives()],
+            "progress": lambda: {
+                "done": [stop_point().num_steps, finished_collectives()],
+                "overdue": group.overdue(),
+            },
             "stack": self._stack,
             "release": group.release,
         }

@@ -35,6 +35,7 @@ from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.recovery import forget_lost_groups
 from labkit.rank.group.settings import set_variables
 from labkit.rank.group.torch_rpc import end_rpc
+from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.rank.telemetry.stack_trace import started_collectives
 from labkit.records import Placement
 from labkit.strategies.mesh.device_mesh import mesh_of
@@ -182,6 +183,22 @@ class RankProcessGroup:
         if not self.in_place:
             return {}
         return {**started_collectives(), "meetings": self._num_meetings}
+
+    def overdue(self) -> str:
+        """The collective that has outlasted the group's timeout, in words; "" for none.
+
+        Gloo ends it by itself. NCCL's watchdog would end the process, and does not run.
+        """
+        call = recorded_call(self.formed_at_ns) if self.can_abort else None
+        if (
+            call is None
+            or time.time_ns() - call.began_ns < self.timeout.total_seconds() * 1e9
+        ):
+            return ""
+        return (
+            f"{call.name} has waited for longer than the timeout of the process group, "
+            f"{self.timeout.total_seconds():g} s"
+        )
 
     def host(self) -> int:
         """Open the store of the next group, on rank 0; its port."""

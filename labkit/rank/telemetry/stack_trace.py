@@ -181,6 +181,7 @@ def recorded_call(since_ns: int) -> Call | None:
         ),
         group=name,
         ranks=_ranks_of(name),
+        began_ns=entry["time_created_ns"],
     )
 
 
