@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from labkit.notebook.runs.catalog import list_runs as list_runs
     from labkit.notebook.runs.catalog import load_run as load_run
     from labkit.notebook.runs.run import Run as Run
+    from labkit.selftest import check as check
 
 __version__ = "0.1.0"
 
 # Names are loaded when first used, so that `import labkit` stays cheap.
 _HOMES = {
     "Lab": "labkit.lab",
+    "check": "labkit.selftest",
     "current_lab": "labkit.magics.current",
     "RankError": "labkit.notebook.execution.errors",
     "Run": "labkit.notebook.runs.run",

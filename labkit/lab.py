@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
     from labkit.notebook.runs.run import Run
 
 _TRANSFER = "labkit.rank.engine.transfer"
+_labs: "weakref.WeakSet[Lab]" = weakref.WeakSet()
+
+
+def running_labs() -> "list[Lab]":
+    """The labs of this process that have not been stopped."""
+    return [lab for lab in _labs if lab.is_running]
 
 
 @documented(StartOptions)
@@ -101,6 +108,7 @@ class Lab:
         from labkit.notebook.cluster.rank_group import RankGroup
 
         self._ranks: RankGroup | None = None
+        _labs.add(self)
         try:
             with interrupts.held():
                 self._ranks = RankGroup(

@@ -28,10 +28,11 @@ from labkit.rank.engine.cell_runner import TRAINING_NAMES
 from labkit.rank.engine.cell_runner import checkpoint_names
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.session import Session
+from labkit.selftest.report import Report
 
 SECTIONS = ("Parameters", "Returns", "Attributes", "Raises", "Examples")
 HEAD = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
-MADE_BY_LABKIT = (labkit.Run, labkit.RankError, RankLoader, Forecast, Stacks)
+MADE_BY_LABKIT = (labkit.Run, labkit.RankError, RankLoader, Forecast, Stacks, Report)
 """Classes whose constructors are not for users."""
 ERRORS = {
     **vars(builtins),

@@ -24,8 +24,10 @@ GROUND_FLOOR = {
 # What each part may import of labkit, besides itself. A part that is not named here
 # belongs to the ground floor: it may import nothing but that.
 MAY_IMPORT = {
-    "": {"lab", "magics", "notebook"},
-    "magics": {"compat", "lab", "notebook", "strategies", *GROUND_FLOOR},
+    "": {"lab", "magics", "notebook", "selftest"},
+    "__main__": {"notebook", "selftest", *GROUND_FLOOR},
+    "magics": {"compat", "lab", "notebook", "selftest", "strategies", *GROUND_FLOOR},
+    "selftest": {"lab", "notebook", "strategies", *GROUND_FLOOR},
     "lab": {"notebook", "estimate", "strategies", *GROUND_FLOOR},
     "notebook": {"compat", "strategies", *GROUND_FLOOR},
     "rank": {"checkpoint", "compat", "estimate", "strategies", *GROUND_FLOOR},

@@ -36,6 +36,10 @@ from labkit.notebook.runs.run import Run
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
+from labkit.selftest import ONLY_HELP
+from labkit.selftest import OUTPUT
+from labkit.selftest import OUTPUT_HELP
+from labkit.selftest import check
 from labkit.strategies import STRATEGIES
 from labkit.train_options import TrainOptions
 
@@ -314,6 +318,27 @@ class LabMagics(Magics):
         started = current_lab().restart(everyone=args.all)
         what = format_ranks(started) + " restarted; " if started else ""
         print(what + ready_line(current_lab()))
+
+    @magic_arguments()
+    @options(StartOptions, "num_ranks", "backend", "device")
+    @argument("--only", metavar="NAME,NAME", help=ONLY_HELP)
+    @argument(
+        "--output",
+        metavar="FILE",
+        default=OUTPUT,
+        help=f"{OUTPUT_HELP} (default: {OUTPUT})",
+    )
+    @line_magic
+    @parsed
+    def dist_check(self, args: Args) -> Any:
+        """Check that labkit works on this machine, in about two minutes."""
+        return check(
+            args.num_ranks,
+            backend=args.backend,
+            device=args.device,
+            only=args.only,
+            output=args.output,
+        )
 
     @magic_arguments()
     @line_magic
