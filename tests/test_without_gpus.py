@@ -28,9 +28,11 @@ from labkit.rank.group.process_group import close_listeners
 from labkit.rank.group.process_group import listening_ports
 from labkit.rank.group.settings import NCCL
 from labkit.rank.group.settings import set_variables
+from labkit.rank.telemetry import memory
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
+from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import read_if_here
 from labkit.strategies.zero.config import bucket_elements
 from labkit.strategies.zero.config import deepspeed_config
@@ -454,6 +456,52 @@ def test_the_table_of_ranks_has_the_models_of_gpus(lab: Lab) -> None:
     assert list(table["bus"]) == ["0", "1"]
 
 
+# ---- memory ----
+
+
+class Allocator:
+    """Torch's of one GPU, as far as its peak goes."""
+
+    def __init__(self) -> None:
+        self.held = self.peak = 0
+
+    def hold(self, num_bytes: int) -> None:
+        self.held = num_bytes
+        self.peak = max(self.peak, num_bytes)
+
+    def read(self, device: Any = None) -> int:
+        return self.peak
+
+    def reset(self, device: Any = None) -> None:
+        self.peak = self.held
+
+
+def test_the_peak_of_a_step_leaves_the_users_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = Allocator()
+    for name, method in (("_read_peak", "read"), ("_reset_peak", "reset")):
+        monkeypatch.setattr(memory, name, getattr(allocator, method))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", memory._read_peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", memory._reset_peak)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(memory.PeakOfStep, "_earlier", {})
+    allocator.hold(900)
+    allocator.hold(100)
+    for step_peak in (500, 300):
+        peak = memory.PeakOfStep(GPU)
+        allocator.hold(step_peak)
+        allocator.hold(100)
+        assert peak.read() == step_peak
+        for device in (None, 0, "cuda:0", GPU):
+            assert torch.cuda.max_memory_allocated(device) == 900
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == 100
+    peak = memory.PeakOfStep(GPU)
+    allocator.hold(200)
+    assert peak.read() == torch.cuda.max_memory_allocated() == 200
+
+
 # ---- training ----
 
 
@@ -506,3 +554,25 @@ def test_the_norm_of_offloaded_shards_is_that_of_the_whole(
     )
     assert lab.pull("found", "all") == pytest.approx(lab.pull("expected", "all"))
     assert lab.pull("found") > 0
+
+
+@pytest.mark.parametrize("is_synchronized", [False, True])
+def test_batchnorm_makes_no_fp32_copy_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, is_synchronized: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).eval()
+    replace_batchnorm(model, synchronize=is_synchronized, is_fp32=False)
+    plain, dtypes = torch.nn.functional.batch_norm, []
+
+    def note(x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        if not more:  # torch calls it again for a subclass, with keywords
+            dtypes.append(x.dtype)
+        return plain(x, *args, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "batch_norm", note)
+    x = torch.randn(4, 2).bfloat16()
+    expected = model(x)
+    found = model(x.as_subclass(OnGpu))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+    assert dtypes == [torch.float32, torch.float32 if is_synchronized else x.dtype]

@@ -108,7 +108,11 @@ class BatchNorm(BatchNormBase):
         """Any shape (N, C, ...) will do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype, x = x.dtype, x.float()
+        dtype = x.dtype
+        # On a GPU torch itself computes in fp32 what comes in less, without a copy.
+        is_half = dtype in (torch.bfloat16, torch.float16)
+        is_mixed = x.is_cuda and is_half and not self.is_synchronized
+        x = x if is_mixed else x.float()
         if not (self.is_synchronized and self.training):
             weight = None if self.weight is None else self.weight.float()
             bias = None if self.bias is None else self.bias.float()

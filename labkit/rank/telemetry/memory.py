@@ -5,9 +5,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from typing import ClassVar
 
 import psutil
 import torch
+
+_read_peak: Any = torch.cuda.max_memory_allocated
+_reset_peak: Any = torch.cuda.reset_peak_memory_stats
 
 
 def memory_reader(device: torch.device) -> Callable[[], int]:
@@ -54,3 +59,51 @@ def memory_total(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
+
+
+class PeakOfStep:
+    """The peak of one step on a GPU: torch keeps a single one, which this resets.
+
+    From the first on, `torch.cuda.max_memory_allocated` gives the greatest since the
+    user's own reset, as it would without them.
+    """
+
+    _earlier: ClassVar[dict[int, int]] = {}
+    """By device, the peak before ours were measured, since the user's own reset."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        number = number_of(device)
+        PeakOfStep._keep()
+        # With what came before, as it is patched.
+        PeakOfStep._earlier[number] = torch.cuda.max_memory_allocated(device)
+        _reset_peak(device)
+
+    def read(self) -> int:
+        """The peak since then."""
+        return _read_peak(self._device)
+
+    @classmethod
+    def _keep(cls) -> None:
+        if torch.cuda.max_memory_allocated is not _read_peak:
+            return
+
+        @functools.wraps(_read_peak)
+        def read(device: Any = None) -> int:
+            return max(_read_peak(device), cls._earlier.get(number_of(device), 0))
+
+        @functools.wraps(_reset_peak)
+        def reset(device: Any = None) -> None:
+            cls._earlier.pop(number_of(device), None)
+            _reset_peak(device)
+
+        torch.cuda.max_memory_allocated = read
+        torch.cuda.reset_peak_memory_stats = reset
+
+
+def number_of(device: Any) -> int:
+    """The number of a GPU, by any name that torch takes; the current one's for None."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index

@@ -27,6 +27,7 @@ from labkit.compat.torch import schema_of
 from labkit.compat.torch import sparse_parts
 from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
+from labkit.rank.telemetry.memory import PeakOfStep
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import Measurement
@@ -106,6 +107,7 @@ class StepProbe(TorchDispatchMode):
         self._sees_operators = sees_operators
         self._prepared = list(prepared)
         self._device = device
+        self._peak: PeakOfStep | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         self._total = 0
@@ -125,7 +127,7 @@ class StepProbe(TorchDispatchMode):
     def start(self) -> None:
         """Begin to watch; all that holds model states is known from here on."""
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self._peak = PeakOfStep(self._device)
         self.look()
         self._is_active = True
         if self._sees_operators:
@@ -161,8 +163,8 @@ class StepProbe(TorchDispatchMode):
                 return None
             self.__exit__(None, None, None)
         self.look()
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
+        if self._peak is not None:
+            peak = self._peak.read()
             self._held["total_peak"] = max(self._held["total_peak"], peak)
         facts = [
             replace(prepared.facts(), offloaded=self._offloaded(prepared))
