@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -137,6 +138,25 @@ def test_a_wrong_command_line_has_its_own_status(
         main(["check", *line.split()])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_stop_button_shows_what_was_found(kernel: Kernel, tmp_path: Path) -> None:
+    def stop_at_the_raise(message: dict[str, Any]) -> None:
+        text = message["content"].get("text", "")
+        if "a rank raises" in text and not stopped:
+            stopped.append(text)
+            threading.Timer(0.0, kernel.manager.interrupt_kernel).start()
+
+    stopped: list[str] = []
+    line = f"%dist_check --only ddp,raise,timeout --output {tmp_path / 'found.md'}"
+    reply = kernel.run(line, on_message=stop_at_the_raise)
+    assert reply.error["ename"] == "Interrupted"
+    [shown] = reply.displays
+    assert "ddp against one process" in shown["text/html"]
+    assert "until the interrupt" in shown["text/plain"]
+    assert len(kernel.lab_tokens()) == 1
+    assert kernel.run("%%dist\nprint(world_size)").stdout == "[ranks 0-1] 2\n"
 
 
 # What needs GPUs is tried here without, as far as it goes.
@@ -310,13 +330,15 @@ def test_a_broken_restart_is_found(
 
 
 def test_a_slow_all_reduce_is_worth_a_look() -> None:
-    assert judge_bandwidth(200e9, 400e9, 2**28, "cuda", 8).advice == ""
-    slow = judge_bandwidth(5e9, 400e9, 2**28, "cuda", 8)
+    assert judge_bandwidth(200e9, 400e9, 2**28, "nccl", 8).advice == ""
+    slow = judge_bandwidth(5e9, 400e9, 2**28, "nccl", 8)
     assert "5 GB/s on each rank's bus, for 256 MiB" in slow.text
     assert "a copy from GPU to GPU 400 GB/s" in slow.text
     assert "1.2 % of the copy; NCCL_DEBUG=INFO" in slow.advice
-    assert judge_bandwidth(1e9, 20e9, 2**24, "cpu", 0).advice == ""
-    assert "cores" in judge_bandwidth(1e7, 20e9, 2**24, "cpu", 0).advice
+    assert judge_bandwidth(1e9, 20e9, 2**24, "gloo", 0).advice == ""
+    assert "fewer cores" in judge_bandwidth(1e7, 20e9, 2**24, "gloo", 0).advice
+    shared = judge_bandwidth(1e9, 2e12, 2**28, "gloo", 1)
+    assert "nccl needs a GPU for each rank" in shared.advice
 
 
 def test_a_group_that_does_not_work_fails_the_start(

@@ -32,6 +32,8 @@ UNEVEN = 0.05
 """Of the memory of GPUs that count as alike."""
 IN_USE = 0.1
 """Of a GPU's memory, by others: more is worth a word."""
+CONTEXT_BYTES = 2**30
+"""Of CUDA itself, at most, in the process that looks."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,11 @@ def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
 def in_use(machine: Machine) -> Iterator[Finding]:
     """The GPUs of which others use a part that counts."""
     for number, gpu in enumerate(machine.gpus):
-        if gpu.free < (1 - IN_USE) * gpu.memory:
-            used = format_bytes(gpu.memory - gpu.free)
+        used = gpu.memory - gpu.free
+        if used > max(IN_USE * gpu.memory, CONTEXT_BYTES):
+            whole = format_bytes(gpu.memory)
             yield Finding(
-                f"{used} of the {format_bytes(gpu.memory)} of GPU {number} are in use",
+                f"{format_bytes(used)} of the {whole} of GPU {number} are in use",
                 "nvidia-smi says by whom; a lab that runs counts too, until %dist_stop",
             )
 

@@ -31,7 +31,9 @@ def look() -> dict[str, Any]:
                 for other in numbers
                 if one < other and not torch.cuda.can_device_access_peer(one, other)
             ]
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            from torch.cuda import nccl
+
+            found["nccl"] = ".".join(map(str, nccl.version()))
     found["warnings"] = [" ".join(str(each.message).split()) for each in caught]
     return found
 

@@ -50,7 +50,10 @@ def run_checks(
     """
     report = Report(machine, find(machine, num_ranks=num_ranks, device=device))
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="labkit-check-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="labkit-check-",
+        ignore_cleanup_errors=True,  # a check that did not end may write there
+    ) as folder:
         bench = Bench(Path(folder), machine, start_options, on_stage)
         with _runs_in(bench.folder / "runs"):
             try:

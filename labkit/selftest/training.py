@@ -10,7 +10,7 @@ from labkit.selftest.bench import Measured
 
 TOLERANCE = 1e-4
 """Relative: what the order of sums in fp32 may change, and no wrong gradient."""
-SLOW_LINK: Mapping[str, float] = {"cuda": 0.3, "cpu": 0.02}
+SLOW_LINK: Mapping[str, float] = {"nccl": 0.3, "gloo": 0.02}
 """Of the speed of a plain copy: an all-reduce that is slower is worth a look."""
 
 # SGD: to Adam a gradient that is scaled wrongly looks right.
@@ -115,11 +115,11 @@ def bandwidth(bench: Bench) -> Measured:
     rate = wire_bytes / max(bench.pull("labkit_seconds"))
     link = num_bytes / lab.pull("labkit_copy_seconds")
     gpus = len(bench.machine.gpus) if lab.device == "cuda" else 0
-    return judge_bandwidth(rate, link, num_bytes, lab.device, gpus)
+    return judge_bandwidth(rate, link, num_bytes, lab.backend, gpus)
 
 
 def judge_bandwidth(
-    rate: float, link: float, num_bytes: float, device: str, num_gpus: int
+    rate: float, link: float, num_bytes: float, backend: str, num_gpus: int
 ) -> Measured:
     """An all-reduce of `num_bytes` with a bus bandwidth of `rate`, where a copy has
     `link`, both in bytes/s."""
@@ -128,13 +128,13 @@ def judge_bandwidth(
         f"{rate / 1e9:.3g} GB/s on each rank's bus, for {format_bytes(num_bytes)}; "
         f"a copy {copied} {link / 1e9:.3g} GB/s"
     )
-    if rate >= SLOW_LINK[device] * link:
+    if rate >= SLOW_LINK[backend] * link:
         return Measured(text)
-    what = (
-        "NCCL_DEBUG=INFO says which links it uses"
-        if device == "cuda"
-        else ("is the machine busy, or has it fewer cores than ranks?")
-    )
+    what = "is the machine busy, or has it fewer cores than ranks?"
+    if backend == "nccl":
+        what = "NCCL_DEBUG=INFO says which links it uses"
+    elif num_gpus:
+        what = "gloo goes through the host's memory, and nccl needs a GPU for each rank"
     return Measured(text, f"that is {100 * rate / link:.2g} % of the copy; {what}")
 
 
