@@ -56,23 +56,26 @@ def run_checks(
     ) as folder:
         bench = Bench(Path(folder), machine, start_options, on_stage)
         with _runs_in(bench.folder / "runs"):
+            name, what = "start", "start"
             try:
-                on_check("start")
+                on_check(what)
                 report.lines.append(start(bench))
                 is_started = report.lines[0].state == OK
                 for check in checks:
-                    on_check(check.what)
+                    name, what = check.name, check.what
+                    on_check(what)
                     reason = check.not_applicable(num_ranks=num_ranks, device=device)
                     if reason:
-                        line = Line(check.name, check.what, NOT_APPLICABLE, reason)
+                        line = Line(name, what, NOT_APPLICABLE, reason)
                     elif not is_started:
-                        line = Line(check.name, check.what, NOT_RUN, "no lab started")
+                        line = Line(name, what, NOT_RUN, "no lab started")
                     else:
                         line = examine(check, bench)
                     report.lines.append(line)
                 report.is_whole = True
             except KeyboardInterrupt:
                 on_check("interrupted: stopping what was started")
+                report.lines.append(Line(name, what, NOT_RUN, "interrupted"))
             finally:
                 bench.end()
                 report.seconds = time.monotonic() - began
