@@ -328,6 +328,8 @@ def test_a_device_is_lost_once_every_call_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert devices.why_lost(torch.device("cpu")) == ""
+    assert devices.why_lost(GPU) == ""  # never used
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     assert devices.why_lost(GPU) == ""
     more = f"{ASSERT}\nCUDA kernel errors might be asynchronously reported"
@@ -354,6 +356,21 @@ def test_a_rank_that_has_lost_its_device_is_restarted(
     assert lab.pull("kept", 0) == 0
     with pytest.raises(NameError, match="kept"):
         lab.pull("kept", 1)
+
+
+def test_a_device_that_was_lost_after_a_cell_is_found_before_a_group_forms(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.run(
+        "kept = rank\nfrom labkit.rank.engine import rpc\n"
+        f"if rank == 1: rpc.why_lost = lambda device: {ASSERT!r}"
+    )
+    with pytest.raises(RankError, match="ValueError"):
+        lab.run("if rank == 0: raise ValueError\ndist.barrier()")
+    assert f"rank 1 cannot use its device any more: {ASSERT}." in capsys.readouterr()[1]
+    lab.run("total = torch.ones(1)\ndist.all_reduce(total)")
+    assert [each.item() for each in lab.pull("total", "all")] == [2.0, 2.0]
+    assert lab.pull("kept", 0) == 0
 
 
 # ---- values that are on their way ----

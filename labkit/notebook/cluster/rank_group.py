@@ -264,7 +264,11 @@ class RankGroup:
     def _form(self) -> None:
         """Re-create the process group on all ranks, and see that it works."""
         self._is_whole = False
-        self._free()
+        lost = {rank: why for rank, why in enumerate(self._free()) if why}
+        if lost:
+            for rank, why in lost.items():
+                print(f"labkit: {lost_line(rank, why)}", file=sys.stderr)
+            self._start_again(list(lost))
         [port] = self.cluster.call(f"{_CALLS}:host_group", ranks=[0])
         pids = [self.cluster.pids[rank] for rank in self.everyone]
         sums = self.cluster.call(
@@ -277,19 +281,21 @@ class RankGroup:
             )
         self._is_whole = True
 
-    def _free(self) -> None:
-        """Release ranks that wait for a group to form: one of them has died."""
+    def _free(self) -> list[str]:
+        """Release ranks that wait for a group to form: one of them has died. By rank,
+        why it has lost its device, or "", once all have answered."""
         for _ in range(NUM_RELEASES):
             try:
-                self.cluster.call(
-                    f"{_CALLS}:load", ranks=self.everyone, timeout_s=timeouts.RELEASE_S
+                return self.cluster.call(
+                    f"{_CALLS}:lost_device",
+                    ranks=self.everyone,
+                    timeout_s=timeouts.RELEASE_S,
                 )
             except RankDiedError:
                 raise
             except CallError:
                 self._release()
-            else:
-                return
+        return []
 
     def _release(self) -> None:
         """Have every rank leave the collective that it sits in, if any."""
@@ -314,6 +320,14 @@ class RankGroup:
     def _are_right(self, sums: Sequence[float | None]) -> bool:
         """Whether every rank got the sum of all ranks."""
         return all(found == float(sum(self.everyone)) for found in sums)
+
+
+def lost_line(rank: int, why: str) -> str:
+    """What is said of a rank that has lost its device."""
+    return (
+        f"rank {rank} cannot use its device any more: {why}. Restarting it: its "
+        "variables are gone"
+    )
 
 
 def are_alike(counts: Sequence[Mapping[str, int]]) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from labkit.notebook.cluster.rank_group import RankGroup
+from labkit.notebook.cluster.rank_group import lost_line
 from labkit.notebook.execution.cell_execution import CellExecution
 from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.execution.errors import Interrupted
@@ -96,8 +97,5 @@ def restore_group(group: RankGroup, outcomes: Sequence[Outcome]) -> None:
         say(f"{format_ranks(stuck)} did not stop: restarting")
     for each in outcomes:
         if each.lost_device:
-            say(
-                f"rank {each.rank} cannot use its device any more: {each.lost_device}. "
-                "Restarting it: its variables are gone"
-            )
+            say(lost_line(each.rank, each.lost_device))
     group.restore_group(outcomes)

@@ -15,6 +15,7 @@ from labkit.compat import data_parallel
 from labkit.compat import ipython
 from labkit.compat import torch
 from labkit.rank.engine.cell_runner import CellRunner
+from labkit.rank.group.devices import why_lost
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.rank.telemetry.stack_trace import recorded_call
@@ -89,6 +90,11 @@ def runner() -> CellRunner:
     """This engine's runner; `install` made it."""
     assert _runner is not None, "install() comes first"
     return _runner
+
+
+def lost_device() -> str:
+    """Why this rank can be in no group any more; "" where it can."""
+    return why_lost(runner().group.device)
 
 
 def host_group() -> int:

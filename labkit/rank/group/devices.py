@@ -20,7 +20,7 @@ def why_lost(device: torch.device) -> str:
     After a kernel has failed, as by an assertion, every call of CUDA fails in this
     process. Not to be waited for: what runs there may be a collective that never ends.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_initialized():
         try:
             torch.cuda.current_stream(device).query()
         except RuntimeError as error:
