@@ -24,6 +24,7 @@ from labkit import checkpoint
 from labkit.notebook.execution.errors import RankError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
+from labkit.notebook.runs import catalog
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs import run_files
 from labkit.rank.telemetry.journal import Journal
@@ -381,6 +382,25 @@ def test_runs_are_listed_newest_last(folder: Path) -> None:
     assert labkit.list_runs(own=[run]).index.tolist() == ["a", "b", "c"]
     with pytest.raises(ValueError, match="last is 0"):
         labkit.list_runs(last=0)
+
+
+def test_a_run_that_has_ended_is_summarized_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [new_run(f"run-{number}") for number in range(3)]
+    for run in runs[:2]:
+        log(run, 0, ("loss", 5, 0.25))
+        end(run)
+    on_disk = labkit.list_runs()
+    asked: list[Run] = []
+    summarize = persistence.summarize
+    monkeypatch.setattr(
+        catalog, "summarize", lambda run: asked.append(run) or summarize(run)
+    )
+    listed = labkit.list_runs(own=runs)
+    assert asked == [runs[2]]
+    columns = ["steps", "last_loss", "seconds", "state"]
+    pd.testing.assert_frame_equal(listed[columns][:2], on_disk[columns][:2])
 
 
 def test_runs_are_deleted_by_name_or_folder_and_none_by_mistake(folder: Path) -> None:

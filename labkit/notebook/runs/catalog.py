@@ -188,7 +188,10 @@ def list_runs(
     if state is not None:
         check_choice("state", state, RUN_STATES)
     parent = runs_folder() if folder is None else absolute(folder)
-    rows = [_row(run.name, run.info, run.folder, summarize(run)) for run in own]
+    rows = [
+        _row(run.name, run.info, run.folder, run.info.get("summary") or summarize(run))
+        for run in own
+    ]
     here = {run.folder for run in own}
     for path, info in _stored(parent):
         if path not in here:
