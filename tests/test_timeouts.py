@@ -44,8 +44,10 @@ def test_no_wait_is_written_elsewhere() -> None:
     found = [
         f"{path.relative_to(package)}: {match[0]}"
         for path in package.rglob("*.py")
-        # The watchdog imports nothing of labkit's.
+        # The watchdog imports nothing of labkit's; the self-test causes the failures
+        # that its numbers are of, and has the limit of each check beside it.
         if path.name not in ("timeouts.py", "watchdog.py")
+        if path.parent.name != "selftest"
         for match in A_NUMBER.finditer(path.read_text())
         if match[1] not in ELSEWHERE
     ]
