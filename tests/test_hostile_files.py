@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -288,6 +289,25 @@ def resume_from(folder: Path) -> RunCheckpointer:
     return found
 
 
+def resume_or_be_refused(
+    saved: Path, name: str, change: Callable[[bytes], bytes]
+) -> None:
+    """With another content of a file; the error is in words, and names the folder."""
+    path = saved / name
+    before = path.read_bytes()
+    error = None
+    try:
+        path.write_bytes(change(before))
+        resume_from(saved)
+    except ValueError as refusal:
+        error = refusal
+    finally:
+        path.write_bytes(before)
+    if error is not None:
+        assert is_raised_by_labkit(error), error
+        assert str(saved) in str(error)
+
+
 def test_a_checkpoint_is_resumed_from(saved: Path) -> None:
     assert resume_from(saved).first_step == 6
 
@@ -297,19 +317,9 @@ def test_a_checkpoint_is_resumed_from(saved: Path) -> None:
 def test_a_manifest_with_any_value_is_read_or_refused_in_words(
     saved: Path, data: st.DataObject
 ) -> None:
-    path = saved / "checkpoint.json"
-    before = path.read_bytes()
-    error = None
-    try:
-        path.write_bytes(changed(before, data))
-        resume_from(saved)
-    except ValueError as refusal:
-        error = refusal
-    finally:
-        path.write_bytes(before)
-    if error is not None:
-        assert is_raised_by_labkit(error), error
-        assert str(saved) in str(error)
+    resume_or_be_refused(
+        saved, "checkpoint.json", lambda content: changed(content, data)
+    )
 
 
 @FEW
@@ -320,19 +330,7 @@ def test_a_manifest_with_any_value_is_read_or_refused_in_words(
 def test_a_checkpoint_with_flipped_bytes_is_read_or_refused_in_words(
     saved: Path, name: str, seed: int
 ) -> None:
-    path = saved / name
-    before = path.read_bytes()
-    error = None
-    try:
-        path.write_bytes(damaged(before, seed))
-        resume_from(saved)
-    except ValueError as refusal:
-        error = refusal
-    finally:
-        path.write_bytes(before)
-    if error is not None:
-        assert is_raised_by_labkit(error), error
-        assert str(saved) in str(error)
+    resume_or_be_refused(saved, name, lambda content: damaged(content, seed))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterator
 from datetime import timedelta
@@ -223,7 +224,7 @@ class RankProcessGroup:
             self._store.set_timeout(self.timeout)
         assert self._store is not None, "rank 0 hosts the store before it joins"
         self.peers = peers
-        self._listening = set(listening_ports())
+        self._listening = listening_ports()
         self.formed_at_ns = time.time_ns()
         self._port = port
         self._num_own_groups = self._num_meetings = 0
@@ -446,30 +447,32 @@ def close_connections(peers: list[int]) -> None:
     }
     for connection in _connections(os.getpid()):
         if connection.raddr and _plain(connection.raddr) in theirs:
-            # The peer may close its end, and with it ours, at this very moment.
-            with contextlib.suppress(OSError):
-                duplicate = socket.socket(fileno=os.dup(connection.fd))
-                with duplicate:
-                    if duplicate.getpeername()[1] == connection.raddr.port:
-                        duplicate.shutdown(socket.SHUT_RDWR)
+            _shut(connection.fd, socket.socket.getpeername, connection.raddr.port)
 
 
-def listening_ports() -> Iterator[int]:
+def listening_ports() -> set[int]:
     """The TCP ports on which this process listens."""
-    for connection in _connections(os.getpid()):
-        if connection.status == psutil.CONN_LISTEN:
-            yield connection.laddr.port
+    return {each.laddr.port for each in _listeners()}
 
 
 def close_listeners(kept: Collection[int]) -> None:
     """Have what waits for connections in this process fail, except on ports `kept`."""
-    for connection in _connections(os.getpid()):
-        is_listening = connection.status == psutil.CONN_LISTEN
-        if is_listening and connection.laddr.port not in kept:
-            with contextlib.suppress(OSError):
-                duplicate = socket.socket(fileno=os.dup(connection.fd))
-                with duplicate:
-                    duplicate.shutdown(socket.SHUT_RDWR)
+    for each in _listeners():
+        if each.laddr.port not in kept:
+            _shut(each.fd, socket.socket.getsockname, each.laddr.port)
+
+
+def _listeners() -> list[Any]:
+    found = _connections(os.getpid())
+    return [each for each in found if each.status == psutil.CONN_LISTEN]
+
+
+def _shut(fd: int, address: Callable[[socket.socket], Any], port: int) -> None:
+    """Shut a connection, if the descriptor is still of the one with this port."""
+    # The peer may close its end, and with it ours, at this very moment.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        if address(duplicate)[1] == port:
+            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(address: Any) -> tuple[str, int]:
