@@ -246,7 +246,7 @@ def test_groups_that_are_re_created_close_those_before(lab: Lab, strategy: str) 
         lab.train(strategy, SHARDED, live=False)
         lose_group(lab)
         before.append(num_listening(lab))
-    # The first formation lives on where an older torch keeps the first mesh.
+    # With torch 2.9 each rank has two more from the second formation on.
     assert before[2:] == before[1:-1]
 
 

@@ -168,7 +168,7 @@ def forget_shardings() -> None:
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
         return
-    # Old versions, as 2.8, have nothing but the cache itself.
+    # Old versions, as 2.9, have nothing but the cache itself.
     operators: Any = DTensor._op_dispatcher
     operators.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 

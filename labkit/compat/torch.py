@@ -150,7 +150,7 @@ def saved_value(node: Any, name: str) -> Any:
     """A tensor or number that is saved for the backward pass; None where hooks keep
     it, which may compute it again.
 
-    Old versions, as 2.8, do not say whether hooks do: there these are asked.
+    Old versions, as 2.9, do not say whether hooks do: there these are asked.
     """
     saved = getattr(node, f"_raw_saved_{name}", None)
     if saved is None or not hasattr(saved, "unpack_hook"):

@@ -232,9 +232,6 @@ def apply_fsdp(
             broadcast(tensor.detach(), mesh)  # as DDP and DeepSpeed do
         special = at_root if part is model else {}
         root = fully_shard(part, mesh=mesh, **{**settings, **special})
-        if device.type == "cpu" and torch.__version__ < "2.13":
-            # Gloo took the mean of a reduce-scatter for a sum, at least in 2.8.
-            root.set_force_sum_reduction_for_comms(True)
         release(tensors, part)
     sharded: FSDPModule = root
     return sharded
