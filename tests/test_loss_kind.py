@@ -10,13 +10,13 @@ from torch import Tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.rank.loop.loss_kind import CONSTANT
-from labkit.rank.loop.loss_kind import CURVED_MEAN
-from labkit.rank.loop.loss_kind import NORMALIZED
-from labkit.rank.loop.loss_kind import PARTLY_SUM
-from labkit.rank.loop.loss_kind import SUM
-from labkit.rank.loop.loss_kind import UNEVEN
-from labkit.rank.loop.loss_kind import LossWatch
+from labkit.rank.loss.kind import CONSTANT
+from labkit.rank.loss.kind import CURVED_MEAN
+from labkit.rank.loss.kind import NORMALIZED
+from labkit.rank.loss.kind import PARTLY_SUM
+from labkit.rank.loss.kind import SUM
+from labkit.rank.loss.kind import UNEVEN
+from labkit.rank.loss.kind import LossWatch
 
 X = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
 T = torch.rand(4, 5, generator=torch.Generator().manual_seed(1))

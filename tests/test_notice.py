@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from labkit.rank.loop.loss_hooks import Loss
-from labkit.rank.loop.loss_hooks import LossHooks
-from labkit.rank.loop.loss_hooks import snapshot
+from labkit.rank.loss.hooks import Loss
+from labkit.rank.loss.hooks import LossHooks
+from labkit.rank.loss.hooks import snapshot
 from labkit.strategies.autograd import backward
 
 

@@ -1,1 +1,1 @@
-"""What a user's loop does: its losses, and what only its code shows."""
+"""What a loop is given for a step, what is recorded of it, what its code shows."""

@@ -11,8 +11,8 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
-from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.rank_guards import lonely_use
+from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.prepared import Prepared

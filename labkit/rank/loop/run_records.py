@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from labkit.rank.loop.arguments import type_and_value
-from labkit.rank.loop.loss_hooks import Loss
-from labkit.rank.loop.loss_hooks import snapshot
+from labkit.rank.loss.hooks import Loss
+from labkit.rank.loss.hooks import snapshot
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.memory import memory_reader
 from labkit.records import LOSS_WEIGHT

@@ -7,9 +7,9 @@ import torch
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.loader import RankLoader
-from labkit.rank.loop.loss_hooks import LossHooks
-from labkit.rank.loop.loss_kind import LossWatch
-from labkit.rank.loop.loss_kind import is_looked_at
+from labkit.rank.loss.hooks import LossHooks
+from labkit.rank.loss.kind import LossWatch
+from labkit.rank.loss.kind import is_looked_at
 from labkit.records import LOSS_WEIGHT
 from labkit.strategies.options import BatchNorm
 

@@ -37,11 +37,11 @@ from labkit.rank.loop.arguments import check_reduction
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
-from labkit.rank.loop.loss_hooks import Loss
-from labkit.rank.loop.loss_hooks import LossHooks
 from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
+from labkit.rank.loss.hooks import Loss
+from labkit.rank.loss.hooks import LossHooks
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.telemetry.oom_report import Forecastable

@@ -1,0 +1,259 @@
+"""What a loss is a mean or a sum over, and the note where ranks average it wrongly."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from labkit.compat.torch import no_dispatch
+from labkit.rank.loss.graph import Factor
+from labkit.rank.loss.graph import Term
+from labkit.rank.loss.graph import Terms
+
+UNEVEN = (
+    "the loss is a mean over elements whose number differs between samples or "
+    "batches (because of ignore_index, a mask, class weights or lengths), but ranks "
+    "are weighted by their number of samples. So the gradient differs from that of "
+    "one process on the whole batch. Pass prepare(..., weigh=f), where f(batch) "
+    "returns what the mean of that batch divides by, for example weigh=lambda "
+    "batch: (batch[1] != -100).sum()"
+)
+SUM = (
+    "the loss is a sum over samples, but the losses of ranks and microbatches "
+    "are averaged: the gradient is a fraction of what one process computes on "
+    'the whole batch. Pass prepare(..., reduction="sum"), or use a mean'
+)
+PARTLY_SUM = (
+    "the loss adds a sum over samples to a mean, but the losses of ranks and "
+    "microbatches are averaged: the sum has only a fraction of the weight that it has "
+    "in one process on the whole batch. Use means for all parts of the loss: divide "
+    "the sum by len(inputs)"
+)
+CONSTANT = (
+    "the loss is a sum over samples, divided by another number than that of this "
+    "rank's samples (a constant batch size, for example). The losses of ranks and "
+    "microbatches are averaged, so the gradient is a fraction of what one process "
+    "computes on the whole batch. Divide by the number of samples that the loop "
+    'gets, len(inputs), or pass prepare(..., reduction="sum")'
+)
+CURVED_MEAN = (
+    "the loss is not a mean over samples, but computed from means or sums over the "
+    "batch (a root, a logarithm or a quotient of them, or a standard deviation). Each "
+    "rank and microbatch computes it from its own samples, so the average differs "
+    "from the loss of one process on the whole batch. Compute it for each sample and "
+    "take the mean of that, or use a loss that is a mean, such as the MSE instead of "
+    "its root"
+)
+
+NORMALIZED = (
+    "the loss uses values, such as advantages, that the loop normalizes to mean 0 and "
+    "standard deviation 1 over the samples of this rank and microbatch, where one "
+    "process normalizes them over the whole batch. Normalize them before prepare, over "
+    "all samples"
+)
+
+
+class LossWatch:
+    """Looks at a rank's losses: are the ranks' means averaged as they should be?"""
+
+    def __init__(self) -> None:
+        self._microbatch = 0
+        self._place = 0
+        """Losses of this microbatch so far: a loop may have several."""
+        self._before: dict[tuple[int, int], tuple[float, float]] = {}
+        """By the place of a loss and of a mean in it, what the last mean divided by,
+        and that for each sample."""
+
+    def begin_pass(self) -> None:
+        """The loop begins with its data again, which may have grown: images do, and
+        sequences."""
+        self._before.clear()
+
+    def look(
+        self,
+        loss: torch.Tensor,
+        num_samples: int | None,
+        microbatch: int,
+        seed: torch.Tensor | None = None,
+    ) -> str | None:
+        """The note on a loss of this microbatch; None where it is a mean over the
+        samples, as expected.
+
+        Without `num_samples`, in a loop over data of its own, sums alone are seen.
+        """
+        self._place = self._place + 1 if microbatch == self._microbatch else 0
+        self._microbatch = microbatch
+        # A number in a graph is no tensor to a dispatch mode, as of the step's probe.
+        with no_dispatch():
+            if seed is not None and is_sum_of(loss, seed):
+                return SUM
+            if loss.numel() != 1:
+                return None
+            try:
+                return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
+            except (RuntimeError, TypeError):
+                return None  # of other kinds of numbers: a check must not end the loop
+
+    def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
+        terms = list(found.below(root))
+        if num_samples and num_samples > 1 and found.has_curved(terms):
+            return CURVED_MEAN
+        if num_samples and num_samples > 1 and found.has_normalized(terms):
+            return NORMALIZED
+        terms = [term for term in terms if term.curve is None and term.kind != "other"]
+        if len(terms) > 1:
+            terms = [term for term in terms if found.is_of_data(term.node) is not False]
+        is_alone = len(terms) == 1
+        groups: dict[Any, list[Term]] = {}
+        for number, term in enumerate(terms):
+            groups.setdefault(_likeness(term, number, num_samples), []).append(term)
+        for place, group in enumerate(groups.values()):
+            text = self._judge_group(group, num_samples, place, is_alone=is_alone)
+            if not text:
+                continue
+            over_data = [found.is_of_data(term.node) for term in group]
+            if True not in over_data and (not is_alone or over_data == [False]):
+                continue
+            others = [term for term in terms if term not in group]
+            is_part = any(
+                term.kind == "mean" and found.is_of_data(term.node) for term in others
+            )
+            return PARTLY_SUM if text in (SUM, CONSTANT) and is_part else text
+        return None
+
+    def _judge_group(
+        self, group: list[Term], num_samples: int | None, place: int, *, is_alone: bool
+    ) -> str | None:
+        """The note on terms that are alike, if they are over data."""
+        term = group[0]
+        if term.is_weighted:
+            return UNEVEN
+        if num_samples and _is_one_a_sample(group, num_samples):
+            size = len(group)
+            if _has_factor(term, {num_samples}):
+                return None
+            if _has_factor(term, {size}):
+                return self._uneven(place, float(size), num_samples, is_strict=True)
+            return _of_sum(term, (size,), num_samples)
+        texts = [
+            self._judge_term(each, num_samples, (place << 12) + number, is_alone)
+            for number, each in enumerate(group)
+        ]
+        return next(filter(None, texts), None)
+
+    def _judge_term(
+        self, term: Term, num_samples: int | None, place: int, is_alone: bool
+    ) -> str | None:
+        count = term.count
+        if term.kind == "sum":
+            if term.divisor is None:
+                return None
+            if text := _of_sum(term, term.sizes or (), num_samples):
+                return text
+            if num_samples and _has_factor(term, {num_samples}):
+                return None
+            count = term.divisor
+        if count is None or not num_samples:
+            return None
+        count = float(count)
+        is_whole = not term.is_partial or count == prod(term.sizes or ())
+        is_strict = is_alone or term.kind == "sum" or not is_whole
+        if is_whole and term.kind == "mean" and count and num_samples % count == 0:
+            is_strict = False  # as of a part of the batch, with a step of its own
+        return self._uneven(place, count, num_samples, is_strict=is_strict)
+
+    def _uneven(
+        self, place: int, count: float, num_samples: int, *, is_strict: bool
+    ) -> str | None:
+        """UNEVEN where a mean over `count` elements is not one over samples.
+
+        Of several terms, one may be over data of its own, always the same number.
+        """
+        each = count / num_samples
+        key = self._place, place
+        count_before, each_before = self._before.get(key, (count, each))
+        self._before[key] = count, each
+        if is_strict:
+            return None if each.is_integer() and each == each_before else UNEVEN
+        return UNEVEN if count != count_before and each != each_before else None
+
+
+def is_sum_of(losses: torch.Tensor, seed: torch.Tensor) -> bool:
+    """Whether `losses.backward(seed)` differentiates a sum of several losses, each
+    with the same weight, which is not their mean."""
+    if losses.numel() < 2 or seed.device.type != "cpu":
+        return False
+    weight = float(seed.flatten()[0])
+    return bool((seed == weight).all()) and abs(weight * losses.numel() - 1) > 1e-3
+
+
+def is_looked_at(microbatch: int, *, is_on_gpu: bool) -> bool:
+    """Whether to look at the losses of this microbatch of a run, counted from 1: a look
+    takes microseconds, and on a GPU it may wait."""
+    return microbatch <= 3 or microbatch % (100 if is_on_gpu else 10) == 0
+
+
+def _likeness(term: Term, number: int, num_samples: int | None) -> Any:
+    """What is the same for the terms that a loop makes, one for each sample."""
+    factors = tuple(
+        float(each.value) if each.is_number and each.value is not None else number
+        for each in term.factors
+    )
+    return num_samples and (term.node.name(), term.kind, factors)
+
+
+def _is_one_a_sample(group: list[Term], num_samples: int) -> bool:
+    """Whether terms are of one sample each: at least there are as many, and they are
+    not means over all samples."""
+    if num_samples < 2 or len(group) < num_samples:
+        return False
+    counts = [prod(term.sizes) if term.sizes else None for term in group]
+    if None in counts:
+        return False
+    if len(group) % num_samples:
+        return set(counts) == {1}
+    return any((count or 0) % num_samples for count in counts)
+
+
+def _of_sum(term: Term, sizes: tuple[int, ...], num_samples: int | None) -> str | None:
+    """The note on a sum over something of this shape."""
+    if num_samples and _has_factor(term, {num_samples, prod(sizes), *_counts(sizes)}):
+        return None
+    divisor = term.divisor
+    if divisor is None or not all(each.is_number for each in term.factors):
+        return None
+    if abs(float(divisor)) <= 2:  # as -0.5 * x.sum()
+        return SUM
+    if not num_samples or not sizes:
+        return None
+    is_uneven = not (float(divisor) / num_samples).is_integer()
+    is_part = abs(float(divisor)) <= prod(sizes)
+    return UNEVEN if is_uneven and is_part else CONSTANT
+
+
+def _counts(sizes: tuple[int, ...]) -> Iterator[int]:
+    """Numbers of samples, or of parts of them, that a sum over this shape is of."""
+    counts = {sizes[0]} if sizes else set()
+    for size in sizes[1:]:
+        counts |= {count * size for count in counts}
+    yield from counts
+
+
+def _has_factor(term: Term, counts: set[int]) -> bool:
+    """Whether a division, or all of them, are by one of these numbers."""
+    values = [each.value for each in term.factors if not _is_fraction(each)]
+    if len(values) > 1:
+        values.append(term.divisor)
+    return any(
+        abs(abs(float(value)) - count) < 1e-4 * count
+        for value in values
+        if value is not None
+        for count in counts
+    )
+
+
+def _is_fraction(factor: Factor) -> bool:
+    """Whether it is a weight, as of 0.5 * x.sum(), and none of two samples."""
+    value = factor.value
+    return factor.is_product and value is not None and abs(float(value)) <= 2
