@@ -43,6 +43,7 @@ facts = dict(
 def own_lab() -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LABKIT_TESTED", "yes")
+        patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         with Lab(num_ranks=2) as lab:
             yield lab
 
@@ -52,6 +53,12 @@ def lab(own_lab: Lab) -> Lab:
     """A lab whose server's life is these tests' own."""
     own_lab.restart()
     return own_lab
+
+
+def test_a_debug_level_with_which_torch_crashes_is_lowered(own_lab: Lab) -> None:
+    own_lab.run("model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    own_lab.run("level = dist.get_debug_level().name")
+    assert own_lab.pull("level", "all") == ["INFO", "INFO"]
 
 
 def test_engines_share_an_import_and_nothing_else(lab: Lab) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import MutableMapping
 
 import psutil
+import torch.distributed as dist
 
 NCCL = {
     # Torch's watchdog ends the process for a communicator that was aborted, or for a
@@ -52,4 +53,14 @@ def set_variables(
         if environment.get(variable, value) != value
     ]
     environment.update(NCCL)
-    return notes if backend == "nccl" else []
+    if backend != "nccl":
+        notes.clear()
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        environment["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+        notes.append(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set here, and ranks run with INFO: with "
+            "DETAIL torch crashes in DistributedDataParallel, under torchrun too. Which "
+            "collective a rank waits in, labkit says by itself"
+        )
+    return notes
