@@ -56,7 +56,7 @@ def lab(own_lab: Lab) -> Lab:
 
 
 def test_a_debug_level_with_which_torch_crashes_is_lowered(own_lab: Lab) -> None:
-    own_lab.run("model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    own_lab.run("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
     own_lab.run("level = dist.get_debug_level().name")
     assert own_lab.pull("level", "all") == ["INFO", "INFO"]
 

@@ -59,8 +59,8 @@ def set_variables(
         dist.set_debug_level(dist.DebugLevel.INFO)
         environment["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
         notes.append(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set here, and ranks run with INFO: with "
-            "DETAIL torch crashes in DistributedDataParallel, under torchrun too. Which "
-            "collective a rank waits in, labkit says by itself"
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set here, and ranks run with INFO: "
+            "torch crashes in DistributedDataParallel with DETAIL, under torchrun too. "
+            "Which collective a rank waits in, labkit says by itself"
         )
     return notes
