@@ -63,7 +63,7 @@ def parse(kind: Any, value: Any, name: str = "it") -> Any:
             if key in hints
         }
         return typing.cast(Any, origin)(**found)
-    elif origin in _SEQUENCES and isinstance(value, list):
+    elif origin in _SEQUENCES and isinstance(value, list | tuple):
         return [parse(args[0], each, f"a part of {name}") for each in value]
     elif origin in _MAPPINGS and isinstance(value, dict):
         return {key: parse(args[1], each, key) for key, each in value.items()}

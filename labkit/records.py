@@ -410,25 +410,3 @@ def format_bytes(num_bytes: float) -> str:
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.3g} GiB"
     return f"{num_bytes / 2**20:.3g} MiB"
-
-
-def message(name: str, value: Any) -> dict[str, Any]:
-    """A published message, distinguished from a user's own by its key."""
-    return {KEY: (name, value)}
-
-
-def is_message(value: Any) -> bool:
-    """Whether what came under the key is such a message, and no accident."""
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and isinstance(value[1], _CONTENT.get(value[0], object))
-    )
-
-
-_CONTENT = {
-    "batch": Batch,
-    "report": Measurement | ReplicaNotes | Note,
-    "outcome": Outcome,
-}

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,21 +156,33 @@ JSON = st.recursive(
 )
 
 
+def parts_of(value: Any) -> Any:
+    """What is in a dict or list, or the fields of a record, to be changed in place."""
+    return vars(value) if is_dataclass(value) else value
+
+
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to each value in a JSON value, from the outside inwards."""
-    found = [path] if path else []
-    if isinstance(value, dict | list):
-        keys = value if isinstance(value, dict) else range(len(value))
+    """The way to each value in a JSON value or a record, from the outside inwards."""
+    found, parts = [path] if path else [], parts_of(value)
+    if isinstance(parts, dict | list):
+        keys = parts if isinstance(parts, dict) else range(len(parts))
         for key in keys:
-            found += places_in(value[key], (*path, key))
+            found += places_in(parts[key], (*path, key))
     return found
+
+
+def place_in(value: Any, data: st.DataObject) -> tuple[Any, Any]:
+    """A part of it, and the key or index there of one to change."""
+    *way, last = data.draw(st.sampled_from(places_in(value)))
+    return functools.reduce(
+        lambda at, key: parts_of(parts_of(at)[key]), way, parts_of(value)
+    ), last
 
 
 def changed(content: bytes, data: st.DataObject) -> bytes:
     """JSON in which one value is another, or is gone."""
     value = json.loads(content)
-    *way, last = data.draw(st.sampled_from(places_in(value)))
-    at = functools.reduce(lambda each, key: each[key], way, value)
+    at, last = place_in(value, data)
     if data.draw(st.booleans()):
         at[last] = data.draw(JSON)
     else:

@@ -623,12 +623,14 @@ HOSTILE = [
     "raise SystemExit",
     "def f(): f()\nf()",
     "raise ValueError('x' * 10**6)",
+    "raise ValueError('\\ud800')",
     "class A:\n    def __repr__(self): raise KeyError('x')\nA()",
     "import os; os.write(1, bytes(range(256)))",
     *(
         f"get_ipython().data_pub.publish_data({{'labkit': {value}}})"
         for value in ("5", "('batch', 5)", "('outcome', None)", "('error', {})")
     ),
+    "class A: pass\nget_ipython().data_pub.publish_data({'mine': A()})",
     "from IPython.display import publish_display_data as show; show({'text/plain': 5})",
 ]
 

@@ -1,6 +1,7 @@
 """A run goes on from a checkpoint: what follows is what an uninterrupted run gives."""
 
 import itertools
+import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -88,6 +89,16 @@ def forget_after(folder: Path, step: int) -> None:
             shutil.rmtree(each)
 
 
+def have_had(folder: Path, num_batches: int) -> None:
+    """Write into checkpoints that their loops had so many batches of an epoch."""
+    for each in all_in(folder):
+        path = each / "checkpoint.json"
+        content = json.loads(path.read_text())
+        for loader in content["values"]["loop"]["loaders"]:
+            loader["position"]["batch"] = num_batches
+        path.write_text(json.dumps(content))
+
+
 def rows(run: Run) -> pd.DataFrame:
     """What a run has logged, by rank, without what a clock or the system says."""
     table = run.history.drop(columns=["seconds", "memory_bytes"])
@@ -163,6 +174,9 @@ loader = """
         other = code.replace("torch.randperm(46)", "torch.arange(46)")
         with pytest.raises(RankError, match="epoch 2 does not begin with the samples"):
             train("ddp", other, resume=True)
+        have_had(tmp_path / "kept", 10**12)
+        with pytest.raises(RankError, match="epoch 2 does not begin with the samples"):
+            train("ddp", code, resume=True)
 
 
 def test_where_an_epoch_ends_and_with_workers_and_after_a_finished_run(
@@ -375,6 +389,9 @@ def test_what_does_not_fit_is_refused_before_the_loop(
     for code, options, found in other:
         with pytest.raises(RankError, match=found):
             train("ddp", code, resume=True, **options)
+    have_had(tmp_path / "kept", 10**12)
+    with pytest.raises(RankError, match="batch 1000000000000 of an epoch of 4"):
+        train("ddp", loop(), resume=True)
     assert len(all_in(tmp_path / "kept")) == 2
 
 

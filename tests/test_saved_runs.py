@@ -157,6 +157,26 @@ def test_what_json_cannot_hold_is_written_in_words() -> None:
     }
 
 
+def test_a_run_that_ended_with_a_very_long_error_is_read(folder: Path) -> None:
+    run = new_run()
+    long = "\ud800" * 2**24
+    outcomes = [Outcome(rank, "error", "ValueError", long, long) for rank in (0, 1)]
+    persistence.end(run, "failed", outcomes)
+    loaded = labkit.load_run(run.name)
+    assert loaded.state == "failed"
+    assert loaded.info["outcomes"][1]["evalue"].startswith(long[:1000])
+
+
+def test_what_nobody_could_read_is_not_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run("large", "ddp", "x" * 2**26, Collector([0]))
+    persistence.begin(run, seed=3, devices=["cpu"], backend="gloo", config=None)
+    assert run.folder is None
+    said = capsys.readouterr().err
+    assert "large is not kept on disk: 64 MiB of run.json, room for 32 MiB" in said
+
+
 def test_the_source_of_a_function_is_kept(lab: Lab, folder: Path) -> None:
     def work() -> None:
         return None

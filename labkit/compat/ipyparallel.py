@@ -4,6 +4,7 @@ Its public views run functions; labkit sends a cell with metadata, listens to on
 request's output, and asks an engine over the control channel while it runs a cell.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from threading import Thread
@@ -16,6 +17,7 @@ from ipyparallel.cluster.launcher import LocalEngineSetLauncher
 from labkit.compat.gate import Gate
 
 GATE = Gate("ipyparallel")
+_logger = logging.getLogger("labkit")
 _CLIENT = "ipyparallel.client.client:Client"
 _LAUNCHER = "ipyparallel.cluster.launcher:LocalProcessLauncher"
 
@@ -69,6 +71,25 @@ def send_request(
         ident=ident,
         message_future_hook=listen,
     )
+
+
+@GATE.needs(
+    f"{_CLIENT}._iopub_stream", f"{_CLIENT}._dispatch_iopub", f"{_CLIENT}._io_loop"
+)
+def keep_listening(client: Any) -> None:
+    """Hear what engines publish also after something that cannot be read.
+
+    A cell may publish an object of a class that this process has not. The client
+    unpickles it; where that raises, pyzmq does not look again for what else has come.
+    """
+
+    def take(parts: Any) -> None:
+        try:
+            client._dispatch_iopub(parts)
+        except Exception as error:
+            _logger.warning("passed over what an engine published: %r", error)
+
+    client._io_loop.add_callback(client._iopub_stream.on_recv, take, copy=False)
 
 
 @GATE.needs(f"{_CLIENT}._build_targets")

@@ -26,6 +26,7 @@ from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
 from labkit.checks import absolute
 from labkit.compat import ipyparallel as compat
+from labkit.messages import is_message
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import EngineProcess
@@ -38,7 +39,6 @@ from labkit.rank_spec import format_ranks
 from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 from labkit.records import SAFE_PATH
-from labkit.records import is_message
 
 # Registration waits for heartbeats; ipyparallel's own period of 3 s makes it slow.
 # A rank that holds the GIL for long must not count as dead; its nanny reports deaths.
@@ -228,6 +228,7 @@ class Cluster:
             started = [EngineProcess(launchers[str(i)]) for i in range(len(ranks))]
             if self._client is None:
                 self._client = self._cluster.connect_client_sync()
+                compat.keep_listening(self._client)
             on_progress("waiting for the engines")
             engine_of = self._wait_for_registration(started, known, on_progress)
         except BaseException:
@@ -356,7 +357,7 @@ class Cluster:
             if kind == "data_message":
                 data = dict(kept["data"])
                 kept["data"].clear()
-                if is_message(data.get(KEY)):
+                if is_message(data.get(KEY), rank):
                     on_message(*data[KEY])
                 return
             if kind == "stream":

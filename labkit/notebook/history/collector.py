@@ -68,7 +68,7 @@ class Collector:
 
     def add(self, rank: int, batch: Batch) -> None:
         """Take one batch of a rank."""
-        self.lost[rank] += batch.sequence - self.num_received[rank]
+        self._miss(rank, before=batch.sequence)
         self.num_received[rank] = batch.sequence + len(batch.records)
         records = self._take_notes(rank, batch)
         names = list(batch.names)
@@ -168,8 +168,12 @@ class Collector:
 
     def finish(self, rank: int, num_records: int) -> None:
         """Take a rank's last word: how many records it sent."""
-        self.lost[rank] += num_records - self.num_received[rank]
-        self.num_received[rank] = num_records
+        self._miss(rank, before=num_records)
+
+    def _miss(self, rank: int, *, before: int) -> None:
+        """Note that the records up to this one never came."""
+        self.lost[rank] += max(0, before - self.num_received[rank])
+        self.num_received[rank] = before
 
     def num_new(self, rank: int) -> int:
         """Records of a rank since the last restart."""

@@ -28,11 +28,15 @@ from labkit.records import CheckpointPlan
 from labkit.records import Measurement
 from labkit.records import Outcome
 from labkit.records import Progress
+from labkit.records import shorten
 from labkit.train_options import TrainOptions
 
 FOLDER_VARIABLE = "LABKIT_RUNS"
 """The environment variable that names the folder of all runs."""
 
+OUTCOME_CHARACTERS = 2**18
+"""Of each text about how a run ended, of all its ranks: a cell may raise an error of
+any length."""
 _VERSIONED = ("torch", "labkit", "deepspeed")
 _warned: set[Path] = set()
 
@@ -149,10 +153,16 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         _take_outcome(run, outcome)
     run.end(state)
-    kept = [asdict(outcome) for outcome in sorted(outcomes, key=lambda o: o.rank)]
-    for each in kept:
-        del each["traceback"]
-    run.info["outcomes"] = kept
+    run.info["outcomes"] = [
+        {
+            key: shorten(value, OUTCOME_CHARACTERS // len(outcomes))
+            if isinstance(value, str)
+            else value
+            for key, value in vars(outcome).items()
+            if key != "traceback"
+        }
+        for outcome in sorted(outcomes, key=lambda each: each.rank)
+    ]
     run.info["summary"] = summarize(run)
     if run.folder is None:
         return

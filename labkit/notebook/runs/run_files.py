@@ -20,6 +20,7 @@ from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import is_run_name
 from labkit.checks import short_repr
+from labkit.json_files import MAX_JSON_BYTES
 from labkit.json_files import read_json
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import are_finite
@@ -65,6 +66,9 @@ _UNREAD_BITS = np.float64(UNREAD).view("u8")
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
     """Write what is known of a run. A reader finds this or what was there before."""
     text = json.dumps(plain(info), indent=1, allow_nan=False)
+    if len(text) > MAX_JSON_BYTES:  # which nobody could read
+        room = format_bytes(MAX_JSON_BYTES)
+        raise OSError(f"{format_bytes(len(text))} of {INFO_FILE}, room for {room}")
     _replace(folder / INFO_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import refuse_cells
+from labkit.messages import message
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
@@ -50,7 +51,6 @@ from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
-from labkit.records import message
 from labkit.strategies import find_strategy
 from labkit.train_options import TrainOptions
 

@@ -1,0 +1,72 @@
+"""What a rank publishes, and how it is told from what a cell publishes itself."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from labkit.checks import is_int
+from labkit.json_files import parse
+from labkit.records import COMPONENTS
+from labkit.records import KEY
+from labkit.records import RECORD
+from labkit.records import Batch
+from labkit.records import Measurement
+from labkit.records import Note
+from labkit.records import Outcome
+from labkit.records import ReplicaNotes
+
+MAX_SEQUENCE = 2**48
+"""So many records no rank has: at a million a second they would take nine years."""
+
+
+def message(name: str, value: Any) -> dict[str, Any]:
+    """A published message, distinguished from a user's own by its key."""
+    return {KEY: (name, value)}
+
+
+def is_message(value: Any, rank: int) -> bool:
+    """Whether what came from `rank` under the key is a message, and what it says can
+    be: that it is read, drawn and written."""
+    try:
+        match value:
+            case ("batch", Batch() as batch):
+                return is_batch(batch)
+            case ("report", ReplicaNotes() as notes):
+                return are_replica_notes(notes)
+            case ("report", Measurement() as measured):
+                parse(Measurement, asdict(measured))
+                return set(COMPONENTS) <= set(measured.memory)
+            case ("report", Note(text)):
+                return isinstance(text, str)
+            case ("failing", status):
+                return isinstance(status, str)
+            case ("outcome", Outcome() as outcome):
+                return parse(Outcome, vars(outcome)).rank == rank
+    except TypeError:
+        return False
+    return False
+
+
+def is_batch(batch: Batch) -> bool:
+    """Whether its records are such, and of metrics that it names."""
+    records, names = batch.records, parse(list[str], batch.names)
+    return (
+        parse(int, batch.sequence) < MAX_SEQUENCE
+        and isinstance(records, np.ndarray)
+        and records.dtype == RECORD
+        and records.ndim == 1
+        and bool((records["metric"] < len(names)).all())
+        and bool(np.isfinite(records["seconds"]).all())
+    )
+
+
+def are_replica_notes(notes: ReplicaNotes) -> bool:
+    """Whether they can be compared with those of another rank."""
+    shape = len(parse(list[int], notes.steps)), len(parse(list[str], notes.names))
+    return (
+        isinstance(notes.values, np.ndarray)
+        and notes.values.shape == shape
+        and all(is_int(each) for draw in notes.draws for each in vars(draw).values())
+        and all(map(is_int, (notes.group, notes.seed, notes.num_steps)))
+    )
