@@ -1,10 +1,12 @@
 """Curves that are thinned as they grow, against the whole history."""
 
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from labkit.notebook.history import curves
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.history.curves import Curve
@@ -299,3 +301,19 @@ def test_noise_is_going_up_and_down() -> None:
     assert not is_noisy(np.ones(200))
     assert is_noisy(np.exp(-steps / 50) + 0.1 * rng.normal(size=200))
     assert not is_noisy(rng.normal(size=10)), "too few to tell"
+
+
+def test_curves_keep_nothing_of_the_records_that_they_were_made_of() -> None:
+    collector = Collector([0, 1])
+    tracemalloc.start()
+    for first, num_records in ((0, 10**5), (10**5, 2 * 10**4)):
+        records = np.ones(num_records, RECORD)
+        records["step"] = first + np.arange(num_records)
+        for rank in collector.ranks:
+            collector.add(rank, Batch(first, ["(unwritten)", "loss"], records))
+        collector.curves.update()
+    kept = tracemalloc.take_snapshot().filter_traces(
+        [tracemalloc.Filter(True, curves.__file__)]
+    )
+    tracemalloc.stop()
+    assert sum(each.size for each in kept.statistics("filename")) < 2**18

@@ -8,17 +8,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from kernels import Kernel
 from kernels import running_kernel
+from kernels import wait_until
 from test_runs import make_run
 
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.live.render_process import NICENESS
 from labkit.notebook.live.render_process import SESSION_NICENESS
+from labkit.notebook.live.render_process import Painter
 from labkit.notebook.live.render_process import paint
 from labkit.notebook.plots.run_plot import RunPlot
+from labkit.records import RECORD
+from labkit.records import Batch
 from labkit.timeouts import LAST_PICTURE_S
 
 LOOP = """%%dist_train raw
@@ -100,6 +105,33 @@ def test_it_keeps_no_figure_of_a_run_that_has_ended() -> None:
         view._restart_painting()  # as for the last picture
         assert paint(replace(view._request(), is_final=True), plots)
         assert not plots
+
+
+@pytest.mark.long
+def test_it_keeps_no_records_of_a_run_that_has_ended() -> None:
+    painter = Painter()
+    process = psutil.Process(painter._process.pid)
+
+    def draw_last(num_steps: int) -> None:
+        run = make_run({0: [1.0], 1: [1.0]})
+        records = np.ones(num_steps, RECORD)
+        records["metric"], records["step"] = 0, np.arange(num_steps)
+        for rank in (0, 1):
+            run.collector.add(rank, Batch(1, ["loss"], records))
+        request = replace(LiveView(run)._request(), is_final=True)
+        assert painter.draw(request).result(60).png
+
+    try:
+        draw_last(10)
+        before = process.memory_info().rss
+        draw_last(10**6)  # 65 MiB of records
+        wait_until(
+            lambda: process.memory_info().rss < before + 50 * 2**20,
+            60,
+            "it keeps records",
+        )
+    finally:
+        painter.close()
 
 
 def test_a_picture_that_failed_does_not_take_the_last_one_away(kernel: Kernel) -> None:

@@ -74,7 +74,8 @@ class Curve:
         kept_x, kept_y = extremes(x[:whole], y[:whole], self._stretch)
         self._x = np.concatenate([self._x, kept_x])
         self._y = np.concatenate([self._y, kept_y])
-        self._rest_x, self._rest_y = x[whole:], y[whole:]
+        # Copies: a view would keep all of the batch.
+        self._rest_x, self._rest_y = x[whole:].copy(), y[whole:].copy()
         while len(self._x) > MAX_POINTS:
             self._halve()
 
@@ -163,7 +164,7 @@ class Spread:
         whole = rows.shape[1] // self._stretch * self._stretch
         new = summarize(rows[:, :whole], self._stretch)
         self._kept = np.concatenate([self._kept, new], axis=1)
-        self._rest = rows[:, whole:]
+        self._rest = rows[:, whole:].copy()
         while self._kept.shape[1] > MAX_POINTS // 2:
             whole = self._kept.shape[1] // 2 * 2
             self._stretch *= 2

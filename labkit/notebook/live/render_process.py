@@ -6,6 +6,7 @@ picture that the kernel drew; so would the kernel's own answer to a failure.
 
 import atexit
 import contextlib
+import gc
 import os
 import pickle
 import subprocess
@@ -144,6 +145,7 @@ def main() -> None:
 
     # Only now, so that the imports, which the first picture waits for, are soon done.
     give_way()
+    gc.freeze()  # what stays: to collect the rest takes milliseconds
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     plots: dict[int, RunPlot] = {}
     while True:
@@ -159,6 +161,9 @@ def main() -> None:
             answer = error
         pickle.dump(answer, outbox)
         outbox.flush()
+        if request.is_final:  # it has all records, and so has its figure, a cycle
+            del request
+            gc.collect()
 
 
 def give_way() -> None:

@@ -176,6 +176,20 @@ def write_records(folder: Path, collector: Collector) -> None:
     order of logging.
     """
     import pyarrow as pa
+
+    _replace(folder / TABLE_FILE, lambda path: _write_table(path, collector))
+    pa.default_memory_pool().release_unused()  # it would keep as much as the table
+    if collector.num_lost:
+        return
+    for rank in collector.ranks:
+        for name in (RECORDS_FILE, NAMES_FILE):
+            (folder / name.format(rank)).unlink(missing_ok=True)
+    for number in range(collector.num_restarts):
+        shutil.rmtree(journal_folder(folder, number + 1), ignore_errors=True)
+
+
+def _write_table(path: Path, collector: Collector) -> None:
+    import pyarrow as pa
     from pyarrow import parquet
 
     tables = []
@@ -190,15 +204,7 @@ def write_records(folder: Path, collector: Collector) -> None:
         for name in ("step", "seconds", "memory_bytes", "value"):
             columns[name] = pa.array(np.ascontiguousarray(records[name]))
         tables.append(pa.table(columns))
-    table = pa.concat_tables(tables).unify_dictionaries()
-    _replace(folder / TABLE_FILE, lambda path: parquet.write_table(table, path))
-    if collector.num_lost:
-        return
-    for rank in collector.ranks:
-        for name in (RECORDS_FILE, NAMES_FILE):
-            (folder / name.format(rank)).unlink(missing_ok=True)
-    for number in range(collector.num_restarts):
-        shutil.rmtree(journal_folder(folder, number + 1), ignore_errors=True)
+    parquet.write_table(pa.concat_tables(tables).unify_dictionaries(), path)
 
 
 def journal_folder(folder: Path, num_restarts: int) -> Path:
