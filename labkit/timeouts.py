@@ -29,8 +29,6 @@ FORK_S = 10.0
 """The fork server has forked an engine."""
 OOM_KILL_S = 10.0
 """A process that the kernel killed for memory gives it back, and ends."""
-CONNECT_S = 10.0
-"""A rank reaches the store of a group that rank 0 hosts."""
 RELEASE_S = 0.5
 """A rank waits for others in a group that is not complete, until it is released."""
 ABORT_S = 4.0
@@ -130,7 +128,6 @@ ORDER = [
     ("ABORT_S", "ANSWER_S", "a rank that aborts answers all the same"),
     ("LEAVE_S", "CALL_S", "a rank itself says that it cannot leave its group"),
     ("PROOF_S", "CALL_S", "that a group is of no use is an answer, and no error"),
-    ("CONNECT_S", "CALL_S", "a rank itself says that it cannot reach the store"),
     ("ASK_S", "SILENCE_S", "a rank is silent only where it was asked"),
     ("ANSWER_S", "SILENCE_S", "a rank that is slow is not silent"),
 ]

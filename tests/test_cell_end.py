@@ -234,7 +234,7 @@ def lose_group(lab: Lab) -> None:
 
 
 def num_listening(lab: Lab) -> list[int]:
-    """By rank: every group of gloo's has a listening socket, and so has a store."""
+    """By rank: every group of gloo's has a listening socket."""
     lab.run(COUNT_LISTENING)
     return list(lab.pull("num_listening", "all"))
 

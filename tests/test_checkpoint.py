@@ -331,7 +331,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(
     assert list(tmp_path.iterdir()) == [folder]
 
 
-# Rank 1 goes on from planning the save when rank 0, the store's host, is gone.
+# Rank 1 goes on from planning the save when rank 0 is gone.
 LATE = """
 import os, time
 from labkit.checkpoint import saving
@@ -351,7 +351,7 @@ kept = 7
 """
 
 
-def test_a_save_does_not_wait_for_a_store_whose_host_has_died(
+def test_a_save_does_not_wait_for_a_rank_that_has_died(
     lab: Lab, tmp_path: Path
 ) -> None:
     die = "import os\naccident = lambda: os.kill(os.getpid(), 9)\n"

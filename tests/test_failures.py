@@ -96,6 +96,7 @@ def interrupt_cell(lab: Lab, code: str, patch: pytest.MonkeyPatch) -> float:
     "others",
     [
         "dist.all_reduce(torch.ones(1))",
+        "dist.new_group([0, 1])",
         "import time; time.sleep(60)",
         "while True: pass",
         "import asyncio; await asyncio.sleep(60)",
@@ -354,7 +355,7 @@ DEATHS = {
         r"killed by SIGKILL \(by (a program or by hand|hand).* with [\d.]+ [MG]iB in "
         r"use\)",
     ),
-    "SIGSEGV of rank 0, which hosts the store": Death(
+    "SIGSEGV of rank 0": Death(
         (0,),
         "ctypes.string_at(0)",
         "dist.barrier()",
@@ -377,7 +378,7 @@ DEATHS = {
 
 @pytest.mark.parametrize(
     "name",
-    long_but(DEATHS, "SIGSEGV of rank 0, which hosts the store", "exit, in output"),
+    long_but(DEATHS, "SIGSEGV of rank 0", "exit, in output"),
 )
 def test_a_death_ends_the_cell_and_only_the_dead_come_back(
     lab: Lab, name: str, capsys: Captured
@@ -476,6 +477,71 @@ def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
     )
     with pytest.raises(RuntimeError, match=rf"rank {rank} died: pid {pid}, .*SIGKILL"):
         lab.run(code)
+    assert lab.restart() == [rank]
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+AS_THE_GROUP_FORMS = """
+import signal
+from pathlib import Path
+from labkit.rank.group import process_group
+init = process_group._torch_init_process_group
+def stop(*args, store, **more):
+    process_group._torch_init_process_group = init
+    {how}
+if rank == {rank}:
+    process_group._torch_init_process_group = stop
+"""
+
+
+def test_a_rank_that_raises_while_the_group_is_formed_leaves_nobody_waiting(
+    lab: Lab,
+) -> None:
+    code = AS_THE_GROUP_FORMS.format(rank=1, how="raise OSError('on purpose')")
+    with pytest.raises(RuntimeError, match="on rank 1: OSError: on purpose; %dist_res"):
+        lab.run(code + "dist.destroy_process_group()")
+    assert_all_is_well(lab)
+
+
+def test_an_interrupt_while_the_group_is_formed_leaves_nobody_waiting(
+    lab: Lab, tmp_path: Path
+) -> None:
+    path = tmp_path / "waiting"
+    how = f"Path({str(path)!r}).touch(); store.get('what nobody sets')"
+    lab.run(AS_THE_GROUP_FORMS.format(rank=0, how=how))
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        lab.run("import os\nif rank == 1: os.kill(os.getpid(), 9)")
+    waiting = threading.Event()
+
+    def look() -> None:
+        wait_until(path.exists, 30, "rank 0 does not wait")
+        waiting.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    with interrupt_when(waiting), pytest.raises(KeyboardInterrupt):
+        lab.restart()
+    thread.join()
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+ALONE_IN_NEW_GROUP = "import os, time\nif rank == 0:\n    dist.new_group([0, 1])\n"
+
+
+def test_an_interrupt_ends_a_new_group_that_one_rank_alone_makes(lab: Lab) -> None:
+    with pytest.raises(errors.CellTimeoutError, match="rank 0: stopped at line 3"):
+        lab.run(ALONE_IN_NEW_GROUP + "else: time.sleep(60)", timeout=0.5)
+    lab.run("group = dist.new_group([0, 1])\ndist.barrier(group)")
+    assert_all_is_well(lab)
+
+
+@pytest.mark.parametrize("rank", long_but([0, 1], 1))
+def test_a_death_ends_a_new_group_that_the_others_make(lab: Lab, rank: int) -> None:
+    code = "import os\nif rank == {0}: os.kill(os.getpid(), 9)\ndist.new_group([0, 1])"
+    with pytest.raises(RankError, match=f"rank {rank}: the process died"):
+        lab.run(code.format(rank), timeout=30)
     assert lab.restart() == [rank]
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)

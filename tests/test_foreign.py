@@ -46,6 +46,46 @@ def test_what_a_launcher_sets_is_whole_after_every_cell(lab: Lab) -> None:
     assert lab.pull("launched", "all") == before
 
 
+OWN_STORE = """
+import os
+from datetime import timedelta
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+wait = timedelta(seconds=20)
+own = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=wait)
+own.set(f"from {rank}", "x")
+own.wait(["from 0", "from 1"])
+dist.barrier()
+del own
+"""
+OWN_PROCESS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("a rank of", dist.get_world_size())
+"""
+
+
+def test_a_script_may_host_a_store_at_the_master_port(lab: Lab) -> None:
+    lab.run(OWN_STORE)
+    with pytest.raises(RankError):
+        lab.run("if rank == 0: raise ValueError\ndist.barrier()")
+    lab.run(OWN_STORE)
+
+
+@pytest.mark.long
+def test_processes_of_a_cell_form_a_group_of_their_own(
+    lab: Lab, tmp_path: Path
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_PROCESS)
+    command = f"[sys.executable, {str(script)!r}]"
+    lab.run(
+        "import subprocess, sys\n"
+        f"said = subprocess.check_output({command}, text=True)\n"
+    )
+    assert lab.pull("said", "all") == ["a rank of 2\n"] * 2
+
+
 def test_single_is_launched_as_one_rank(lab: Lab) -> None:
     lab.train("single", LAUNCHED, live=False)
     assert lab.pull("launched")["WORLD_SIZE"] == "1"

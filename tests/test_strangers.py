@@ -119,11 +119,35 @@ def test_each_listening_socket_is_known(own_lab: Lab) -> None:
     for port, commands in listening(own_lab).items():
         if not is_encrypted(port):
             others += commands
-    # Gloo's, one a group of each rank's, and the store's: torch encrypts neither.
+    # Gloo's, one a group of each rank's, which torch does not encrypt; and no store's.
     assert {re.sub(".* ", "", each) for each in others} <= {FORK_SERVER}
     groups = "num_groups = len(dist.distributed_c10d._world.pg_map)"
     own_lab.run(groups)
-    assert len(others) <= sum(own_lab.pull("num_groups", "all")) + 1
+    assert len(others) <= sum(own_lab.pull("num_groups", "all"))
+    own_lab.run("import os\nport = int(os.environ['MASTER_PORT'])")
+    assert {*own_lab.pull("port", "all")}.isdisjoint(listening(own_lab))
+
+
+OF_ANOTHER_USER = f"""
+import os, socket, sys
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+for use in (os.listdir, os.stat, open, socket.socket(socket.AF_UNIX).connect):
+    try:
+        use(sys.argv[1])
+    except PermissionError:
+        print("refused")
+"""
+
+
+def test_a_stranger_does_not_reach_the_store_of_the_group(own_lab: Lab) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    [store] = Path(own_lab._running().cluster._folder).glob("store-*")
+    assert store.is_socket()
+    command = [sys.executable, "-c", OF_ANOTHER_USER, str(store)]
+    assert subprocess.check_output(command, text=True).split() == ["refused"] * 4
 
 
 def test_keys_are_for_the_owner_alone(own_lab: Lab) -> None:

@@ -26,6 +26,7 @@ from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
 from labkit.checks import absolute
 from labkit.compat import ipyparallel as compat
+from labkit.key_server import KeyServer
 from labkit.messages import is_message
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.cluster.exit_cause import Death
@@ -124,6 +125,9 @@ class Cluster:
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
         )
+        self._store: KeyServer | None = None
+        self._num_stores = 0
+        self._changes_store = threading.Lock()
         self._client: Any = None
         self._controller: EngineProcess | None = None
         self._controller_parts: list[psutil.Process] = []
@@ -392,7 +396,7 @@ class Cluster:
         """What "module:name"(*args) returns on each of `ranks`.
 
         By name, so that this process need not import what runs on ranks. With no
-        timeout it may take as long as the ranks answer other questions meanwhile; a
+        timeout it may take as long as the ranks answer other questions meanwhile. A
         collective ends with the first failure, which leaves others waiting in it.
 
         Raises the ValueError that a rank raised, RankDiedError as soon as one of them
@@ -405,7 +409,8 @@ class Cluster:
             if timeout_s is None:
                 self._wait_while_answering(reply, ranks, is_collective)
             else:
-                self._wait(reply, [self._engines[rank] for rank in ranks], timeout_s)
+                engines = [self._engines[rank] for rank in ranks]
+                self._wait(reply, engines, timeout_s, is_collective)
             return reply.get()
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
             self._check([self._engines[rank] for rank in ranks])
@@ -428,13 +433,19 @@ class Cluster:
         return self._client[engines].apply_async(call_by_name, function, args)
 
     def _wait(
-        self, reply: Any, engines: Iterable[EngineProcess], timeout_s: float
+        self,
+        reply: Any,
+        engines: Iterable[EngineProcess],
+        timeout_s: float,
+        is_collective: bool = False,
     ) -> None:
         """Wait for an AsyncResult, but not for the dead."""
         deadline = time.monotonic() + timeout_s
         while not reply.wait(timeouts.POLL_S):
             interrupts.check()
             self._check(engines)
+            if is_collective:
+                raise_failures(reply)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
 
@@ -446,9 +457,8 @@ class Cluster:
         while not reply.wait(timeouts.POLL_S):
             interrupts.check()
             self._check([self._engines[rank] for rank in ranks])
-            if is_collective:  # the others would wait for the group's timeout
-                answers = [each for each in reply.split() if each.done()]
-                ipyparallel.error.collect_exceptions([a.exception() for a in answers])
+            if is_collective:
+                raise_failures(reply)
             for rank in watch.silent():
                 raise SilentRankError(rank, self.stall_reason(rank))
 
@@ -522,6 +532,20 @@ class Cluster:
         """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
         return str(Path(self._folder) / f"stack-{rank}.txt")
 
+    def open_store(self) -> Path:
+        """Serve an empty store, in place of the former one; where ranks find it."""
+        with self._changes_store:  # a stop in another thread waits for the end of it
+            self._check([])
+            self._close_store()
+            self._num_stores += 1
+            self._store = KeyServer(Path(self._folder) / f"store-{self._num_stores}")
+            return self._store.path
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
     def ask_for_dump(self, rank: int) -> None:
         """Have the rank write its stack; native code that holds the GIL or not."""
         Path(self.stack_file(rank)).write_text("")
@@ -585,7 +609,15 @@ class Cluster:
         if self._watchdog.wait() != 0:  # somebody ended it
             watchdog.clean_up(self._token, self._folder)
         self._fork_server.join()
+        with self._changes_store:
+            self._close_store()
         compat.end_loop(self._cluster)
+
+
+def raise_failures(reply: Any) -> None:
+    """Raise what has failed so far of a collective: the others would wait for it."""
+    answers = [each for each in reply.split() if each.done()]
+    ipyparallel.error.collect_exceptions([each.exception() for each in answers])
 
 
 def safe_path() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -269,10 +270,13 @@ class RankGroup:
             for rank, why in lost.items():
                 print(f"labkit: {lost_line(rank, why)}", file=sys.stderr)
             self._start_again(list(lost))
-        [port] = self.cluster.call(f"{_CALLS}:host_group", ranks=[0])
+        store = str(self.cluster.open_store())
         pids = [self.cluster.pids[rank] for rank in self.everyone]
         sums = self.cluster.call(
-            f"{_CALLS}:join_group", port, pids, ranks=self.everyone
+            f"{_CALLS}:join_group",
+            *(store, free_port(), pids),
+            ranks=self.everyone,
+            is_collective=True,
         )
         if not self._are_right(sums):
             raise UserError(
@@ -320,6 +324,14 @@ class RankGroup:
     def _are_right(self, sums: Sequence[float | None]) -> bool:
         """Whether every rank got the sum of all ranks."""
         return all(found == float(sum(self.everyone)) for found in sums)
+
+
+def free_port() -> int:
+    """A port of the loopback address on which nobody listens."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        port: int = own.getsockname()[1]
+    return port
 
 
 def lost_line(rank: int, why: str) -> str:

@@ -97,17 +97,10 @@ def lost_device() -> str:
     return why_lost(runner().group.device)
 
 
-def host_group() -> int:
-    """On rank 0: open the store of the next group; its port."""
-    runner().group.leave()
-    return runner().group.host()
-
-
-def join_group(port: int, peers: list[int]) -> float:
+def join_group(store: str, port: int, peers: list[int]) -> float:
     """Enter the next group; the sum of all ranks, all-reduced over it."""
-    if runner().placement.rank != 0:
-        runner().group.leave()
-    return runner().group.join(port, peers)
+    runner().group.leave()
+    return runner().group.join(store, port, peers)
 
 
 def group_sequences() -> dict[str, int]:

@@ -23,6 +23,7 @@ from labkit import timeouts
 from labkit.checkpoint import abandon_saves
 from labkit.checkpoint import connect
 from labkit.compat.c10d import forget_aborted_groups
+from labkit.compat.c10d import has_rpc_agent
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_groups_made
 from labkit.compat.c10d import rendezvous_of
@@ -35,7 +36,7 @@ from labkit.rank.group.recovery import FormerGroups
 from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.recovery import forget_lost_groups
 from labkit.rank.group.settings import set_variables
-from labkit.rank.group.torch_rpc import end_rpc
+from labkit.rank.group.store import LabStore
 from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.rank.telemetry.stack_trace import started_collectives
 from labkit.records import Placement
@@ -56,27 +57,6 @@ def forget_launchers() -> None:
             del os.environ[variable]
 
 
-def host_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """A store that listens on a free port of the loopback address, and that port.
-
-    TCPStore itself would listen on every interface; handing it a socket that is
-    bound already keeps it on this host.
-    """
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
-
-
 class RankProcessGroup:
     """This process's place in the lab's process group.
 
@@ -94,11 +74,12 @@ class RankProcessGroup:
         """Process ids of the ranks."""
         self.formed_at_ns = 0
         """When the group was, by `time.time_ns`."""
-        self._store: dist.TCPStore | None = None
+        self._store: LabStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
         self._former: FormerGroups | None = None
-        self._port = 0
+        self._formation = ""
+        """By which the ranks tell this formation of the group from all others."""
         self._listening: set[int] = set()
         """The ports on which this process listened before the group was formed."""
         self._is_broken = False
@@ -169,6 +150,8 @@ class RankProcessGroup:
         return (
             self._group is not None
             and not self._is_broken
+            and self._store is not None
+            and not self._store.is_broken
             and dist.is_initialized()
             and dist.group.WORLD is self._group
         )
@@ -201,32 +184,19 @@ class RankProcessGroup:
             f"{self.timeout.total_seconds():g} s"
         )
 
-    def host(self) -> int:
-        """Open the store of the next group, on rank 0; its port."""
-        self._store, port = host_store(self.placement.group_timeout_s)
-        return port
-
-    def join(self, port: int, peers: list[int]) -> float:
-        """Enter the group whose store is at `port`; the sum of ranks over it.
+    def join(self, store: str, port: int, peers: list[int]) -> float:
+        """Enter the group that meets at `store`; the sum of ranks over it.
 
         Collective: every rank calls it. The sum is one all-reduce over the new
-        group, so that the caller can see that it works.
+        group, so that the caller can see that it works. `port` is free, for scripts
+        that host a store of their own.
         """
         placement = self.placement
-        if placement.rank != 0:
-            # Rank 0 listens already, unless it has died: torch would keep trying.
-            self._store = dist.TCPStore(
-                "127.0.0.1",
-                port,
-                is_master=False,
-                timeout=timedelta(seconds=timeouts.CONNECT_S),
-            )
-            self._store.set_timeout(self.timeout)
-        assert self._store is not None, "rank 0 hosts the store before it joins"
+        self._store = LabStore(store, self.timeout)
         self.peers = peers
         self._listening = listening_ports()
         self.formed_at_ns = time.time_ns()
-        self._port = port
+        self._formation = store
         self._num_own_groups = self._num_meetings = 0
         self._notes.clear()
         self._is_broken = False
@@ -272,10 +242,12 @@ class RankProcessGroup:
         end_rpc()
         with self._releasing:  # not while another thread still aborts them
             if self._group is not None:
-                self._former = FormerGroups(self._group, formation=self._port)
+                self._former = FormerGroups(self._group, formation=self._formation)
             if dist.is_initialized():
                 self._destroy()
         mesh_of.cache_clear()  # or it would keep the groups, and their connections
+        if self._store is not None:
+            self._store.close()
         self._group = self._solo = self._store = None
 
     def _destroy(self) -> None:
@@ -324,6 +296,8 @@ class RankProcessGroup:
         """
         with self._releasing:
             self._is_broken = True
+            if self._store is not None:
+                self._store.close()
             if self.can_abort and dist.is_initialized():
                 self._aborts.start(names_of_groups())
                 self._aborts.wait(timeouts.ABORT_S)
@@ -409,7 +383,7 @@ class RankProcessGroup:
         assert self._store is not None
         self._num_meetings += 1
         # A clone, because its user sets a timeout on it.
-        own: Any = self._store.clone()  # type: ignore[attr-defined]
+        own = self._store.clone()
         yield dist.PrefixStore(f"meeting/{self._num_meetings}", own), *found
 
     def end_rpc(self) -> None:
@@ -422,6 +396,15 @@ class RankProcessGroup:
         if text not in self._notes:
             self._notes.add(text)
             print(f"labkit: {text}", file=sys.stderr)
+
+
+def end_rpc() -> bool:
+    """Shut this rank's agent of torch.distributed.rpc down, without the others;
+    whether there was one."""
+    if not has_rpc_agent():
+        return False
+    sys.modules["torch.distributed.rpc"].shutdown(graceful=False)
+    return True
 
 
 def group_of_one(default: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
@@ -437,7 +420,7 @@ def group_of_one(default: dist.ProcessGroup, timeout: timedelta) -> dist.Process
 def close_connections(peers: list[int]) -> None:
     """Shut this process's TCP connections to the processes `peers`, and no others.
 
-    Those are gloo's and the store's; rank 0 has one of the latter to itself.
+    Those are gloo's.
     """
     theirs = {
         _plain(connection.laddr)
@@ -476,7 +459,7 @@ def _shut(fd: int, address: Callable[[socket.socket], Any], port: int) -> None:
 
 
 def _plain(address: Any) -> tuple[str, int]:
-    """An address as IPv4: torch's store connects to it over IPv6."""
+    """An address as IPv4, also of a connection over IPv6."""
     return address.ip.removeprefix("::ffff:"), address.port
 
 

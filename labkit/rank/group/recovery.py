@@ -31,8 +31,8 @@ LOST = "(of a process group that no longer exists)"
 class FormerGroups:
     """The process groups that this rank was in, when it left them all."""
 
-    def __init__(self, default: Group, formation: int) -> None:
-        """`formation` numbers the creations of the group, the same on all ranks."""
+    def __init__(self, default: Group, formation: str) -> None:
+        """`formation` names the creation of the group, the same on all ranks."""
         self.default_name = str(default.group_name)
         self.formation = formation
         self.names = {default: self.default_name}
@@ -65,7 +65,7 @@ def bind_to_new_groups(
     """
     found = models_and_meshes()
     meshes = [each for each in found if isinstance(each, DeviceMesh)]
-    wanted: tuple[int, dict[str, list[int]]] = (0, {})
+    wanted: tuple[str, dict[str, list[int]]] = ("", {})
     if former is not None:
         wanted = former.formation, former.in_use(meshes, variables)
     store.set(f"wanted/{dist.get_rank()}", json.dumps(wanted))

@@ -36,6 +36,7 @@ _BUSY = 0.2
 
 _TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
 _LABKIT = str(Path(__file__).parents[2])
+_STORE = str(Path(_LABKIT, "rank", "group", "store.py"))
 _LIBRARIES = [
     *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")},
     str(Path(_LABKIT).parent),
@@ -72,7 +73,7 @@ def position(
     load = _load()
     stacks = sys._current_frames()
     main = threading.main_thread()
-    frame = stacks.pop(main.ident or 0)
+    frame = _outside_store(stacks.pop(main.ident or 0))
     call = None
     is_busy = load > _BUSY
     if waits_on_device or not is_busy:
@@ -129,6 +130,12 @@ def _frames(innermost: FrameType, cells: Mapping[str, int]) -> list[Frame]:
         )
         for each in summary
     ]
+
+
+def _outside_store(innermost: FrameType) -> FrameType:
+    """The frame that waits in the group's store, of which torch has none of its own."""
+    of_store = [f for f in _callers(innermost) if f.f_code.co_filename == _STORE]
+    return (of_store[-1].f_back if of_store else None) or innermost
 
 
 def _place(file: str, line: int, cells: Mapping[str, int]) -> str:
