@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler
 from http.server import SimpleHTTPRequestHandler
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -380,6 +381,30 @@ def test_wrong_checksum_is_refused(
         data.mnist("test")
     assert f"{url}{IMAGES}.gz: " in str(caught.value)
     assert list((local_only / "mnist").iterdir()) == []
+
+
+def test_download_that_is_cut_off_is_an_error(
+    local_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"x" * 10)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    make_idx(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{httpd.server_port}/"
+        serve_as(monkeypatch, "mnist", tmp_path, url)
+        with pytest.raises(RuntimeError, match=f"cannot download {IMAGES}"):
+            data.mnist("test")
+        httpd.shutdown()
+    assert not [*local_only.rglob("*ubyte*")]
 
 
 def test_file_that_the_server_lacks_is_an_error(

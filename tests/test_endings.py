@@ -217,7 +217,8 @@ except RuntimeError as error:
 def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     environment = own_environment(tmp_path) | OTHER_LAUNCHERS
     environment["TMPDIR"] = str(tmp_path)
-    folder = tmp_path / "folder"
+    del environment["HOME"]
+    folder = tmp_path / "Zoë's folder"
     folder.mkdir()
     for name_of_library in ("torch", "random", "zmq"):  # which nothing may import
         (folder / f"{name_of_library}.py").write_text("raise ImportError")

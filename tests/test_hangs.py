@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kernels import wait_until
 from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
+from labkit.notebook.cluster import watchdog
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import read_dump
 from labkit.notebook.execution import errors
@@ -428,3 +430,44 @@ def test_a_dump_begins_at_the_cell() -> None:
         ("a cell, line 2", "inner", True),
         ("/x/site-packages/torch/serialization.py:9", "load", False),
     ]
+
+
+def test_code_and_names_in_stacks_are_no_html() -> None:
+    script = "<script>alert(1)</script>"
+    found = [Position(0, frames=[Frame(script, script, script, is_users=True)])]
+    stacks = Stacks(found, {1: script}, is_full=True)
+    assert script in repr(stacks)
+    assert "<script" not in stacks._repr_html_()
+
+
+# ---- what does not run for a while ----
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["all", "an engine", "the controller"])
+def test_a_run_survives_that_its_processes_are_suspended(lab: Lab, who: str) -> None:
+    cluster = lab._running().cluster
+    processes = watchdog.find_processes(cluster._token)
+    if who != "all":
+        engine, controller = cluster.pids[1], cluster._controller
+        assert controller is not None
+        pid = engine if who == "an engine" else controller.pid
+        processes = [psutil.Process(pid)]
+    code = (
+        "import time\nfor step in range(400):\n"
+        "    dist.all_reduce(torch.ones(1))\n    log(x=step, step=step)\n"
+        "    time.sleep(0.01)"
+    )
+    run = lab.train("raw", code, background=True, live=False)
+    wait_until(lambda: run.num_steps > 20, 20, "it has begun")
+    try:
+        for process in processes:
+            process.suspend()
+        time.sleep(8)  # longer than any poll
+    finally:
+        for process in processes:
+            process.resume()
+    assert run.wait(60).state == "finished"
+    for rank in (0, 1):
+        assert run.collector.series(rank, "x")["step"].tolist() == list(range(400))
+    lab.run("dist.barrier()")

@@ -15,6 +15,7 @@ from labkit.notebook.plots.figure import to_png
 from labkit.notebook.plots.run_plot import RunPlot
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_of
+from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -256,6 +257,17 @@ def test_a_metric_may_appear_in_mid_run() -> None:
             heights.append(image.size[1])
     assert heights[0] < heights[1]
     assert lines(plot)[0][0].get_xydata().tolist() == [[1, 3.0], [2, 2.0]]
+
+
+def test_a_metric_may_have_any_name() -> None:
+    names = ["$$", "$\\frac{$", "<b>x</b>", "two\nlines", "%s{x}"]
+    collector = Collector([0])
+    records = np.ones(len(names), RECORD)
+    records["metric"], records["value"] = np.arange(len(names)), np.nan
+    collector.add(0, Batch(0, names, records))
+    run = Run("run-1", "ddp", "the code", collector)
+    assert "$$ is NaN" in "".join(remarks(run))
+    assert run.plot()._repr_png_()
 
 
 def test_six_metrics_are_drawn_and_the_others_are_counted() -> None:

@@ -21,6 +21,7 @@ from labkit.notebook.live.widget_frames import Frame
 from labkit.notebook.live.widget_frames import FrameEncoder
 from labkit.notebook.live.widget_view import WidgetView
 from labkit.notebook.live.widget_view import find_view
+from labkit.notebook.live.widget_view import read_static
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -239,6 +240,7 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 from labkit.notebook.live.widget_view import find_view
+from labkit.notebook.live.widget_view import read_static
 
 assert find_view("image")
 try:
@@ -358,3 +360,9 @@ def test_a_widget_that_cannot_be_sent_to_does_not_end_the_run(kernel: Kernel) ->
     assert reply.status == "ok"
     assert reply.stderr == "labkit: the live picture stopped: OSError('no way')\n"
     assert set(reply.updates[-1]) == {"image/png", "text/plain"}
+
+
+def test_what_is_shown_is_text_and_no_html() -> None:
+    source = read_static("run_view.js")
+    assert "textContent" in source
+    assert not [word for word in ("innerHTML", "insertAdjacentHTML") if word in source]

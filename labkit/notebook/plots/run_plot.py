@@ -49,7 +49,9 @@ class RunPlot:
         self.figure = RunFigure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor="white")
         self._canvas = FigureCanvasAgg(self.figure)
         self._title = self.figure.text(0.0, 0.0, "", fontsize=10, color=INK)
-        self._remarks = self.figure.text(0.0, 0.0, "", fontsize=9, color=WARNING_INK)
+        self._remarks = self.figure.text(
+            0.0, 0.0, "", fontsize=9, color=WARNING_INK, parse_math=False
+        )
         self._more = self.figure.text(0.0, 0.0, "", fontsize=8, color=INK, ha="right")
         self._bars: Axes | None = None
         self.panels: dict[str, Panel] = {}
@@ -243,8 +245,9 @@ class RunPlot:
 
 
 def add_title(axes: Axes, text: str) -> None:
-    """Say what is drawn above it, where a long name has room."""
-    axes.set_title(text, loc="left", fontsize=9, color=INK)
+    """Say what is drawn above it, where a long name has room; it may have any letters,
+    and is no formula."""
+    axes.set_title(text, loc="left", fontsize=9, color=INK, parse_math=False)
 
 
 def roomy(now: Limits, wanted: Limits) -> Limits:
