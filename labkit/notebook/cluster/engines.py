@@ -615,9 +615,14 @@ class Cluster:
 
 
 def raise_failures(reply: Any) -> None:
-    """Raise what has failed so far of a collective: the others would wait for it."""
-    answers = [each for each in reply.split() if each.done()]
-    ipyparallel.error.collect_exceptions([each.exception() for each in answers])
+    """Raise what has failed so far of a collective: the others would wait for it.
+
+    Not that a rank has died: how it did is known in a moment.
+    """
+    errors = [each.exception() for each in reply.split() if each.done()]
+    ipyparallel.error.collect_exceptions(
+        [each for each in errors if getattr(each, "ename", "") != "EngineError"]
+    )
 
 
 def safe_path() -> dict[str, str]:
