@@ -538,7 +538,9 @@ class Lab:
                 [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])
                 if missing:
                     raise NameError(
-                        f"neither the notebook nor rank 0 has a variable {missing[0]!r}"
+                        "neither the notebook nor rank 0 has a variable "
+                        f"{missing[0]!r}; make it in a cell, without a magic or with "
+                        "%%dist"
                     )
                 [payload] = cluster.call(
                     f"{_TRANSFER}:forecast_variable",

@@ -262,7 +262,9 @@ def test_an_unknown_option_is_answered_with_what_there_is(
         run(magic, f"--nonsense{needed}", *cell)
     message = str(caught.value)
     assert all(a.option_strings[0] in message for a in actions if a.option_strings)
-    assert f"%{magic}? shows its help" in message
+    shown = "%%dist" if magic == "dist" else f"%{magic}"
+    assert f"; {shown}? shows its help" in message
+    assert shell.object_inspect_text(shown)
 
 
 @pytest.mark.parametrize(

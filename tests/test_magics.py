@@ -294,6 +294,7 @@ def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
     assert "dead" in kernel.run("%dist_status").result["text/plain"]
     assert "%dist_restart" in usage_error(kernel, "%%dist\n1")
     assert kernel.run("%dist_restart").stdout.startswith("rank 1 restarted; Ready: ")
+    assert kernel.run("%dist_restart").stdout.startswith("no rank was dead; Ready: ")
     assert kernel.run("%%dist\ndist.barrier()\nprint('ok')").stdout == (
         "[ranks 0-1] ok\n"
     )
@@ -423,7 +424,7 @@ def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
     kernel.run("import torch\nencoder = torch.nn.Transformer(32, 2, 1, 1)")
     for line, option in {
         "gpt": "--batch-size B and --sequence T",
-        "gpt --batch-size 8": "--sequence T",
+        "gpt --batch-size 8": "give --sequence T, because",
         "encoder --batch-size 8": "--input NAME, a variable with a batch: a tuple",
     }.items():
         reply = kernel.run(f"%dist_estimate {line}")

@@ -401,6 +401,24 @@ def test_any_exception_ends_the_cell_and_no_more(lab: Lab) -> None:
 
 
 @pytest.mark.long
+def test_a_refusal_is_shown_at_the_users_line(lab: Lab) -> None:
+    """Without labkit's code that holds the message, which would be there twice."""
+    cell = (
+        "model = torch.nn.Linear(2, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(4, 2)).mean().backward()\n"
+        "sgd.step()"
+    )
+    with pytest.raises(RankError) as caught:
+        lab.train("ddp", cell, live=False)
+    text = "\n".join(caught.value._render_traceback_())
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "----> 4 sgd.step()" in shown
+    assert shown.count("the cell trains without prepare") == 1
+    assert "File " not in shown
+    assert "frames)" not in shown
+
+
 def test_failures_of_half_the_ranks(lab: Lab) -> None:
     code = (
         "ones = torch.ones(1)\ndist.all_reduce(ones)\n"

@@ -179,10 +179,11 @@ def guessed_input(
     first = next((m for m in model.modules() if not any(m.children())), None)
     if isinstance(first, nn.Embedding):
         if sequence is None or batch_size is None:
+            batch = "--batch-size B and " * (batch_size is None)
             return None, (
-                "give --batch-size B and --sequence T, because the model begins "
-                "with an Embedding and so takes token ids (batch, T), or --input NAME, "
-                "a variable with a batch"
+                f"give {batch}--sequence T, because the model begins with an "
+                "Embedding and so takes token ids (batch, T), or --input NAME, a "
+                "variable with a batch"
             )
         check_count("sequence", sequence, "the tokens of a sample")
         return torch.empty(1, sequence, dtype=torch.int64, device="meta"), ""

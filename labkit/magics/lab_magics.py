@@ -77,7 +77,7 @@ class LabMagics(Magics):
         lab = start_lab(StartOptions(**given(StartOptions, args)), on_progress=progress)
         progress.end(ready_line(lab))
 
-    @magic_arguments()
+    @magic_arguments("%dist")  # its help is that of a cell magic: %%dist
     @argument(
         "ranks",
         nargs="?",
@@ -108,7 +108,8 @@ class LabMagics(Magics):
     @line_cell_magic
     @parsed
     def dist_train(self, args: Args) -> Any:
-        """Train under a strategy, plotted live; returns the Run."""
+        """Train under a strategy, plotted live: with the cell below (%%dist_train), or
+        with a function (%dist_train). Returns the Run."""
         if args.no_live and args.live is not True:
             raise ValueError("--live and --no-live: choose one of them")
         chosen = given(RunOptions, args)
@@ -230,7 +231,7 @@ class LabMagics(Magics):
     @line_magic
     @parsed
     def dist_status(self, args: Args) -> Any:
-        """A table by rank: host, pid, device, state, memory, last run and its step."""
+        """Show a table by rank: process, device, state, memory, last run and step."""
         table = current_lab().status()
         if "cause" in table:  # too long for a column
             for cause, rows in table.groupby(table.pop("cause"), sort=False):
@@ -243,11 +244,11 @@ class LabMagics(Magics):
         return table
 
     @magic_arguments()
-    @argument("--full", action="store_true", help="the libraries' frames as well")
+    @argument("--full", action="store_true", help="show the libraries' frames as well")
     @line_magic
     @parsed
     def dist_stack(self, args: Args) -> Any:
-        """Where every rank is: its Python stack, and the collective it sits in."""
+        """Show where every rank is: its Python stack, and the collective it is in."""
         return current_lab().stack(full=args.full)
 
     @magic_arguments()
@@ -310,14 +311,18 @@ class LabMagics(Magics):
         show(runs[-1])
 
     @magic_arguments()
-    @argument("--all", action="store_true", help="every rank; all variables are lost")
+    @argument(
+        "--all",
+        action="store_true",
+        help="restart every rank; all variables on the ranks are lost",
+    )
     @line_magic
     @parsed
     def dist_restart(self, args: Args) -> None:
         """Bring dead ranks back in their places; the others keep their variables."""
         started = current_lab().restart(everyone=args.all)
-        what = format_ranks(started) + " restarted; " if started else ""
-        print(what + ready_line(current_lab()))
+        what = f"{format_ranks(started)} restarted" if started else "no rank was dead"
+        print(f"{what}; {ready_line(current_lab())}")
 
     @magic_arguments()
     @options(StartOptions, "num_ranks", "backend", "device")
@@ -331,7 +336,7 @@ class LabMagics(Magics):
     @line_magic
     @parsed
     def dist_check(self, args: Args) -> Any:
-        """Check that labkit works on this machine, in about two minutes."""
+        """Check that labkit works on this machine; some 20 s on two CPU ranks."""
         return check(
             args.num_ranks,
             backend=args.backend,

@@ -102,8 +102,8 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
                 for action in options_of(parser)
             ]
             words = ", ".join(words[0] for words in takes) or "no arguments"
-            found += f"; {magic.__name__} takes {words}"
-        raise UsageError(f"{found}; %{magic.__name__}? shows its help") from None
+            found += f"; %{parser.prog} takes {words}"
+        raise UsageError(f"{found}; %{parser.prog}? shows its help") from None
 
 
 def parsed(method: Callable[..., Any]) -> Callable[..., Any]:

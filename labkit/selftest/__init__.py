@@ -30,7 +30,7 @@ def check(
     only: str | Sequence[str] | None = None,
     output: str | Path | None = OUTPUT,
 ) -> "Report":
-    """Check that labkit works on this machine, in about two minutes.
+    """Check that labkit works on this machine; some 20 s on two CPU ranks.
 
     Starts a lab of its own, trains under every strategy, causes failures for real, and
     stops what it has started; a lab that runs already stays as it is, and so do its
@@ -136,8 +136,14 @@ def _progress(
     """A bar, and what is called with the next check and with a stage of the start."""
     from tqdm import tqdm
 
+    from labkit.notebook.kernel.output import is_notebook
+
     with tqdm(
-        total=total, leave=False, bar_format="{bar:20} {n_fmt}/{total_fmt} {desc}"
+        total=total,
+        leave=False,
+        bar_format="{bar:20} {n_fmt}/{total_fmt} {desc}",
+        # A notebook shows stderr in red, also what the bar leaves there: a blank line.
+        file=sys.stdout if is_notebook() else sys.stderr,
     ) as bar:
         count = -1
 

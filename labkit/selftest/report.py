@@ -95,8 +95,8 @@ class Report:
             count = sum(line.state == state for line in self.lines)
             counts += [f"{count} {word}"] if count else []
         took = duration(self.seconds, digits=1)
-        end = f"in {took}" if self.is_whole else f"until the interrupt, after {took}"
-        return f"labkit check: {', '.join(counts) or 'nothing checked'} {end}"
+        end = f"in {took}" if self.is_whole else f"interrupted after {took}"
+        return f"labkit check: {', '.join(counts) or 'nothing checked'}; {end}"
 
     def __repr__(self) -> str:
         return "\n".join(self._text(shutil.get_terminal_size((100, 24)).columns))

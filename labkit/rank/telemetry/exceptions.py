@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from labkit.checks import UserError
+from labkit.checks import is_raised_by_labkit
 from labkit.compat.c10d import local_part
 from labkit.compat.ipython import keep_no_errors
 from labkit.compat.ipython import wrap_send_error
@@ -26,6 +28,8 @@ from labkit.compat.torch import storage_key
 SHOWN_FRAMES = 15
 """Of each end of a traceback: IPython takes a millisecond for a frame of a library, and
 more for one of the notebook."""
+LIBRARIES = {"labkit", "torch", "deepspeed"}
+"""Which call us: a refusal comes out of their hooks."""
 
 
 class TextOnlyError(Exception):
@@ -127,6 +131,8 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
     def structured_traceback(
         kind: Any, error: Any, frames: Any = None, *args: Any, **more: Any
     ) -> list[str]:
+        for each in chain(error):
+            end_at_users_line(each)
         num_frames = len(list(traceback.walk_tb(frames)))
         for each in chain(error):
             each.__traceback__ = shortened(each.__traceback__)
@@ -190,6 +196,26 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
     for each in reversed(every):
         frames = TracebackType(frames, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return frames
+
+
+def end_at_users_line(error: BaseException) -> None:
+    """Cut off the frames that lead from the user's line to where labkit refuses it: the
+    message says all there is to know, and our source would show it a second time."""
+    is_refusal = isinstance(error, ValueError | UserError)
+    if not is_refusal or not error.__traceback__ or not is_raised_by_labkit(error):
+        return
+    frames: TracebackType | None = error.__traceback__
+    users: TracebackType | None = None
+    while frames is not None:
+        if not is_machinery(frames) and package_of(frames) not in LIBRARIES:
+            users = frames
+        frames = frames.tb_next
+    if users is not None:
+        users.tb_next = None
+
+
+def package_of(frame: TracebackType) -> str:
+    return str(frame.tb_frame.f_globals.get("__name__")).split(".")[0]
 
 
 def is_machinery(frame: TracebackType) -> bool:
