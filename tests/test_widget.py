@@ -240,7 +240,6 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 from labkit.notebook.live.widget_view import find_view
-from labkit.notebook.live.widget_view import read_static
 
 assert find_view("image")
 try:
