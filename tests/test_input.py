@@ -560,6 +560,16 @@ def test_a_request_that_a_rank_does_not_know_is_answered(kept: Lab) -> None:
             cluster.ask(0, request, **arguments).result(timeout=10)
 
 
+def test_a_name_that_is_no_text_hides_no_rank(lab: Lab) -> None:
+    lab.run(
+        "import threading\nend = threading.Event()\ndef wait(): end.wait(30)\n"
+        "threading.Thread(target=wait, name='a \\ud800').start()"
+    )
+    found = lab._running().cluster.ask(0, "stack").result(timeout=10)
+    lab.run("end.set()")
+    assert "a ?" in found["others"]
+
+
 WRONG_IN_A_CELL = {
     "log(a='x')": "log(a=...) takes a number or a tensor of one element; found str 'x'",
     "log(a=10**400)": "log(a=...) takes a number",

@@ -1,6 +1,7 @@
 """What the notebook can ask of a rank at any time, also while it runs a cell."""
 
 import dataclasses
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -56,6 +57,9 @@ class ControlRequests:
             return
         try:
             answer = self._answers[content["request"]](**content["arguments"])
+            # A file or a thread may have a name that is no text.
+            text = json.dumps(answer, ensure_ascii=False).encode(errors="replace")
+            answer = json.loads(text)
             reply = {"status": "ok", "answer": answer}
         except Exception as error:  # the notebook waits for an answer
             reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
