@@ -47,6 +47,8 @@ with Lab(num_ranks=2) as lab:
         lab.train("raw", large + DRAW, live=False, hang_after=1, timeout=4)
     except CellTimeoutError:
         print("hung")
+    except RankError:
+        print("died")
 """
 IN_4_MIB = 'mount -t tmpfs -o size=4m none /dev/shm && exec "$@"'
 
@@ -73,9 +75,13 @@ def test_a_full_shared_memory_is_an_error_of_the_cell(in_4_mib: list[str]) -> No
     )
     assert done.returncode == 0, done.stderr
     first, raised, again, hung = done.stdout.splitlines()
-    assert (first, again, hung) == ("finished", "finished", "hung")
-    assert "unable to allocate shared memory" in raised
+    assert (first, again) == ("finished", "finished")
     assert "or use fewer workers, a smaller prefetch_factor" in raised
+    if torch.__version__ < "2.10":  # its workers are killed by SIGBUS
+        assert "DataLoader worker" in raised
+        return
+    assert "unable to allocate shared memory" in raised
+    assert hung == "hung"
     assert "waits for a worker of its DataLoader" in done.stderr
     assert "/dev/shm, through which workers send their batches, has" in done.stderr
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
+import torch
 from marks import long_but
 
 from labkit import Lab
@@ -75,6 +76,8 @@ def test_loop_under_the_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> 
 
 def check(lab: Lab, loop: str, places: list[Place]) -> None:
     """A loop is accepted in all these places, and there as the page says."""
+    if loop == "swa_made_before" and torch.__version__ < "2.10":
+        pytest.skip("AveragedModel fails in torch 2.9 where it averages bf16 in fp32")
     cells = list(run_cells(lab, loop, places))
     assert not [cell for cell in cells if cell.kind not in ACCEPTED]
     found = {(cell.strategy, cell.option): MARKS[cell.kind] for cell in cells}
