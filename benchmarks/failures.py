@@ -255,7 +255,7 @@ def traces(kernel: Kernel) -> tuple[psutil.Process, str, Path]:
     for process in psutil.Process(kernel.pid).children():
         command = process.cmdline()
         if watchdog.__file__ in command:
-            token, folder = command[-2:]
+            token, folder = process.environ()[watchdog.WATCHED_VARIABLE], command[-1]
             assert watchdog.find_processes(token), "the lab has no processes"
             assert Path(folder).is_dir(), folder
             return process, token, Path(folder)
