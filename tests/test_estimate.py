@@ -219,7 +219,7 @@ GPT_64 = functools.partial(GPT, 64, context=8, dim=16, num_heads=2, num_layers=1
             {},
             "give --batch-size B and --sequence T, because the model begins",
         ),
-        (GPT_64(), {"batch_size": 4}, "give --batch-size B and --sequence T"),
+        (GPT_64(), {"batch_size": 4}, "give --sequence T, because the model begins"),
         (mlp(), {}, "give --batch-size B, the samples of all ranks"),
         (ResNet(), {"batch_size": 4}, "begins with Conv2d, and its input cannot be"),
         (

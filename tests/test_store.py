@@ -1,5 +1,6 @@
 """The store of a group: what torch needs of it, how its waits end, what it leaves."""
 
+import gc
 import os
 import signal
 import socket
@@ -176,6 +177,7 @@ def test_a_long_path_will_do(tmp_path: Path) -> None:
 
 
 def test_a_server_leaves_nothing_though_a_child_was_forked(tmp_path: Path) -> None:
+    gc.collect()  # of earlier tests
     before = psutil.Process().num_fds(), set(threading.enumerate())
     server = KeyServer(tmp_path / "store")
     store = LabStore(str(server.path), LONG)

@@ -31,12 +31,17 @@ def training_loop(mixed_precision="no", seed=42):
 
 notebook_launcher(training_loop, ("no", 7), num_processes=NUM)
 """
+RESET = """
+from accelerate.state import AcceleratorState
+AcceleratorState._reset_state(reset_partial_state=True)
+"""
 
 
 @pytest.mark.parametrize("num", [2, 8])
 def test_notebook_launcher_calls_its_function_on_the_ranks(
     num: int, lab: Lab, capsys: Captured
 ) -> None:
+    lab.run(RESET)  # accelerate refuses to launch where it has been used before
     code = NOTEBOOK_LAUNCHER.replace("NUM", str(num))
     for _ in range(2):  # what one launch leaves is not to stop the next
         run = lab.train("raw", code, live=False)
