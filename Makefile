@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PORT ?=
 ARGS ?=
-# Of `make test`: each has a lab of two ranks.
+# Of pytest: each has a lab of two ranks.
 WORKERS ?= 2
 BIN := .venv/bin
 THIRD_PARTY := .venv-third-party
@@ -42,12 +42,14 @@ lab: .venv/installed
 	@echo "Starting JupyterLab; open the URL with the token that it prints."
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
   --durations=20
 
 check: .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long" tests
 
+# On two cores: one runs where the labs of the others wait.
+test: WORKERS = 3
 test: .venv/installed lint browser
 	$(PYTEST) -m "not long"
 
