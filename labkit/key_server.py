@@ -83,8 +83,9 @@ class KeyServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        # The other end may go at any moment.
-        with contextlib.suppress(OSError), connection, connection.makefile("rwb") as io:
+        # The other end may go at any moment, or add to what is no number.
+        gone = contextlib.suppress(OSError, ValueError)
+        with gone, connection, connection.makefile("rwb") as io:
             while (line := io.readline()).endswith(b"\n"):
                 operation, *arguments = json.loads(line)
                 with self._changed:

@@ -48,6 +48,7 @@ def uses(store: Any) -> list[Any]:
     got += [store.compare_set("token", "mine", "yours"), store.get("token")]
     got += [store.num_keys(), store.delete_key("text"), store.delete_key("text")]
     got += [store.check(["text"]), store.wait(["token"]), store.wait(["token"], SHORT)]
+    got += [prefixed.num_keys(), prefixed.delete_key("count")]
     clone = prefixed.clone()  # type: ignore[attr-defined]
     clone.set("by clone", "x")
     got += [clone.get("bytes"), store.get("group/by clone"), store.num_keys()]

@@ -244,8 +244,6 @@ class _Save:
                 assert item.tensor_data is not None
                 self._staged[item.index.fqn] = copied(part)
                 self._offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
 
     # ---- in the thread that writes ----
 
@@ -343,13 +341,9 @@ def check(tensors: Mapping[str, Any]) -> None:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU, which holds no more memory than it has to.
-
-    Of a GPU's tensor it is complete once the GPU is synchronized.
-    """
-    is_cuda = tensor.is_cuda
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-    return copy.copy_(tensor, non_blocking=is_cuda)
+    """A contiguous copy on the CPU, which holds no more memory than it has to."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copy.copy_(tensor)
 
 
 def first_of(problems: Sequence[str]) -> str:

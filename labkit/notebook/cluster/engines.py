@@ -542,9 +542,9 @@ class Cluster:
             return self._store.path
 
     def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        store, self._store = self._store, None  # also where an interrupt cuts it short
+        if store is not None:
+            store.close()
 
     def ask_for_dump(self, rank: int) -> None:
         """Have the rank write its stack; native code that holds the GIL or not."""

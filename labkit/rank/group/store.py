@@ -104,6 +104,10 @@ class LabStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._call("num_keys"))
 
+    # What a PrefixStore calls, of a store in Python.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
 
 def _text(value: str | bytes) -> str:
     """Any bytes as JSON can have them; a user gives a str, torch bytes."""
