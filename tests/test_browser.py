@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 pytestmark = pytest.mark.timeout(300)
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-NOTEBOOK = "01_train_with_data_parallelism.ipynb"
+NOTEBOOK = "02_train_with_data_parallelism.ipynb"
 ALL_CELLS_MS = 240_000
 FIRST_LOOK = 3
 RUNS = [FIRST_LOOK, 8, 10, 12, 14, 19]

@@ -1,0 +1,58 @@
+"""Says whether an answer to an exercise is right, and whether it beats the number."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+EXERCISES: dict[str, str] = {}
+"""The name of each exercise, and the module of `labkit.course` that has the function
+of that name, which judges an answer: it takes the answer and returns a `Verdict`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What there is to say about an answer, the same on every rank."""
+
+    measured: str = ""
+    """What was measured, as "each rank sends 2.0 times the tensor's bytes"."""
+    to_beat: str = ""
+    """The number to beat, as "1.5 times or less"."""
+    is_beaten: bool = False
+    complaint: str = ""
+    """What is wrong with the result, as "rank 1 holds 3 and not 6"; "" where it is
+    right."""
+
+
+def check(exercise: str, *answer: Any, **more: Any) -> None:
+    """Print whether `answer` is right, and whether it beats the exercise's number.
+
+    Parameters
+    ----------
+    exercise : str
+        Its name, as the notebook gives it.
+    *answer, **more
+        What the exercise asks for, as a rule a function. Where it communicates, this
+        is called on every rank.
+
+    Raises
+    ------
+    ValueError
+        For an exercise that does not exist. An error in the answer is raised as it is.
+    """
+    if exercise not in EXERCISES:
+        raise ValueError(
+            f"there is no exercise {exercise!r}; there are {', '.join(EXERCISES)}"
+        )
+    module = import_module(f"labkit.course.{EXERCISES[exercise]}")
+    judge: Callable[..., Verdict] = getattr(module, exercise)
+    verdict = judge(*answer, **more)
+    if verdict.complaint:
+        print(f"{exercise}: not right: {verdict.complaint}")
+    elif verdict.is_beaten:
+        print(f"{exercise}: solved: {verdict.measured} (to beat: {verdict.to_beat})")
+    else:
+        print(
+            f"{exercise}: right, and not solved yet: {verdict.measured}; "
+            f"the number to beat is {verdict.to_beat}"
+        )

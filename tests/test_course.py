@@ -1,0 +1,89 @@
+"""The notebooks' exercises have solutions, and their scripts run under torchrun."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labkit import Lab
+from labkit.course import check
+from labkit.course.exercise import EXERCISES
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SOLUTIONS = ROOT / "tests" / "solutions"
+DIFF = re.compile(r"^```diff\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def cells_of(notebook: Path, kind: str) -> list[str]:
+    cells = json.loads(notebook.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+
+
+def diff_of(notebook: Path) -> str:
+    """What its last section changes to make a script of it; "" where there is none."""
+    found = DIFF.findall("\n".join(cells_of(notebook, "markdown")))
+    return found[-1] if found else ""
+
+
+def outputs_of(notebook: Path) -> str:
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return "".join("".join(output.get("text", [])) for output in outputs)
+
+
+WITH_SCRIPT = [each for each in NOTEBOOKS if diff_of(each)]
+
+
+@pytest.mark.parametrize("notebook", WITH_SCRIPT, ids=lambda path: path.stem)
+def test_the_diff_takes_its_lines_from_the_notebook(notebook: Path) -> None:
+    known = {line.strip() for line in "\n".join(cells_of(notebook, "code")).split("\n")}
+    lines = diff_of(notebook).splitlines()
+    theirs = {line[1:].strip() for line in lines if not line.startswith("+")}
+    assert theirs - known - {""} == set()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("notebook", WITH_SCRIPT, ids=lambda path: path.stem)
+def test_the_script_gives_what_the_notebook_shows(
+    notebook: Path, tmp_path: Path
+) -> None:
+    """The last line that the script prints is among the notebook's saved outputs."""
+    lines = diff_of(notebook).splitlines()
+    kept = [line[1:] for line in lines if not line.startswith("-")]
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(kept) + "\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] in outputs_of(notebook)
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_an_exercise_is_in_a_notebook_without_its_solution(exercise: str) -> None:
+    code = "\n".join("\n".join(cells_of(each, "code")) for each in NOTEBOOKS)
+    assert f'check("{exercise}"' in code
+    solution = (SOLUTIONS / f"{exercise}.py").read_text().strip()
+    assert solution not in code
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_a_solution_solves_its_exercise(
+    exercise: str, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.run((SOLUTIONS / f"{exercise}.py").read_text())
+    assert f"{exercise}: solved: " in capsys.readouterr().out
+
+
+def test_an_unknown_exercise_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match="there is no exercise 'nothing'; there are "):
+        check("nothing", lambda: 0)
