@@ -1,0 +1,160 @@
+"""Draws what ranks hold as numbered cells, before and after they communicate."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from itertools import chain
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+
+from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import RANK_COLOURS
+
+CELL_INCHES = 0.46
+ROW_INCHES = 0.34
+GAP = 2.2
+"""Cells between what was and what is, where the arrow is."""
+MOST_RANKS = 10
+"""With more, 2**ranks sums are too many to look for."""
+
+
+def draw_exchange(before: Sequence[Any], after: Sequence[Any]) -> RunFigure:
+    """What each rank held before a call, and what after; see `draw_exchanges`."""
+    return draw_exchanges({"": (before, after)})
+
+
+def draw_exchanges(
+    exchanges: Mapping[str, tuple[Sequence[Any], Sequence[Any]]],
+) -> RunFigure:
+    """For each title, what each rank held before, an arrow, and what it holds after.
+
+    A cell has the colours of the ranks whose numbers are in it: those whose numbers
+    before add up to it. One that is no such sum is white.
+
+    Parameters
+    ----------
+    exchanges : dict
+        By title, what was held before and after: a tensor for each rank, a list of
+        tensors, or None where a rank has nothing.
+    """
+    numbers = {
+        title: (
+            [numbers_of(each) for each in before],
+            [numbers_of(each) for each in after],
+        )
+        for title, (before, after) in exchanges.items()
+    }
+    width = max(
+        max(map(len, before)) + GAP + max(map(len, after))
+        for before, after in numbers.values()
+    )
+    num_ranks = max(len(before) for before, _ in numbers.values())
+    num_columns = min(len(numbers), 2 if width <= 14 else 1)
+    num_rows = -(-len(numbers) // num_columns)
+    inches = (
+        num_columns * (width + 2.6) * CELL_INCHES,
+        num_rows * (num_ranks + 1.9) * ROW_INCHES,
+    )
+    figure = RunFigure(figsize=inches, dpi=100, facecolor="white")
+    figure.subplots_adjust(left=0, right=1, bottom=0, top=1, wspace=0, hspace=0)
+    for place, (title, (before, after)) in enumerate(numbers.items(), start=1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
+        axes.set_axis_off()
+        axes.set(xlim=(-2.2, width + 0.4), ylim=(num_ranks + 0.2, -1.7))
+        axes.text(0, -1.15, title, fontsize=10, weight="bold", color=INK, va="center")
+        start = max(map(len, before)) + GAP
+        draw_rows(axes, before, before, left=0)
+        draw_rows(axes, after, before, left=start)
+        for left, word in ((0, "before"), (start, "after")):
+            axes.text(left, -0.35, word, fontsize=8, color="#777777", va="center")
+        _draw_arrow(axes, start - GAP + 0.4, start - 0.4, num_ranks / 2)
+        _name_ranks(axes, num_ranks)
+    return figure
+
+
+def numbers_of(held: Any) -> np.ndarray:
+    """What a rank holds, as one row: a tensor, a list of tensors, or None."""
+    if held is None:
+        return np.empty(0)
+    parts = held if isinstance(held, list | tuple) else [held]
+    return np.concatenate([np.asarray(part, dtype=float).ravel() for part in parts])
+
+
+def draw_rows(
+    axes: Axes,
+    rows: Sequence[np.ndarray],
+    sources: Sequence[np.ndarray],
+    *,
+    left: float,
+) -> None:
+    """One row of cells for each rank, in the colours of those whose numbers they hold.
+
+    `sources` are the numbers by rank of which cells may be sums.
+    """
+    for rank, row in enumerate(rows):
+        for place, number in enumerate(row):
+            _draw_cell(axes, left + place, rank, number, who_is_in(number, sources))
+        if not len(row):
+            axes.text(left, rank + 0.5, "nothing", **_SMALL, style="italic")
+
+
+def who_is_in(number: float, sources: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """The ranks whose numbers, at one place, add up to `number`; () where none do."""
+    ranks = range(len(sources))
+    most = len(sources) if len(sources) <= MOST_RANKS else 1
+    choices = chain(*(combinations(ranks, n) for n in range(1, most + 1)))
+    for chosen in [*choices, tuple(ranks)]:
+        places = min(len(sources[rank]) for rank in chosen)
+        sums = sum(sources[rank][:places] for rank in chosen)
+        if np.isclose(sums, number).any():
+            return chosen
+    return ()
+
+
+_SMALL: dict[str, Any] = {"fontsize": 8, "color": "#777777", "va": "center"}
+
+
+def _draw_cell(
+    axes: Axes, x: float, y: float, number: float, ranks: tuple[int, ...]
+) -> None:
+    for turn, rank in enumerate(ranks):
+        colour = np.array(to_rgb(RANK_COLOURS[rank % len(RANK_COLOURS)]))
+        stripe = 1 / len(ranks)
+        axes.add_patch(
+            Rectangle(
+                (x + turn * stripe, y), stripe, 1, fc=0.45 * colour + 0.55, ec="none"
+            )
+        )
+    axes.add_patch(Rectangle((x, y), 1, 1, fc="none", ec="white", lw=2))
+    axes.add_patch(Rectangle((x, y), 1, 1, fc="none", ec="#999999", lw=0.5))
+    axes.text(
+        x + 0.5, y + 0.5, f"{number:g}", ha="center", va="center", fontsize=9, color=INK
+    )
+
+
+def _draw_arrow(axes: Axes, start: float, end: float, y: float) -> None:
+    axes.annotate(
+        "",
+        (end, y),
+        (start, y),
+        arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.4},
+    )
+
+
+def _name_ranks(axes: Axes, num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        axes.text(
+            -0.2,
+            rank + 0.5,
+            f"rank {rank}",
+            ha="right",
+            va="center",
+            fontsize=9,
+            weight="bold",
+            color=RANK_COLOURS[rank % len(RANK_COLOURS)],
+        )

@@ -1,0 +1,164 @@
+"""Draws boxes and arrows: who talks to whom."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Circle
+from matplotlib.patches import FancyBboxPatch
+
+from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import RANK_COLOURS
+
+GREY = "#777777"
+
+
+def draw_cluster(num_ranks: int) -> RunFigure:
+    """The notebook's kernel, the engines beside it, their ranks, and their group."""
+    bottom, top = 0.3, 0.75 * num_ranks + 0.3
+    middle = (bottom + top) / 2
+    axes = _canvas(8.4, top + 0.75)
+    _write(axes, 0.2, top + 0.45, "this notebook", weight="bold")
+    _write(axes, 4.2, top + 0.45, "engines: a process each", weight="bold")
+    _write(axes, 6.85, top + 0.45, "process group", weight="bold")
+    draw_box(axes, 0.2, middle - 0.42, 1.8, 0.84, "kernel\nyour variables", INK)
+    for rank in range(num_ranks):
+        y = top - 0.75 * (rank + 1) + 0.1
+        colour = colour_of(rank)
+        draw_box(
+            axes, 4.2, y, 2.1, 0.55, f"rank {rank}\nits variables and device", colour
+        )
+        at = y + 0.275
+        near = middle + 0.8 * (at - middle) / num_ranks
+        draw_arrow(axes, (2.05, near), (4.15, at), colour, style="<|-|>")
+        draw_arrow(axes, (6.35, at), (6.95, at), colour, style="<|-|>")
+    draw_box(
+        axes,
+        7.0,
+        bottom + 0.1,
+        1.1,
+        top - bottom - 0.2,
+        "tensors\nbetween\nranks",
+        GREY,
+    )
+    _write(axes, 2.1, top, "cells, variables →", size=9)
+    _write(axes, 2.1, bottom, "← output, tensors", size=9)
+    return _figure_of(axes)
+
+
+def draw_patterns(num_ranks: int) -> RunFigure:
+    """Which ranks send to which: from one, to one, among all, and between two."""
+    axes = _canvas(10.4, 2.9)
+    senders = range(num_ranks)
+    around = [(rank, (rank + 1) % num_ranks) for rank in senders]
+    patterns = {
+        "from one to all": ("broadcast, scatter", [(0, to) for to in senders]),
+        "from all to one": ("reduce, gather", [(rank, 0) for rank in senders]),
+        "among all": (
+            "all_reduce, all_gather,\nreduce_scatter, all_to_all",
+            [(rank, to) for rank in senders for to in senders],
+        ),
+        "from one to the next": ("send, recv", around),
+    }
+    for place, (title, (calls, arrows)) in enumerate(patterns.items()):
+        x = 1.3 + 2.6 * place
+        _write(axes, x, 2.65, title, weight="bold", ha="center")
+        _write(axes, x, 0.26, calls, size=9, ha="center")
+        places = _around(x, 1.5, 0.68, num_ranks)
+        for rank, to in arrows:
+            if rank != to:
+                _link(axes, places[rank], places[to], colour_of(rank))
+        for rank, centre in enumerate(places):
+            axes.add_patch(
+                Circle(centre, 0.19, fc=colour_of(rank), ec="none", zorder=3)
+            )
+            axes.text(
+                *centre, str(rank), color="white", ha="center", va="center", zorder=4
+            )
+    return _figure_of(axes)
+
+
+def colour_of(rank: int) -> str:
+    """The colour that a rank has in every picture."""
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def draw_box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str
+) -> None:
+    """A box with rounded corners, its lower left at (x, y), with text in it."""
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.08",
+            fc="white",
+            ec=colour,
+            lw=1.8,
+        )
+    )
+    _write(axes, x + width / 2, y + height / 2, text, size=9, ha="center")
+
+
+def draw_arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: str,
+    *,
+    style: str = "-|>",
+    bend: float = 0.0,
+) -> None:
+    """An arrow from `start` to `end`; `bend` curves it."""
+    axes.annotate(
+        "",
+        end,
+        start,
+        arrowprops={
+            "arrowstyle": style,
+            "color": colour,
+            "lw": 1.5,
+            "shrinkA": 0,
+            "shrinkB": 0,
+            "connectionstyle": f"arc3,rad={bend}",
+        },
+    )
+
+
+def _canvas(width: float, height: float) -> Axes:
+    """Axes without a frame whose units are inches."""
+    figure = RunFigure(figsize=(width, height), dpi=100, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set(xlim=(0, width), ylim=(0, height))
+    return axes
+
+
+def _figure_of(axes: Axes) -> RunFigure:
+    figure = axes.figure
+    assert isinstance(figure, RunFigure)
+    return figure
+
+
+def _write(
+    axes: Axes, x: float, y: float, text: str, *, size: float = 10, **more: Any
+) -> None:
+    axes.text(x, y, text, fontsize=size, color=INK, va="center", **more)
+
+
+def _around(x: float, y: float, radius: float, count: int) -> list[tuple[float, float]]:
+    """Places on a circle, the first at the top, clockwise."""
+    angles = np.pi / 2 - 2 * np.pi * np.arange(count) / count
+    return [(x + radius * np.cos(a), y + radius * np.sin(a)) for a in angles]
+
+
+def _link(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str
+) -> None:
+    """A bent arrow that ends at the rims of two ranks' circles."""
+    (x, y), (to_x, to_y) = start, end
+    length = float(np.hypot(to_x - x, to_y - y))
+    dx, dy = 0.24 * (to_x - x) / length, 0.24 * (to_y - y) / length
+    draw_arrow(axes, (x + dx, y + dy), (to_x - dx, to_y - dy), colour, bend=0.18)
