@@ -36,7 +36,7 @@ def is_message(value: Any, rank: int) -> bool:
                 return are_replica_notes(notes)
             case ("report", Measurement() as measured):
                 parse(Measurement, asdict(measured))
-                return set(COMPONENTS) <= set(measured.memory)
+                return is_measurement(measured)
             case ("report", Note(text)):
                 return isinstance(text, str)
             case ("failing", status):
@@ -46,6 +46,11 @@ def is_message(value: Any, rank: int) -> bool:
     except TypeError:
         return False
     return False
+
+
+def is_measurement(measured: Measurement) -> bool:
+    """Whether it has all that is drawn of it."""
+    return set(COMPONENTS) <= set(measured.memory) and measured.moments.is_whole
 
 
 def is_batch(batch: Batch) -> bool:

@@ -69,7 +69,9 @@ RECORD = np.dtype(
         ("metric", "<u2"),  # index into the batch's names
         ("step", "<i8"),  # optimizer steps taken in this run
         ("seconds", "<f8"),  # since the cell began on this rank
-        ("memory_bytes", "<i8"),  # in use on the rank's device when it was logged
+        # On a GPU what tensors hold; elsewhere what they held at most in the step that
+        # was measured last, and 0 before.
+        ("memory_bytes", "<i8"),
         ("value", "<f8"),
     ]
 )
@@ -164,6 +166,14 @@ COMPONENTS = (
 )
 """What a rank's memory is made of; the first four are the model states."""
 
+PARTS = (*COMPONENTS[:5], "activations", "other")
+"""What tensors are that are alive at a moment of a step. Activations are all that the
+step makes and is none of the parts before; other tensors are older than the step, as
+its batch."""
+
+PHASES = ("forward", "backward", "step")
+"""Of a step: the last is that of the optimizer."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -176,16 +186,19 @@ class Collective:
     """Of the whole tensors."""
     wire_bytes: int = 0
     """What the rank sends, if the collective is a ring."""
-    seconds: float = 0.0
+    seconds: float | None = 0.0
+    """None where they were not waited for."""
 
-    def plus(self, payload_bytes: int, wire_bytes: int, seconds: float) -> "Collective":
+    def plus(
+        self, payload_bytes: int, wire_bytes: int, seconds: float | None
+    ) -> "Collective":
         """With one more of the kind."""
         return Collective(
             self.kind,
             self.count + 1,
             self.payload_bytes + payload_bytes,
             self.wire_bytes + wire_bytes,
-            self.seconds + seconds,
+            None if self.seconds is None or seconds is None else self.seconds + seconds,
         )
 
 
@@ -207,6 +220,29 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """What tensors on one rank's device hold over the moments of one step."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Since the step's first operator."""
+    phases: list[int] = field(default_factory=list)
+    """The place of each moment's phase in `PHASES`."""
+    held: dict[str, list[int]] = field(default_factory=dict)
+    """Bytes by part, one for each moment."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has as many phases, and bytes of every part, as moments."""
+        num_moments = len(self.seconds)
+        columns = [self.phases, *self.held.values()]
+        return (
+            (not num_moments or set(self.held) == set(PARTS))
+            and all(len(column) == num_moments for column in columns)
+            and all(phase < len(PHASES) for phase in self.phases)
+        )
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One training step of one rank, measured."""
 
@@ -216,6 +252,10 @@ class Measurement:
     models: list[ModelFacts]
     seconds: float = 0.0
     """Of the whole step, from the end of the one before: also for its data."""
+    step: int = 0
+    """Which one of the run."""
+    moments: Moments = field(default_factory=Moments)
+    """None where operators were not seen, as those of compiled code."""
 
 
 @dataclass(frozen=True)
@@ -410,3 +450,10 @@ def format_bytes(num_bytes: float) -> str:
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.3g} GiB"
     return f"{num_bytes / 2**20:.3g} MiB"
+
+
+def significant(value: float) -> str:
+    """Three digits that count: "0.123", "12.3", "12,300"."""
+    if value < 1000:
+        return f"{value:.3g}"
+    return f"{float(f'{value:.3g}'):,.0f}"

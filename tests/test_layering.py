@@ -54,8 +54,8 @@ ROOMS = [
         "notebook.execution",
     ],
     [
-        *("rank", "rank.telemetry", "rank.group", "rank.data", "rank.loss"),
-        *("rank.loop", "rank.training", "rank.engine"),
+        *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),
+        *("rank.loss", "rank.loop", "rank.training", "rank.engine"),
     ],
     [
         *("strategies.mesh", "strategies.autograd", "strategies.model", "strategies"),

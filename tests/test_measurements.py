@@ -1,12 +1,15 @@
 """Memory by component and bytes in collectives, measured on real ranks."""
 
+import math
+
 import pytest
 import torch
 from marks import long_but
 
 from labkit import Lab
 from labkit.notebook.runs.run import Run
-from labkit.rank.telemetry.step_profiler import StepProbe
+from labkit.rank.measuring.step_profiler import StepProbe
+from labkit.records import PARTS
 from labkit.records import ModelFacts
 from labkit.strategies import STRATEGIES
 from labkit.strategies.prepared import Prepared
@@ -491,3 +494,114 @@ def test_every_strategy_is_known_to_theory() -> None:
         else:
             assert states["parameters"] > 0
             assert wire >= 0
+
+
+# ---- a step, moment by moment ----
+
+
+@pytest.mark.parametrize("key", REFERENCE, ids="{0[0]}-{0[1]}".format)
+def test_the_parts_of_a_step_add_up_to_its_peak(
+    key: tuple[str, int], runs: dict[tuple[str, int], Run]
+) -> None:
+    run = runs[key]
+    moments = run.step_memory
+    assert moments["step"].unique().tolist() == [3]
+    assert moments.groupby("rank").size().max() <= 320
+    totals = moments[[*PARTS]].sum(axis=1).groupby(moments["rank"]).max()
+    last = {rank: each[-1] for rank, each in run.collector.measurements.items()}
+    for rank, total in totals.items():
+        assert total == pytest.approx(last[rank].memory["total_peak"], rel=0.01)
+    phases = moments.loc[moments["rank"] == 0, "phase"]
+    order = phases[phases != phases.shift()].tolist()
+    assert order == ["forward", "backward"] * key[1] + ["step"]
+    assert moments.groupby("rank")["seconds"].is_monotonic_increasing.all()
+
+
+def test_a_gradient_is_one_from_where_it_is_made(
+    runs: dict[tuple[str, int], Run],
+) -> None:
+    moments = runs["single", 1].step_memory
+    in_forward = moments[moments["phase"] == "forward"]
+    assert in_forward["gradients"].max() == 0
+    assert (moments["parameters"] / MIB).tolist() == pytest.approx(
+        [WHOLE] * len(moments), rel=0.01
+    )
+    growing = moments.loc[moments["phase"] == "backward", "gradients"] / MIB
+    assert growing.nunique() > 8
+    # Within a pass one may be there twice, where it is copied.
+    assert growing.diff().min() >= -1.1
+    assert growing.iloc[-1] == pytest.approx(WHOLE, rel=0.01)
+
+
+BY_HAND = """
+import torch.nn.functional as F
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16))).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(4):
+    with {context}:
+        F.mse_loss(model(torch.randn(8, 512, device=device)), {target}).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_loop_by_hand_is_measured(lab: Lab) -> None:
+    cell = BY_HAND.format(context="torch.enable_grad()", target="torch.zeros(8, 512)")
+    run = lab.train("raw", cell, live=False)
+    names = ["parameters", "gradients", "optimizer_state", "master_parameters"]
+    for rank in (0, 1):
+        found = (run.memory.loc[rank, names] / MIB).tolist()
+        assert found == pytest.approx([WHOLE, WHOLE, 2 * WHOLE, 0], rel=0.01)
+    comm = run.comm.loc[(0, "all_reduce")]
+    assert comm["count"] == 32
+    assert comm["wire_bytes"] / MIB == pytest.approx(WHOLE, rel=0.01)
+    assert math.isnan(comm["seconds"]), "none is waited for"
+    assert run.theory == {}
+    assert not any(run.collector.measurements[rank][0].models for rank in (0, 1))
+
+
+def test_a_mode_of_a_loop_by_hand_is_left_alone(lab: Lab) -> None:
+    """It is entered and left in every step, with ours on neither side of it."""
+    mode = """
+from torch.utils.flop_counter import FlopCounterMode
+flops = []
+class Counting(FlopCounterMode):
+    def __exit__(self, *args):
+        flops.append(self.get_total_flops())
+        return super().__exit__(*args)
+"""
+    lab.run(mode)
+    cell = BY_HAND.format(
+        context="Counting(display=False)", target="torch.zeros(8, 512)"
+    )
+    run = lab.train("raw", cell, live=False)
+    assert run.state == "finished"
+    assert run.memory.empty
+    lab.run(
+        "from labkit.compat.torch import current_dispatch_mode\n"
+        "assert current_dispatch_mode() is None\n"
+        "assert len(flops) == 4 and len(set(flops)) == 1, flops"
+    )
+
+
+def test_ranks_that_start_collectives_in_another_order_do_not_hang(lab: Lab) -> None:
+    """Rank 1 starts its all-reduce once rank 0, which has started its own, says so."""
+    cell = """
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        dist.recv(torch.zeros(4), 0)
+    work = dist.all_reduce(model.weight.grad, async_op=True)
+    if rank == 0:
+        dist.send(torch.zeros(4), 1)
+    work.wait()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    run = lab.train("raw", cell, live=False, timeout=30)
+    assert run.state == "finished"
+    assert run.comm.loc[(0, "all_reduce"), "count"] == 1

@@ -1,9 +1,12 @@
 import io
 import warnings
 from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
 from PIL import Image
 
@@ -11,12 +14,19 @@ from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.history.thinning import MAX_POINTS
 from labkit.notebook.history.thinning import thin
+from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.figure import to_png
+from labkit.notebook.plots.marks import Mark
+from labkit.notebook.plots.memory_bars import PART_COLOURS
 from labkit.notebook.plots.run_plot import RunPlot
+from labkit.notebook.plots.step_memory import draw_components
+from labkit.notebook.plots.step_memory import draw_moments
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
+from labkit.records import COMPONENTS
+from labkit.records import PARTS
 from labkit.records import RECORD
 from labkit.records import Batch
 
@@ -177,7 +187,7 @@ def test_a_metric_that_is_not_the_loss_is_not_drawn_as_one() -> None:
     plot.update("")
     loss, memory = lines(plot)
     assert loss[0].get_xydata().tolist() == []
-    assert memory[0].get_xydata().tolist() == [[1, 1.0]]
+    assert memory[0].get_xydata().tolist() == [[1, 1024.0]]  # KiB
     [line] = plot.panels["accuracy"].lines.values()
     assert line.get_xydata().tolist() == [[1, 0.9]]
 
@@ -193,9 +203,45 @@ def test_a_rank_has_one_colour_everywhere(ranks: list[int]) -> None:
 
 
 def test_axes_say_what_they_show_in_which_unit() -> None:
-    loss, memory = RunPlot(Collector([0])).figure.axes
-    assert (loss.get_xlabel(), loss.get_ylabel()) == ("optimizer step", "loss")
-    assert "MiB" in memory.get_ylabel()
+    for num_bytes, unit in ((60_000, "KiB"), (60 * MIB, "MiB"), (60 * 2**30, "GiB")):
+        collector = Collector([0])
+        records = np.array([(0, 1, 0.0, num_bytes, 0.9)], dtype=RECORD)
+        collector.add(0, Batch(0, ["loss"], records))
+        plot = RunPlot(collector, memory_is="held by tensors")
+        plot.update("")
+        loss, memory = plot.figure.axes
+        assert (loss.get_xlabel(), loss.get_ylabel()) == ("optimizer step", "loss")
+        assert memory.get_ylabel() == f"memory ({unit})"
+        assert memory.get_title(loc="left") == "held by tensors"
+        [line] = plot.panels[MEMORY].lines.values()
+        assert line.get_ydata().max() == pytest.approx(60, rel=0.05)
+
+
+def test_a_death_and_the_step_resumed_from_are_two_marks() -> None:
+    collector = Collector([0, 1])
+    for rank in (0, 1):
+        add(collector, rank, [3.0, 2.0, 1.0])
+    marks = [Mark(3, "rank 1 died", is_death=True), Mark(2, "resumed from\nstep 2")]
+    plot = RunPlot(collector)
+    for _ in range(2):  # each is drawn once
+        plot.update("", marks=marks)
+    for axes in plot.figure.axes:
+        steps = [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata())]
+        assert [steps.count(3), steps.count(2)] == [1, 1]
+        assert not [text for text in axes.texts if "died" in text.get_text()]
+    [legend] = [axes.get_legend() for axes in plot.figure.axes if axes.get_legend()]
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words[-2:] == ["rank 1 died", "resumed from\nstep 2"]
+
+
+def test_the_axes_of_a_run_that_has_resumed_begin_there() -> None:
+    collector = Collector([0])
+    rows = [(0, step, 0.1, MIB, 1.0) for step in range(800, 820)]
+    collector.add(0, Batch(0, ["loss"], np.array(rows, dtype=RECORD)))
+    plot = RunPlot(collector)
+    plot.update("", is_final=True)
+    low, high = plot.figure.axes[0].get_xlim()
+    assert 798 < low < 800 < 819 < high < 821
 
 
 @pytest.mark.parametrize(
@@ -406,15 +452,66 @@ def test_remarks_stand_below_the_title_and_long_lines_fit() -> None:
         assert text.get_window_extent().x1 <= plot.figure.bbox.x1
 
 
-def test_the_last_picture_has_room_for_bars_beside_all_panels() -> None:
+def moments_of_a_step() -> pd.DataFrame:
+    """Two parameters' worth of gradients, which come in the backward pass."""
+    held = {
+        "parameters": [4 * MIB] * 4,
+        "gradients": [0, 0, 4 * MIB, 4 * MIB],
+        "optimizer_state": [8 * MIB] * 4,
+        "activations": [0, 9 * MIB, 2 * MIB, 0],
+    }
+    phases = ["forward", "forward", "backward", "step"]
+    rows = {"rank": 1, "step": 30, "seconds": [0.0, 0.1, 0.2, 0.3], "phase": phases}
+    return pd.DataFrame(rows | dict.fromkeys(PARTS, 0) | held)
+
+
+def test_the_memory_of_a_step_is_stacked_up_to_its_peak() -> None:
+    figure = RunFigure()
+    axes = figure.add_subplot()
+    theory = pd.Series({"parameters": 4.0 * MIB, "gradients": 4.0 * MIB})
+    draw_moments(axes, moments_of_a_step(), theory)
+    tops = [each.get_paths()[0].vertices[:, 1].max() for each in axes.collections]
+    assert max(tops) == 21
+    assert axes.get_ylim()[1] >= 21
+    colours = [tuple(each.get_facecolor()[0]) for each in axes.collections]
+    names = ["parameters", "gradients", "optimizer_state", "activations"]
+    assert colours == [to_rgba(PART_COLOURS[name]) for name in names]
+    found = [text.get_text() for text in axes.texts]
+    assert found == ["forward", "backward", "step", "peak\n21", "states by\ntheory"]
+    assert axes.get_title(loc="left") == "step 30 of rank 1"
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    for one, other in combinations(boxes, 2):
+        assert not one.overlaps(other)
+
+
+def test_a_component_is_drawn_beside_theory_with_the_range_of_the_ranks() -> None:
+    memory = pd.DataFrame(
+        {name: [0, 0] for name in COMPONENTS}
+        | {"parameters": [MIB * 4, MIB * 8], "total_peak": [MIB * 9] * 2}
+    )
+    axes = RunFigure().add_subplot()
+    draw_components(axes, memory, pd.Series({"parameters": 6.0 * MIB}), others=MIB)
+    bars = {round(bar.get_width(), 3): bar.get_alpha() for bar in axes.patches}
+    assert bars == {8.0: None, 6.0: 0.4, 1.0: None}
+    [[start, end]] = [path.vertices[:, 0] for path in axes.collections[0].get_paths()]
+    assert (start, end) == (4, 8)
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == ["parameters", "older tensors"]
+    assert axes.get_xlabel() == "MiB"
+
+
+def test_the_last_picture_has_room_for_the_memory_below_all_panels() -> None:
     collector = Collector([0])
     log(collector, 0, **{f"metric_{k}": {1: 0.5} for k in range(6)})
     plot = RunPlot(collector)
     plot.update("")
-    plot.add_bars()
+    plot.add_memory(
+        pd.DataFrame({name: [MIB] for name in COMPONENTS}), moments_of_a_step()
+    )
     plot.update("", is_final=True)
     boxes = [axes.get_position() for axes in plot.figure.axes]
-    assert len(boxes) == 9
+    assert len(boxes) == 10
     for number, box in enumerate(boxes):
         assert 0 < box.x0 < box.x1 < 1
         assert 0 < box.y0 < box.y1 < 1
@@ -443,7 +540,7 @@ def test_the_png_is_small_and_valid() -> None:
     with Image.open(io.BytesIO(png)) as image:
         image.load()
         assert image.format == "PNG"
-        assert image.size == (900, 310)
+        assert image.size == (900, 330)
         assert len(image.convert("RGB").getcolors() or []) > 8, "it is not blank"
 
 

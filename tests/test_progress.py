@@ -8,12 +8,12 @@ import pytest
 from labkit import Lab
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.progress import duration
-from labkit.notebook.runs.progress import significant
 from labkit.notebook.runs.progress import troubles
 from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.records import Progress
+from labkit.records import significant
 
 NAN, INF = float("nan"), float("inf")
 

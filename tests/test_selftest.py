@@ -200,7 +200,7 @@ labkit_real = DDP.begin_backward
 DDP.begin_backward = lambda self, roots, used: None
 """
 FORGOTTEN_STATE = """
-from labkit.rank.telemetry.step_profiler import StepProbe
+from labkit.rank.measuring.step_profiler import StepProbe
 labkit_real = StepProbe._components
 StepProbe._components = lambda self: {**labkit_real(self), "optimizer_state": []}
 """

@@ -16,6 +16,7 @@ from labkit.records import RECORD
 from labkit.records import STEP_TAKEN
 from labkit.records import Batch
 from labkit.records import Measurement
+from labkit.records import Moments
 from labkit.records import Note
 from labkit.records import Progress
 from labkit.records import ReplicaNotes
@@ -160,7 +161,10 @@ class Collector:
     def add_report(self, rank: int, report: Measurement | ReplicaNotes | Note) -> None:
         """Take what a rank measured in one step, or says of the loop."""
         if isinstance(report, Measurement):
-            self.measurements[rank].append(report)
+            measured = self.measurements[rank]
+            if measured:  # one step's moments are enough to draw
+                measured[-1] = replace(measured[-1], moments=Moments())
+            measured.append(report)
         elif isinstance(report, ReplicaNotes):
             self.replica_notes[rank] = report
         elif report.text not in self.notes:
@@ -222,6 +226,8 @@ class Collector:
         values.columns = pd.Index([names[int(metric)] for metric in values.columns])
         frame = values.join(rows[["seconds", "memory_bytes"]].last()).reset_index()
         frame = frame.drop(columns=_AGAIN).assign(rank=rank)
+        # Nothing is known before the first step that is measured.
+        frame["memory_bytes"] = frame["memory_bytes"].where(frame["memory_bytes"] > 0)
         return frame.reindex(columns=[*dict.fromkeys([*_LEADING, *frame.columns])])
 
 

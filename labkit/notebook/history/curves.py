@@ -50,6 +50,8 @@ class Curve:
         self.num_values = 0
         self.total = 0.0
         """The sum of all finite values."""
+        self.greatest = 0.0
+        """Of all finite values; 0 where none is above it."""
         self._first_non_finite: NonFinite | None = None
         self._lasting_non_finite: NonFinite | None = None
         self._stretch = 2
@@ -67,6 +69,7 @@ class Curve:
         self._note_non_finite(steps, values, is_finite)
         self.num_values += len(values)
         self.total += float(values[is_finite].sum())
+        self.greatest = float(values[is_finite].max(initial=self.greatest))
         x = np.concatenate([self._rest_x, steps])
         y = np.concatenate([self._rest_y, np.where(is_finite, values, np.nan)])
         self._newest = float(x[-1]), float(y[-1])
@@ -258,7 +261,10 @@ class Curves:
             steps = own["step"]
             starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
             greatest = np.maximum.reduceat(own["memory_bytes"], starts)
-            self._extend(rank, MEMORY, steps[starts], greatest.astype(float))
+            is_known = greatest > 0
+            self._extend(
+                rank, MEMORY, steps[starts][is_known], greatest[is_known].astype(float)
+            )
 
     def _extend(
         self, rank: int, name: str, steps: np.ndarray, values: np.ndarray

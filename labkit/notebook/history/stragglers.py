@@ -55,8 +55,9 @@ def own_seconds(collector: Collector) -> np.ndarray | None:
         return None
     measured = [
         [
-            found.seconds - sum(each.seconds for each in found.collectives)
+            found.seconds - sum(each.seconds or 0.0 for each in found.collectives)
             for found in collector.measurements[rank][1:]
+            if all(each.seconds is not None for each in found.collectives)
         ]
         for rank in collector.ranks
     ]

@@ -18,6 +18,7 @@ from labkit.notebook.live.render_process import PictureRequest
 from labkit.notebook.live.render_process import painter
 from labkit.notebook.live.unsent import Unsent
 from labkit.notebook.runs.progress import marks
+from labkit.notebook.runs.progress import memory_is_of
 from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
@@ -126,8 +127,11 @@ class LiveView:
             self._picture = painter().draw(self._request())
             return
         self._restart_painting()
+        memory = self.run.memory_beside_theory()
         request = replace(
-            self._request(), is_final=True, bars=self.run.memory_beside_theory()
+            self._request(),
+            is_final=True,
+            memory=None if memory is None else (memory, self.run.peak_moments()),
         )
         try:
             picture = painter().draw(request).result(timeouts.LAST_PICTURE_S)
@@ -151,6 +155,7 @@ class LiveView:
             progress_line(self.run),
             remarks(self.run),
             planned_steps(self.run),
+            memory_is_of(self.run),
             marks(self.run),
             ended_views=ended,
         )

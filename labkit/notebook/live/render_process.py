@@ -18,7 +18,6 @@ from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from labkit.notebook.live.unsent import New
+    from labkit.notebook.plots.marks import Mark
     from labkit.notebook.plots.run_plot import RunPlot
 
 NICENESS = 19
@@ -52,11 +52,11 @@ class PictureRequest:
     title: str
     remarks: list[str]
     num_steps: int | None
-    marks: dict[int, str] = field(default_factory=dict)
-    """By step: see `progress.marks`."""
+    memory_is: str = ""
+    marks: "Sequence[Mark]" = ()
     is_final: bool = False
-    bars: "pd.DataFrame | None" = None
-    """Of the final picture: see `memory_bars.stack_memory`. The last row is theory."""
+    memory: "tuple[pd.DataFrame, pd.DataFrame] | None" = None
+    """Of the final picture: see `RunPlot.add_memory`."""
     ended_views: Sequence[int] = ()
     """Those that ask for no more pictures."""
 
@@ -186,14 +186,17 @@ def give_way() -> None:
 def paint(request: PictureRequest, plots: "dict[int, RunPlot]") -> bytes:
     """The picture as a PNG; `plots` are those of the views by now."""
     from labkit.notebook.history.collector import Collector
-    from labkit.notebook.plots.memory_bars import stack_memory
     from labkit.notebook.plots.run_plot import RunPlot
 
     for view in request.ended_views:
         plots.pop(view, None)
     plot = plots.get(request.view)
     if plot is None:
-        plot = RunPlot(Collector(request.ranks), log_scale=request.log_scale)
+        plot = RunPlot(
+            Collector(request.ranks),
+            log_scale=request.log_scale,
+            memory_is=request.memory_is,
+        )
     if not request.is_final:
         plots[request.view] = plot
     collector = plot.collector
@@ -207,6 +210,6 @@ def paint(request: PictureRequest, plots: "dict[int, RunPlot]") -> bytes:
         marks=request.marks,
         is_final=request.is_final,
     )
-    if request.bars is not None:
-        stack_memory(plot.add_bars(), request.bars, theory=[len(request.bars) - 1])
+    if request.memory is not None:
+        plot.add_memory(*request.memory)
     return plot.png()

@@ -19,7 +19,7 @@ Frame = tuple[dict[str, Any], bytes]
 
 The header has a `sequence` and the `series`: rank, name and number of points of each.
 The bytes are little-endian float64: of each series all steps, then all values. The
-series `MEMORY` is what was in use when each record was logged, in MiB.
+series `MEMORY` is what tensors held, in MiB: see `records.RECORD`.
 """
 
 
@@ -70,9 +70,8 @@ def _split(rank: int, names: list[str], records: np.ndarray) -> list[Series]:
     """Records of one rank by metric, and the memory at all of them."""
     if not len(records):
         return []
-    found: list[Series] = [
-        (rank, MEMORY, records["step"], records["memory_bytes"] / MIB)
-    ]
+    known = records[records["memory_bytes"] > 0]
+    found: list[Series] = [(rank, MEMORY, known["step"], known["memory_bytes"] / MIB)]
     for metric in np.unique(records["metric"]):
         if names[metric] not in UNSEEN and not names[metric].startswith("("):
             chosen = records[records["metric"] == metric]

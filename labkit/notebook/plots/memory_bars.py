@@ -1,30 +1,39 @@
 """Draws memory by component as stacked bars."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from labkit.records import COMPONENTS
-from labkit.records import MIB
-from labkit.records import shorten
+from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import SMALL
+from labkit.notebook.plots.style import memory_unit
+from labkit.notebook.plots.style import style_axes
+from labkit.records import PARTS
+from labkit.records import significant
 
+# Tol's muted colours, which the colour-blind distinguish too, and which are none of
+# those of ranks and runs.
 PART_COLOURS = {
-    "parameters": "#0072B2",
-    "gradients": "#E69F00",
-    "optimizer_state": "#009E73",
-    "master_parameters": "#56B4E9",
-    "communication_buffers": "#CC79A7",
-    "activations_peak": "#BBBBBB",
+    "parameters": "#332288",
+    "gradients": "#CC6677",
+    "optimizer_state": "#44AA99",
+    "master_parameters": "#88CCEE",
+    "communication_buffers": "#AA4499",
+    "activations_peak": "#DDCC77",
+    "activations": "#DDCC77",
+    "other": "#BBBBBB",
 }
+WORTH_DRAWING = 0.005
+"""Of all: a part that is nowhere more is left out."""
 PART_LABELS = {
     "optimizer_state": "optimizer state",
     "master_parameters": "fp32 master copy",
     "communication_buffers": "buffers",
     "activations_peak": "activations",
+    "other": "older tensors",
 }
 
 
@@ -60,30 +69,32 @@ def put_legend_beside(axes: Axes, *, is_reversed: bool = False) -> None:
         loc="center left",
         bbox_to_anchor=(1.0, 0.5),
         frameon=False,
-        fontsize=8,
+        fontsize=SMALL,
     )
 
 
-def stack_memory(axes: Axes, table: pd.DataFrame, *, theory: Sequence[int]) -> None:
-    """One bar for each row of `table`, in bytes by component, stacked.
-
-    A black line marks the greatest total, which is less than the sum: components are
-    at their greatest at different moments. Rows in `theory` are drawn pale.
-    """
-    places = np.arange(len(table))
-    parts = [part for part in COMPONENTS[:-1] if part in table]
-    stack_bars(
-        axes, {part: table[part] / MIB for part in parts}, PART_COLOURS, width=0.72
-    )
-    for bars in axes.containers:
-        for place in theory:
-            bars[place].set_alpha(0.45)
-    if "total_peak" in table:
-        totals = table["total_peak"] / MIB
-        axes.hlines(
-            totals, places - 0.36, places + 0.36, color="black", lw=1.6, label="peak"
-        )
-    axes.set_xticks(places, [shorten(str(label), 14) for label in table.index])
-    axes.set_xlim(-0.6, len(table) - 0.4)
-    axes.grid(visible=False, axis="x")
+def stack_peaks(axes: Axes, table: pd.DataFrame) -> None:
+    """One bar for each row of `table`, bytes by `records.PARTS`, stacked: together they
+    are what a rank holds when it holds most, which stands above."""
+    totals = table.sum(axis=1)
+    unit, name = memory_unit(float(totals.max()))
+    parts = {
+        part: table[part] / unit
+        for part in PARTS
+        if (table[part] > WORTH_DRAWING * totals).any()
+    }
+    stack_bars(axes, parts, PART_COLOURS, width=0.72)
+    style_axes(axes, "", name)
+    for place, total in enumerate(totals / unit):
+        if total > 0:
+            axes.annotate(
+                f"{significant(total)}",
+                (place, total),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=SMALL,
+                color=INK,
+            )
+    axes.set_ylim(0, 1.12 * max(1e-6, totals.max() / unit))
     put_legend_beside(axes, is_reversed=True)

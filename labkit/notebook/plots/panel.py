@@ -1,6 +1,7 @@
 """One panel of a run's picture: a metric of all ranks against the step."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -17,8 +18,11 @@ from labkit.notebook.history.curves import Curves
 from labkit.notebook.history.curves import Points
 from labkit.notebook.history.curves import is_noisy
 from labkit.notebook.history.curves import smooth
+from labkit.notebook.plots.marks import Mark
 from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import WARNING_INK
+from labkit.notebook.plots.style import memory_unit
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
 
@@ -39,7 +43,7 @@ class Panel:
 
     Up to `MAX_RANK_LINES` ranks have a line each, and a mean over them; more have a
     band from the least to the greatest, the median, and the line of the worst rank.
-    `unit` is what the metric's values are divided by.
+    Memory, in bytes, is in a unit that suits it.
     """
 
     def __init__(
@@ -49,15 +53,14 @@ class Panel:
         label: str,
         ranks: list[int],
         *,
-        unit: float = 1.0,
         has_mean: bool = True,
         log_scale: bool = False,
     ) -> None:
         self.axes = axes
-        self._marked: set[int] = set()
+        self._marked: set[Mark] = set()
         self.metric = metric
         self.log_scale = log_scale
-        self._unit = unit
+        self._unit = 1.0
         self._has_mean = has_mean
         self._styles = {rank: style_of(place) for place, rank in enumerate(ranks)}
         self.is_band = len(ranks) > MAX_RANK_LINES
@@ -75,11 +78,12 @@ class Panel:
                 self.lines[rank].set_label(f"rank {rank}")
         (self.worst,) = axes.plot([], [], lw=1.1)
         (self.middle,) = axes.plot([], [], color=INK, lw=2.0)
+        # Both above the axes, where no curve is.
         self._worst_label = axes.text(
-            0.99, 0.98, "", transform=axes.transAxes, ha="right", va="top", fontsize=8
+            1.0, 1.02, "", transform=axes.transAxes, ha="right", fontsize=SMALL
         )
         self._trouble = axes.text(
-            0.0, 0.93, "", transform=axes.get_xaxis_transform(), va="center", fontsize=8
+            0.0, 1.02, "", transform=axes.get_xaxis_transform(), fontsize=SMALL
         )
         (self.mark,) = axes.plot(
             [],
@@ -108,34 +112,32 @@ class Panel:
         """Whether a mean or median is drawn."""
         return len(np.asarray(self.middle.get_xdata())) > 0
 
-    def update(self, curves: Curves) -> None:
-        """Draw what `curves` hold."""
+    def update(self, curves: Curves) -> bool:
+        """Draw what `curves` hold; whether the unit has changed."""
+        has_changed = self.metric == MEMORY and self._use_unit_of(curves)
         spread = curves.spread(self.metric)
         if self.is_band:
             self._draw_band(curves, spread)
         else:
             self._draw_lines(curves, spread)
         self._mark_trouble(curves)
+        return has_changed
 
-    def mark_steps(self, marks: Mapping[int, str], *, with_words: bool) -> bool:
+    def _use_unit_of(self, curves: Curves) -> bool:
+        """Divide by what suits the greatest value, and say so at the axis."""
+        ends = [curves.curve(rank, MEMORY).greatest for rank in self._styles]
+        unit, name = memory_unit(max(ends, default=0.0))
+        has_changed = unit != self._unit
+        self._unit = float(unit)
+        self.axes.set_ylabel(f"memory ({name})")
+        return has_changed
+
+    def mark_steps(self, marks: Sequence[Mark]) -> bool:
         """Draw a thin line at each of these steps; whether there is a new one."""
-        new = [step for step in marks if step not in self._marked]
+        new = [mark for mark in marks if mark not in self._marked]
         self._marked |= set(new)
-        for step in new:
-            self.axes.axvline(step, color=WARNING_INK, lw=0.8, ls=(0, (6, 3)))
-            if with_words:
-                self.axes.annotate(
-                    marks[step],
-                    (step, 0.03),
-                    (-2, 0),
-                    xycoords=self.axes.get_xaxis_transform(),
-                    textcoords="offset points",
-                    rotation=90,
-                    ha="right",
-                    va="bottom",
-                    fontsize=7,
-                    color=WARNING_INK,
-                )
+        for mark in new:
+            self.axes.axvline(mark.step, lw=1.0, **style_of_mark(mark))
         return bool(new)
 
     def _draw_lines(self, curves: Curves, spread: np.ndarray) -> None:
@@ -209,7 +211,7 @@ class Panel:
         rank = min(steps, key=lambda rank: steps[rank])
         trouble, colour = found[rank], self._styles[rank]["color"]
         assert trouble is not None
-        self.mark.set_data([trouble.step] * 2, [0.0, 0.93])
+        self.mark.set_data([trouble.step] * 2, [0.0, 1.0])
         self.mark.set_color(colour)
         is_right = trouble.step > 0.6 * self.axes.get_xlim()[1]
         self._trouble.set(
@@ -228,11 +230,10 @@ class Panel:
 
     # ---- limits ----
 
-    def last_step(self) -> float:
-        """The greatest step that is drawn; 0 where there is none."""
+    def steps(self) -> np.ndarray:
+        """Those that anything is drawn at."""
         lines = (*self.lines.values(), self.middle, self.worst)
-        steps = np.concatenate([np.asarray(line.get_xdata()) for line in lines])
-        return float(steps.max(initial=0.0))
+        return np.concatenate([np.asarray(line.get_xdata()) for line in lines])
 
     def data_limits(self) -> Limits | None:
         """Least and greatest value that is drawn, as a power of ten on a log scale;
@@ -264,6 +265,13 @@ def do_differ(spread: np.ndarray) -> bool:
     if len(low) < MIN_STEPS_OF_MEAN:
         return False
     return bool((high - low).max() > 0.05 * (high.max() - low.min()))
+
+
+def style_of_mark(mark: Mark) -> dict[str, Any]:
+    """Of its line, here and in the legend."""
+    if mark.is_death:
+        return {"color": WARNING_INK, "ls": "-"}
+    return {"color": INK, "ls": (0, (5, 3))}
 
 
 def use_log_scale(axes: Axes) -> None:

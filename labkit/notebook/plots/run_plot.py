@@ -1,10 +1,10 @@
 """Draws a run's curves, by rank, as a picture that is kept and updated."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.lines import Line2D
@@ -15,23 +15,32 @@ from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.plots.figure import Palette
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.figure import to_png
+from labkit.notebook.plots.marks import Mark
 from labkit.notebook.plots.panel import Limits
 from labkit.notebook.plots.panel import Panel
+from labkit.notebook.plots.panel import style_of_mark
+from labkit.notebook.plots.step_memory import draw_components
+from labkit.notebook.plots.step_memory import draw_moments
 from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import LARGE
+from labkit.notebook.plots.style import MEDIUM
+from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import WARNING_INK
-from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
-from labkit.records import MIB
+from labkit.notebook.plots.style import use_title
 from labkit.records import shorten
 
 # Of a run's picture, in inches.
-WIDTH, HEIGHT, ROW_HEIGHT = 9.0, 3.1, 2.1
-LEFT, BOTTOM, TALL, LOW = 0.675, 0.527, 2.14, 1.4
+WIDTH, HEIGHT, ROW_HEIGHT = 9.0, 3.3, 2.2
+LEFT, BOTTOM, TALL, LOW = 0.72, 0.56, 2.1, 1.4
+LOSS_WIDTH, MEMORY_LEFT, MEMORY_WIDTH = 3.0, 4.52, 2.85
 NUM_COLUMNS, COLUMN_WIDTH = 3, 2.72
-BARS_COLUMNS = 2
-"""What the bars and their legend take of a row."""
+STEP_HEIGHT, STEP_TALL = 2.75, 1.72
+"""Of the row with what tensors hold within a step."""
 MAX_EXTRA = 6
 """Panels beside those of loss and memory."""
+MAX_MARKS = 4
+"""In the legend."""
 
 
 class RunPlot:
@@ -44,19 +53,35 @@ class RunPlot:
     70 ms a refresh, where the whole took 85 to 175 ms.
     """
 
-    def __init__(self, collector: Collector, *, log_scale: bool = False) -> None:
+    def __init__(
+        self, collector: Collector, *, log_scale: bool = False, memory_is: str = ""
+    ) -> None:
+        """`memory_is` says what the memory at a step is."""
         self.collector = collector
         self.figure = RunFigure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor="white")
         self._canvas = FigureCanvasAgg(self.figure)
-        self._title = self.figure.text(0.0, 0.0, "", fontsize=10, color=INK)
+        self._title = self.figure.text(0.0, 0.0, "", fontsize=LARGE, color=INK)
         self._remarks = self.figure.text(
-            0.0, 0.0, "", fontsize=9, color=WARNING_INK, parse_math=False
+            0.0, 0.0, "", fontsize=MEDIUM, color=WARNING_INK, parse_math=False
         )
-        self._more = self.figure.text(0.0, 0.0, "", fontsize=8, color=INK, ha="right")
-        self._bars: Axes | None = None
+        self._more = self.figure.text(
+            0.0, 0.0, "", fontsize=SMALL, color=INK, ha="right"
+        )
+        self._moments: Axes | None = None
+        self._components: Axes | None = None
+        self._marks: list[Mark] = []
         self.panels: dict[str, Panel] = {}
         self._add_panel("loss", "loss", log_scale=log_scale)
-        self._add_panel(MEMORY, "memory (MiB)", unit=MIB, has_mean=False)
+        self._add_panel(MEMORY, "memory", has_mean=False)
+        use_title(self.panels[MEMORY].axes, memory_is, size=SMALL)
+        self._unmeasured = self.panels[MEMORY].axes.text(
+            *(0.5, 0.5, ""),
+            transform=self.panels[MEMORY].axes.transAxes,
+            ha="center",
+            va="center",
+            fontsize=SMALL,
+            color=INK,
+        )
         self._legend: list[str] = []
         self._update_legend()
         self._place()
@@ -71,14 +96,14 @@ class RunPlot:
         *,
         remarks: Sequence[str] = (),
         num_steps: int | None = None,
-        marks: Mapping[int, str] | None = None,
+        marks: Sequence[Mark] = (),
         is_final: bool = False,
     ) -> None:
         """Bring the figure up to what the collector holds.
 
-        `remarks` stand out below the title; `marks` are lines across all panels at
-        these steps, with words in the first. The axes reach to `num_steps` where the
-        length of the run is known, and fit the data closely when it is over.
+        `remarks` stand out below the title; `marks` are lines across all panels. The
+        axes reach to `num_steps` where the length of the run is known, and fit the data
+        closely when it is over.
         """
         self._is_final = is_final
         curves = self.collector.curves
@@ -86,15 +111,18 @@ class RunPlot:
             curves.update(is_final=is_final)
             self._add_metrics(curves.metrics())
             for panel in self.panels.values():
-                panel.update(curves)
+                if panel.update(curves):
+                    self._background = None
         for text, line, size in (
-            (self._title, title, 10.0),
-            (self._remarks, "; ".join(remarks), 9.0),
+            (self._title, title, LARGE),
+            (self._remarks, "; ".join(remarks), MEDIUM),
         ):
             # A long line is set smaller, so that it ends within the figure.
             room = 1090 / size
             text.set(text=line, fontsize=size * min(1.0, room / max(1, len(line))))
-        self._add_marks(marks or {})
+        if is_final and not len(self.panels[MEMORY].steps()):
+            self._unmeasured.set_text("not measured:\ntoo few optimizer steps")
+        self._add_marks(marks)
         self._update_legend()
         wanted = self._wanted_limits(0 if is_final else num_steps or 0)
         if is_final or len(self._limits) != len(wanted):
@@ -106,18 +134,30 @@ class RunPlot:
         if limits != self._limits or is_final:
             self._limits = limits
             self._background = None
-            (_, last), *heights = limits
+            (first, last), *heights = limits
+            margin = 0.03 * (last - first)
             for panel, (low, high) in zip(self.panels.values(), heights, strict=True):
-                panel.axes.set_xlim(-0.03 * last, 1.03 * last)
+                panel.axes.set_xlim(first - margin, last + margin)
                 panel.set_limits(low, high)
 
-    def add_bars(self) -> Axes:
-        """Room for bars below the curves, where they leave some, or in a row more."""
-        self._bars = self.figure.add_subplot()
-        style_axes(self._bars, "rank", "")
-        add_title(self._bars, "memory by component (MiB)")
+    def add_memory(self, memory: pd.DataFrame, moments: pd.DataFrame) -> None:
+        """Draw what tensors hold within a step, in a row more.
+
+        `memory` is as of `Run.memory_beside_theory`, `moments` as of
+        `Run.peak_moments`.
+        """
+        theory = None
+        if "theory" in memory.index:
+            theory = memory.T["theory"].fillna(0.0)
+        ranks = memory.drop(index="theory", errors="ignore")
+        others = 0.0
+        if len(moments):
+            others = float(moments["other"].max())
+            self._moments = self.figure.add_subplot()
+            draw_moments(self._moments, moments, theory)
+        self._components = self.figure.add_subplot()
+        draw_components(self._components, ranks, theory, others)
         self._place()
-        return self._bars
 
     # ---- panels ----
 
@@ -126,7 +166,7 @@ class RunPlot:
         room = 2 + MAX_EXTRA - len(self.panels)
         for metric in new[:room]:
             self._add_panel(metric, "")
-            add_title(self.panels[metric].axes, shorten(metric, 32))
+            use_title(self.panels[metric].axes, shorten(metric, 28))
         if new[room:]:
             self._more.set_text(f"{len(new[room:])} more metrics are in run.history")
         if new[:room]:
@@ -138,22 +178,19 @@ class RunPlot:
             axes, metric, label, self.collector.ranks, **options
         )
 
-    def _add_marks(self, marks: Mapping[int, str]) -> None:
+    def _add_marks(self, marks: Sequence[Mark]) -> None:
+        self._marks = list(marks)
         for panel in self.panels.values():
-            if panel.mark_steps(marks, with_words=panel.metric == "loss"):
+            if panel.mark_steps(marks):
                 self._background = None
 
     def _place(self) -> None:
         """Put everything in its place, in inches: tight_layout would take longer than
         all the rest."""
         loss, memory, *others = [panel.axes for panel in self.panels.values()]
-        num_cells = len(others)
-        if self._bars is not None:
-            if num_cells % NUM_COLUMNS + BARS_COLUMNS > NUM_COLUMNS:
-                num_cells = -(-num_cells // NUM_COLUMNS) * NUM_COLUMNS
-            bars_cell, num_cells = num_cells, num_cells + BARS_COLUMNS
-        num_rows = -(-num_cells // NUM_COLUMNS)
-        height = HEIGHT + num_rows * ROW_HEIGHT
+        num_rows = -(-len(others) // NUM_COLUMNS)
+        step_height = 0.0 if self._components is None else STEP_HEIGHT
+        height = HEIGHT + num_rows * ROW_HEIGHT + step_height
         self.figure.set_size_inches(WIDTH, height)
         base = height - HEIGHT + BOTTOM
 
@@ -165,13 +202,15 @@ class RunPlot:
             x, y = LEFT + column * COLUMN_WIDTH, base - (row + 1) * ROW_HEIGHT
             put(axes, x, y, w, LOW)
 
-        put(loss, LEFT, base, 3.315, TALL)
-        put(memory, LEFT + 4.11, base, 3.315, TALL)
+        put(loss, LEFT, base, LOSS_WIDTH, TALL)
+        put(memory, MEMORY_LEFT, base, MEMORY_WIDTH, TALL)
         for cell, axes in enumerate(others):
             put_in_cell(axes, cell, 1.985)
-        if self._bars is not None:
-            put_in_cell(self._bars, bars_cell, 3.2)
-        for text, down in ((self._title, 0.19), (self._remarks, 0.36)):
+        if self._moments is not None:
+            put(self._moments, LEFT, BOTTOM, LOSS_WIDTH, STEP_TALL)
+        if self._components is not None:
+            put(self._components, 5.9, BOTTOM, 2.85, STEP_TALL)
+        for text, down in ((self._title, 0.2), (self._remarks, 0.39)):
             text.set_position((LEFT / WIDTH, 1 - down / height))
         self._more.set_position(((WIDTH - 0.1) / WIDTH, 0.08 / height))
         self._background = None
@@ -185,11 +224,15 @@ class RunPlot:
             handle.set(linestyle=style_of(len(handles))["ls"], label=line.get_label())
             handles.append(handle)
         if any(panel.has_range for panel in self.panels.values()):
-            handles.append(Patch(color=loss.band.get_facecolor(), label="range"))
+            label = "least to greatest"
+            handles.append(Patch(color=loss.band.get_facecolor(), label=label))
         if any(panel.has_middle for panel in self.panels.values()):
             label = "median" if loss.is_band else "mean"
-            label = label if len(loss.lines) != 1 else "trend"
+            label = f"{label}, smoothed" if len(loss.lines) != 1 else "smoothed"
             handles.append(Line2D([], [], color=INK, lw=2.0, label=label))
+        for mark in self._marks[:MAX_MARKS]:
+            handles.append(Line2D([], [], lw=1.0, **style_of_mark(mark)))
+            handles[-1].set_label(mark.text)
         labels = [str(handle.get_label()) for handle in handles]
         if labels != self._legend:
             self._legend = labels
@@ -198,15 +241,19 @@ class RunPlot:
                 loc="center left",
                 bbox_to_anchor=(1.0, 0.5),
                 frameon=False,
-                fontsize=8,
+                fontsize=SMALL,
             )
             self._background = None
 
     def _wanted_limits(self, num_steps: int) -> tuple[Limits, ...]:
         """What must be seen: the steps, and the values of each panel."""
-        last = max(panel.last_step() for panel in self.panels.values())
+        steps = np.concatenate([panel.steps() for panel in self.panels.values()])
+        first, last = (steps.min(), steps.max()) if len(steps) else (0.0, 0.0)
+        # From 0, but of a run that has resumed: its steps alone.
+        first = 0.0 if first < 0.1 * max(num_steps, last) else float(first)
+        last = max(float(num_steps), float(last), first + 1.0)
         heights = [self._wanted_heights(panel) for panel in self.panels.values()]
-        return ((0.0, max(float(num_steps), last) or 1.0), *heights)
+        return ((first, last), *heights)
 
     def _wanted_heights(self, panel: Panel) -> Limits:
         low, high = panel.data_limits() or (0.0, 1.0)
@@ -242,12 +289,6 @@ class RunPlot:
         if self._palette is None:
             self._palette = Palette(pixels)
         return self._palette.encode(pixels)
-
-
-def add_title(axes: Axes, text: str) -> None:
-    """Say what is drawn above it, where a long name has room; it may have any letters,
-    and is no formula."""
-    axes.set_title(text, loc="left", fontsize=9, color=INK, parse_math=False)
 
 
 def roomy(now: Limits, wanted: Limits) -> Limits:

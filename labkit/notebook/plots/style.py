@@ -1,4 +1,4 @@
-"""What labkit's figures share: colours of ranks, and the look of axes."""
+"""What labkit's figures share: colours, units, and the look of axes."""
 
 from typing import Any
 
@@ -29,6 +29,8 @@ LINE_STYLES: tuple[Any, ...] = (
     (0, (9, 3)),
     (0, (6, 2, 1.5, 2, 1.5, 2)),
 )
+# In points, for figures that are read at half their size on a slide.
+LARGE, MEDIUM, SMALL = 11, 10, 9
 INK = "#333333"
 WARNING_INK = "#B03A00"
 
@@ -44,10 +46,25 @@ def style_of(place: int) -> dict[str, Any]:
 
 def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
     """The look that all of labkit's axes share."""
-    axes.set_xlabel(x_label, fontsize=9, color=INK)
-    axes.set_ylabel(y_label, fontsize=9, color=INK)
-    axes.tick_params(labelsize=8, colors=INK)
+    axes.set_xlabel(x_label, fontsize=MEDIUM, color=INK)
+    axes.set_ylabel(y_label, fontsize=MEDIUM, color=INK)
+    axes.tick_params(labelsize=SMALL, colors=INK)
     axes.grid(True, color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_locator(MaxNLocator(5))
+
+
+def use_title(axes: Axes, text: str, *, size: float = MEDIUM, pad: float = 6.0) -> None:
+    """Say above the axes what they show. It may have any letters, and is no formula."""
+    axes.set_title(
+        text, loc="left", fontsize=size, color=INK, pad=pad, parse_math=False
+    )
+
+
+def memory_unit(num_bytes: float) -> tuple[int, str]:
+    """What to divide by, and its name, so that numbers up to this one are read well."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= 2 * unit:
+            return unit, name
+    return 2**10, "KiB"

@@ -9,12 +9,15 @@ from matplotlib.ticker import MaxNLocator
 
 from labkit.notebook.history.thinning import thin
 from labkit.notebook.plots.figure import RunFigure
-from labkit.notebook.plots.memory_bars import stack_memory
+from labkit.notebook.plots.memory_bars import stack_peaks
+from labkit.notebook.plots.style import SMALL
+from labkit.notebook.plots.style import memory_unit
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
+from labkit.notebook.plots.style import use_title
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
-from labkit.records import MIB
+from labkit.records import PARTS
 from labkit.records import shorten
 
 _COLUMNS = (
@@ -63,46 +66,71 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def plot_comparison(runs: Sequence[Run]) -> RunFigure:
-    """Loss against step and against time, memory by component, steps/s and bytes."""
-    figure = RunFigure(figsize=(12.6, 6.2), dpi=100, facecolor="white")
-    figure.subplots_adjust(left=0.06, right=0.9, top=0.95, bottom=0.16)
-    grid = figure.add_gridspec(2, 24, hspace=0.4)
-    by_step = figure.add_subplot(grid[0, :11])
-    by_time = figure.add_subplot(grid[0, 13:], sharey=by_step)
-    memory = figure.add_subplot(grid[1, :11])
-    speed = figure.add_subplot(grid[1, 16:20])
-    wire = figure.add_subplot(grid[1, 22:])
+    """Loss against step and against time, memory at its peak, steps/s and bytes."""
+    figure = RunFigure(figsize=(11.0, 6.4), dpi=100, facecolor="white")
+    by_step = figure.add_axes((0.065, 0.6, 0.37, 0.33))
+    by_time = figure.add_axes((0.505, 0.6, 0.33, 0.33), sharey=by_step)
+    memory = figure.add_axes((0.065, 0.13, 0.31, 0.32))
+    speed = figure.add_axes((0.575, 0.13, 0.165, 0.32))
+    wire = figure.add_axes((0.815, 0.13, 0.165, 0.32))
     styles = [style_of(place) for place in range(len(runs))]
     for run, style in zip(runs, styles, strict=True):
         losses = run.mean_loss()
+        losses["seconds"] -= losses["seconds"].min()
         for axes, column in ((by_step, "step"), (by_time, "seconds")):
             x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
-            axes.plot(x, y, lw=1.5, label=shorten(run.name, 14), **style)
+            axes.plot(x, y, lw=1.6, label=shorten(run.name, 16), **style)
     style_axes(by_step, "optimizer step", "loss")
+    use_title(by_step, "loss by step")
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    style_axes(by_time, "seconds", "loss")
+    style_axes(by_time, "seconds since the first step", "")
+    use_title(by_time, "loss by time")
     by_time.legend(
-        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
+        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=SMALL
     )
+    stack_peaks(memory, pd.DataFrame([_at_peak(run) for run in runs]))
+    use_title(memory, "memory of a rank at its peak")
     table = compare_runs(runs)
-    style_axes(memory, "", "memory of a rank (MiB)")
-    stack_memory(memory, table[[*COMPONENTS]], theory=[])
-    for axes, label, values in (
-        (speed, "steps/s", table["steps_per_s"]),
-        (wire, "MiB sent in a step", table["wire_bytes"] / MIB),
+    places = np.arange(len(runs))
+    sent, expected = table["wire_bytes"], table["wire_bytes_theory"]
+    greatest = float(np.nanmax([*sent, *expected, 0.0]))
+    unit, name = memory_unit(greatest)
+    for axes, title, label, values in (
+        (speed, "speed", "steps/s", table["steps_per_s"]),
+        (wire, "sent by a rank in a step", name, sent / unit),
     ):
         style_axes(axes, "", label)
+        use_title(axes, title)
         colours = [style["color"] for style in styles]
-        axes.bar(np.arange(len(runs)), values.fillna(0.0), 0.72, color=colours)
-        labels = [shorten(name, 14) for name in table.index]
-        axes.set_xticks(np.arange(len(runs)), labels)
-    theory = table["wire_bytes_theory"] / MIB
-    places = np.arange(len(runs))
-    wire.hlines(theory, places - 0.36, places + 0.36, color="black", lw=1.6)
-    wire.set_ylim(0.0, 1.15 * max(1e-6, *theory.fillna(0.0), *wire.get_ylim()))
-    wire.set_title("black: theory", fontsize=8)
+        axes.bar(places, values.fillna(0.0), 0.72, color=colours)
+    if expected.notna().any() and greatest:
+        lines = wire.hlines(
+            expected / unit, places - 0.36, places + 0.36, color="black", lw=1.6
+        )
+        wire.set_ylim(0.0, 1.25 * greatest / unit)
+        wire.legend(
+            [lines], ["theory"], frameon=False, fontsize=SMALL, loc="upper left"
+        )
+    labels = [shorten(run.name, 16) for run in runs]
     for axes in (memory, speed, wire):
+        axes.set_xticks(places, labels)
+        axes.set_xlim(-0.6, len(runs) - 0.4)
         axes.grid(visible=False, axis="x")
         for tick in axes.get_xticklabels():
-            tick.set(rotation=45, horizontalalignment="right", rotation_mode="anchor")
+            tick.set(rotation=35, horizontalalignment="right", rotation_mode="anchor")
     return figure
+
+
+def _at_peak(run: Run) -> dict[str, float]:
+    """What the rank that holds most has at that moment, bytes by part; where moments
+    were not seen, the states at their greatest, and what is left of the peak."""
+    moments = run.peak_moments()[[*PARTS]]
+    if len(moments):
+        place = int(moments.sum(axis=1).to_numpy().argmax())
+        return {part: float(moments[part].iloc[place]) for part in PARTS}
+    if run.memory.empty:
+        return dict.fromkeys(PARTS, 0.0)
+    most = run.memory.iloc[int(run.memory["total_peak"].to_numpy().argmax())]
+    states = {part: float(most[part]) for part in PARTS if part in most}
+    rest = max(0.0, float(most["total_peak"]) - sum(states.values()))
+    return {**dict.fromkeys(PARTS, 0.0), **states, "activations": rest}

@@ -307,6 +307,8 @@ def take(run: Run, info: dict[str, Any]) -> None:
     for each in chain.from_iterable(measurements.values()):
         if missing := set(COMPONENTS) - set(each.memory):
             raise ValueError(f"it has no {min(missing)}")
+        if not each.moments.is_whole:
+            raise ValueError("the moments of a step are not as many as their bytes")
     progress = {
         rank: parse(Progress, info["progress"][str(rank)], "progress") for rank in ranks
     }

@@ -7,8 +7,10 @@ from labkit.notebook.history.curves import MEMORY
 from labkit.notebook.history.pace import seconds_a_step
 from labkit.notebook.history.pace import steps_per_s
 from labkit.notebook.history.stragglers import find_straggler
+from labkit.notebook.plots.marks import Mark
 from labkit.notebook.runs.record import RunRecord
 from labkit.rank_spec import format_ranks
+from labkit.records import significant
 
 MAX_TROUBLES = 2
 RECENT_STEPS = 500
@@ -68,14 +70,21 @@ def remarks(run: RunRecord) -> list[str]:
     return found
 
 
-def marks(run: RunRecord) -> dict[int, str]:
-    """The ranks that died, by the step that the run resumed from."""
-    found: dict[int, str] = {}
+def marks(run: RunRecord) -> list[Mark]:
+    """The steps at which ranks died, and those that the run resumed from."""
+    found: dict[Mark, None] = {}
     for restart in run.restarts:
-        before = found.get(restart.step, "")
-        if str(restart) not in before:
-            found[restart.step] = ", ".join(filter(None, [before, str(restart)]))
-    return found
+        found[Mark(restart.died_at, f"{format_ranks(restart.ranks)} died", True)] = None
+        found[Mark(restart.step, f"resumed from\nstep {restart.step}")] = None
+    return list(found)
+
+
+def memory_is_of(run: RunRecord) -> str:
+    """What the memory at a step is, in words."""
+    devices = run.info.get("devices") or ["cpu"]
+    if str(devices[0]).startswith("cuda"):
+        return "held by tensors at the end of a step"
+    return "held by tensors, peak of measured steps"
 
 
 def planned_steps(run: RunRecord) -> int | None:
@@ -127,13 +136,6 @@ def troubles(collector: Collector) -> list[str]:
         then = f", later {later} more rank{'s' * (later > 1)}" if later else ""
         found.append(f"{where}: {metric} {when}{then}")
     return found
-
-
-def significant(value: float) -> str:
-    """Three digits that count: "0.123", "12.3", "12,300"."""
-    if value < 1000:
-        return f"{value:.3g}"
-    return f"{float(f'{value:.3g}'):,.0f}"
 
 
 def duration(seconds: float, *, digits: int = 0) -> str:

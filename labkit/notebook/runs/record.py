@@ -19,6 +19,8 @@ from labkit.notebook.history.stragglers import lag_by_rank
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
+from labkit.records import PARTS
+from labkit.records import PHASES
 from labkit.records import Collective
 from labkit.records import ModelFacts
 from labkit.records import Outcome
@@ -150,7 +152,7 @@ class RunRecord:
         """Bytes by rank and component, each at its greatest in the measured steps.
 
         The first step, in which states are only made, counts for the total alone where
-        others were measured. Empty where none was: in `raw` runs.
+        others were measured. Empty where none was: in a run without optimizer steps.
         """
         rows = {}
         for rank, measured in self.collector.measurements.items():
@@ -167,11 +169,39 @@ class RunRecord:
         return table.rename_axis("rank")
 
     @property
+    def step_memory(self) -> pd.DataFrame:
+        """Bytes that tensors hold over the moments of one step, the last measured one.
+
+        One row per rank and moment: rank, step, seconds since the step's first
+        operator, phase ("forward", "backward" or "step", which is the optimizer's),
+        and a column for each of parameters, gradients, optimizer_state,
+        master_parameters, communication_buffers, activations (with all else that the
+        step makes) and other (tensors that are older than the step, as its batch).
+        Empty where operators are not seen, as those of compiled code.
+        """
+        frames = [
+            pd.DataFrame(
+                {
+                    "rank": rank,
+                    "step": measured[-1].step,
+                    "seconds": measured[-1].moments.seconds,
+                    "phase": [PHASES[each] for each in measured[-1].moments.phases],
+                    **measured[-1].moments.held,
+                }
+            )
+            for rank, measured in self.collector.measurements.items()
+            if measured and measured[-1].moments.seconds
+        ]
+        names = ["rank", "step", "seconds", "phase", *PARTS]
+        return pd.concat(frames or [pd.DataFrame(columns=names)], ignore_index=True)
+
+    @property
     def comm(self) -> pd.DataFrame:
         """Collectives of one optimizer step by rank and kind, as last measured.
 
         The columns are count, payload_bytes, wire_bytes (what the rank sends in a ring)
-        and seconds, for which each collective is waited for where it begins.
+        and seconds, for which each collective is waited for where it begins; NaN in a
+        loop that does all by itself, where none is waited for.
         """
         rows = [
             {"rank": rank, **vars(collective)}
@@ -179,7 +209,8 @@ class RunRecord:
             for collective in (measured[-1].collectives if measured else [])
         ]
         names = ["rank", *(each.name for each in fields(Collective))]
-        return pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
+        table = pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
+        return table.astype({"seconds": float})
 
     @property
     def theory(self) -> dict[str, float]:
@@ -263,15 +294,15 @@ class RunRecord:
         DataFrame
             One row per rank: steps, first_loss, last_loss, seconds (how long the cell
             ran, the same for all), steps_per_s (by the rank's median step),
-            peak_memory_mib, and behind (by what share the rank's own step takes longer
-            than the median of the others; NaN where that is not known).
+            peak_memory_mib (of what tensors hold), and behind (by what share the rank's
+            own step takes longer than the median of the others; NaN where that is not
+            known).
         """
         rows = []
         seconds = self.elapsed()
         lags = lag_by_rank(self.collector)
         for rank in self.collector.ranks:
             losses = self.collector.series(rank, "loss")
-            records = self.collector.records(rank)
             rows.append(
                 {
                     "rank": rank,
@@ -280,13 +311,17 @@ class RunRecord:
                     "last_loss": losses["value"][-1] if len(losses) else float("nan"),
                     "seconds": seconds,
                     "steps_per_s": steps_per_s(self.collector, [rank]) or math.nan,
-                    "peak_memory_mib": records["memory_bytes"].max() / 2**20
-                    if len(records)
-                    else float("nan"),
+                    "peak_memory_mib": self._peak_bytes(rank) / 2**20,
                     "behind": lags.get(rank, float("nan")),
                 }
             )
         return pd.DataFrame(rows).set_index("rank")
+
+    def _peak_bytes(self, rank: int) -> float:
+        """What tensors held at most, as far as it was seen; NaN where it was not."""
+        seen = [each.memory["total_peak"] for each in self.collector.measurements[rank]]
+        seen.append(int(self.collector.records(rank)["memory_bytes"].max(initial=0)))
+        return max(seen) or math.nan
 
     def memory_beside_theory(self) -> pd.DataFrame | None:
         """Put the measured memory and that of theory in one table.
@@ -294,11 +329,28 @@ class RunRecord:
         Returns
         -------
         DataFrame or None
-            Bytes by component of each rank, with theory in the last row; None where
-            nothing was measured.
+            Bytes by component of each rank, with theory, where there is one, in the
+            last row; None where nothing was measured.
         """
         if not any(self.collector.measurements.values()):
             return None
         parts = [name for name in COMPONENTS if name in self.theory]
+        if not parts:
+            return self.memory
         theory = pd.DataFrame([self.theory], index=["theory"], columns=parts)
         return pd.concat([self.memory, theory])
+
+    def peak_moments(self) -> pd.DataFrame:
+        """Look up the moments of the step in which a rank holds most.
+
+        Returns
+        -------
+        DataFrame
+            The rows of `step_memory` of the rank whose peak is highest; none where
+            none was measured.
+        """
+        table = self.step_memory
+        if table.empty:
+            return table
+        place = int(table[[*PARTS]].sum(axis=1).to_numpy().argmax())
+        return table[table["rank"] == table["rank"].iloc[place]]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from labkit import timeouts
 from labkit.notebook.runs.progress import marks
+from labkit.notebook.runs.progress import memory_is_of
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.progress import status_line
@@ -185,7 +186,7 @@ class Run(RunRecord):
             self.has_ended.set()
 
     def plot(self, *, log_scale: bool | None = None) -> "RunFigure":
-        """Plot loss, memory and metrics per rank, and memory by component.
+        """Plot loss, memory and metrics per rank, and the memory within a step.
 
         Parameters
         ----------
@@ -197,21 +198,22 @@ class Run(RunRecord):
         RunFigure
             A matplotlib Figure that displays itself.
         """
-        from labkit.notebook.plots.memory_bars import stack_memory
         from labkit.notebook.plots.run_plot import RunPlot
 
         if log_scale is None:
             log_scale = self.log_scale
-        plot = RunPlot(self.collector, log_scale=log_scale)
+        plot = RunPlot(
+            self.collector, log_scale=log_scale, memory_is=memory_is_of(self)
+        )
         plot.update(
             progress_line(self),
             remarks=remarks(self),
             marks=marks(self),
             is_final=True,
         )
-        bars = self.memory_beside_theory()
-        if bars is not None:
-            stack_memory(plot.add_bars(), bars, theory=[len(bars) - 1])
+        memory = self.memory_beside_theory()
+        if memory is not None:
+            plot.add_memory(memory, self.peak_moments())
         return plot.figure
 
     def status_line(self) -> str:

@@ -28,6 +28,8 @@ from labkit.rank.group.devices import why_lost
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.group.spawned import send_definitions
+from labkit.rank.measuring.oom_report import forecast_sentence
+from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
 from labkit.rank.telemetry.exceptions import clear_frames
@@ -39,8 +41,6 @@ from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
 from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
-from labkit.rank.telemetry.oom_report import forecast_sentence
-from labkit.rank.telemetry.oom_report import memory_held
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session

@@ -12,8 +12,8 @@ from labkit.rank.engine.console import Console
 from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.group.devices import describe
 from labkit.rank.group.process_group import RankProcessGroup
-from labkit.rank.telemetry.memory import memory_reader
-from labkit.rank.telemetry.memory import memory_total
+from labkit.rank.measuring.memory import memory_reader
+from labkit.rank.measuring.memory import memory_total
 from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
 from labkit.rank.training.stop_point import StopPoint

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from labkit.rank.loop.arguments import type_and_value
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import snapshot
 from labkit.rank.telemetry.emitter import Emitter
-from labkit.rank.telemetry.memory import memory_reader
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
@@ -30,9 +27,10 @@ RESERVED = frozenset(
 class RunRecords:
     """Sends what a run logs, and what is noticed of its steps."""
 
-    def __init__(self, emitter: Emitter, device: torch.device) -> None:
+    def __init__(self, emitter: Emitter, read_memory: Callable[[], int]) -> None:
+        """`read_memory()` gives the bytes that tensors hold."""
         self._emitter = emitter
-        self._read_memory = memory_reader(device)
+        self._read_memory = read_memory
         self.num_steps = 0
         """Taken so far, those before a checkpoint that the run resumes from too."""
         self.first_step = 0

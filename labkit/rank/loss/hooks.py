@@ -75,6 +75,10 @@ class LossHooks:
         """How many optimizers came before this one."""
         return self._numbers.setdefault(optimizer, len(self._numbers))
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have taken a step."""
+        return list(self._numbers)
+
     def step(
         self, optimizer: torch.optim.Optimizer, take: Callable[[], Result]
     ) -> Result:

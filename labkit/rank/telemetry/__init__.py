@@ -1,1 +1,1 @@
-"""What a rank reports: records, memory, steps, stacks, exceptions."""
+"""What a rank reports: records, stacks, exceptions."""

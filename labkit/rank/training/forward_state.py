@@ -10,8 +10,8 @@ from labkit.checks import several
 from labkit.compat.torch import BatchNormBase
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import no_dispatch
+from labkit.rank.measuring.step_profiler import parts
 from labkit.rank.telemetry.replica_fingerprints import fingerprints
-from labkit.rank.telemetry.step_profiler import parts
 from labkit.records import BUFFER
 from labkit.strategies.autograd.agreement import agree
 from labkit.strategies.mesh.peers import Peers

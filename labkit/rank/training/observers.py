@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from labkit.compat.torch import current_dispatch_mode
 from labkit.compat.torch import is_profiled
 from labkit.rank.data.loader import RankLoader
+from labkit.rank.measuring.step_profiler import Noticed
+from labkit.rank.measuring.step_profiler import StepProbe
+from labkit.rank.measuring.step_profiler import Trained
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
-from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies.prepared import Prepared
 
@@ -64,36 +67,54 @@ class Observer:
 
 
 class StepSampler(Observer):
-    """Measures memory and collectives in some of a run's steps."""
+    """Measures memory and collectives in some of a run's steps.
+
+    A step of a loop that has its batches from labkit is measured from its first batch
+    on, one of a loop that does all by itself from the end of the step before.
+    """
 
     def __init__(
         self,
         prepared: Callable[[], list[Prepared]],
         device: torch.device,
         *,
+        noticed: Callable[[], list[torch.optim.Optimizer]],
         report: Callable[[Any], None],
         note: Callable[[str], None],
     ) -> None:
+        """`noticed()` are the optimizers that have taken a step."""
         self._prepared = prepared
+        self._noticed = noticed
         self._device = device
         self._report = report
         self._note = note
         self._probe: StepProbe | None = None
+        self.peak_bytes = 0
+        """What tensors held at most in the step that was measured last."""
+        self._step = 1
+        """Which one is next."""
         self._is_due = False
         self._began: float | None = None
         """When the step did; None in the first of an epoch."""
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
+        self._step = step + 1
         if self._began is not None:
             self._began = time.perf_counter()  # after what others do here
 
     def begin_microbatch(self, number: int) -> None:
         if self._probe is not None:
-            return
+            self._probe.begin_forward()
+        else:
+            self._begin(number, self._prepared)
+
+    def _begin(self, number: int, trained: Callable[[], Sequence[Trained]]) -> None:
         self._is_due |= is_sampled(number)
         if self._is_due and not is_profiled():
             self._is_due = False
-            self._probe = StepProbe(self._prepared(), self._device, began=self._began)
+            self._probe = StepProbe(
+                trained(), self._device, step=self._step, began=self._began
+            )
             self._probe.start()
 
     def begin_backward(self) -> None:
@@ -108,7 +129,15 @@ class StepSampler(Observer):
         self._stop(is_complete=True)
 
     def step_taken(self, step: int) -> None:
+        self._step = step + 1
         self._began = time.perf_counter()
+        # One of the cell's own modes would end before the probe, and end that instead.
+        if (
+            self._probe is None
+            and not self._prepared()
+            and current_dispatch_mode() is None
+        ):
+            self._begin(step + 1, lambda: [Noticed(each) for each in self._noticed()])
 
     def end_epoch(self) -> None:
         self._began = None
@@ -124,6 +153,7 @@ class StepSampler(Observer):
         if self._probe is not None and (measured := self._probe.stop()):
             self._probe = None
             if is_complete:
+                self.peak_bytes = measured.memory["total_peak"]
                 self._report(measured)
 
 
@@ -170,6 +200,6 @@ def is_sampled(step: int) -> bool:
     """Whether a run's optimizer step `step`, counted from 1, is measured.
 
     The first, in which state is made; the third, because DDP rebuilds its buckets in
-    the second; then the 10th, 100th, ..., so that it costs nothing.
+    the second; then the 10th, 30th, 100th, 300th, ..., so that it costs nothing.
     """
-    return step == 3 or str(step).rstrip("0") == "1"
+    return str(step).rstrip("0") in ("1", "3")

@@ -42,11 +42,12 @@ from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import LossHooks
+from labkit.rank.measuring.memory import memory_reader
+from labkit.rank.measuring.oom_report import Forecastable
+from labkit.rank.measuring.oom_report import bare_copy
+from labkit.rank.measuring.oom_report import plain_copy
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
-from labkit.rank.telemetry.oom_report import Forecastable
-from labkit.rank.telemetry.oom_report import bare_copy
-from labkit.rank.telemetry.oom_report import plain_copy
 from labkit.rank.training.observers import Observer
 from labkit.rank.training.observers import ReplicaObserver
 from labkit.rank.training.observers import StepSampler
@@ -112,10 +113,22 @@ class Session:
         self.device = device
         self.seed = seed
         self.options = options
-        self._records = RunRecords(emitter, device)
         self._loss_hooks = LossHooks(self._after_optimizer_step)
         self._loss_hooks.on_backward = self._on_backward
         self._report = report
+        sampler = StepSampler(
+            self.prepared,
+            device,
+            noticed=self._loss_hooks.optimizers,
+            report=report,
+            note=self.note,
+        )
+        self._records = RunRecords(
+            emitter,
+            memory_reader(device)
+            if device.type == "cuda"
+            else lambda: sampler.peak_bytes,
+        )
         self._checkpointer = RunCheckpointer(
             checkpoints,
             rank=rank,
@@ -142,7 +155,6 @@ class Session:
             if strategy.is_by_hand
             else None,
         )
-        sampler = StepSampler(self.prepared, device, report=report, note=self.note)
         # A step that is stopped at has been saved before; it is timed last.
         self._observers = [self._checkpointer, *observers, self._replicas, sampler]
         self._data = StepData(

@@ -123,7 +123,7 @@ function nearest(steps, step) {
 const element = (tag, className, text = "") =>
   Object.assign(document.createElement(tag), { className, textContent: text });
 
-const label = (name) => (name === MEMORY ? "memory (MiB)" : name);
+const label = (name) => (name === MEMORY ? "memory of tensors (MiB)" : name);
 
 const format = (value) =>
   value === undefined

@@ -19,12 +19,12 @@ from labkit import timeouts
 from labkit.compat.torch import tree_leaves
 from labkit.estimate import forecast
 from labkit.estimate.trace import fake_copy
+from labkit.rank.measuring.memory import memory_reader
+from labkit.rank.measuring.memory import memory_total
+from labkit.rank.measuring.step_profiler import StepProbe
 from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.exceptions import live_storages
 from labkit.rank.telemetry.exceptions import safe_str
-from labkit.rank.telemetry.memory import memory_reader
-from labkit.rank.telemetry.memory import memory_total
-from labkit.rank.telemetry.step_profiler import StepProbe
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
 from labkit.strategies.prepared import Prepared

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from labkit.compat.c10d import FUNCTIONAL
-from labkit.compat.c10d import group_named
 from labkit.compat.c10d import local_part
 from labkit.compat.c10d import wait_for
 from labkit.compat.torch import TorchDispatchMode
@@ -27,57 +27,59 @@ from labkit.compat.torch import schema_of
 from labkit.compat.torch import sparse_parts
 from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
-from labkit.rank.telemetry.memory import PeakOfStep
+from labkit.rank.measuring.collectives import BETWEEN_TWO
+from labkit.rank.measuring.collectives import KINDS
+from labkit.rank.measuring.collectives import PART
+from labkit.rank.measuring.collectives import bytes_on_the_wire
+from labkit.rank.measuring.collectives import group_size
+from labkit.rank.measuring.memory import PeakOfStep
+from labkit.rank.measuring.moments import MomentLog
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import Measurement
-from labkit.strategies.prepared import Prepared
+from labkit.records import ModelFacts
+from labkit.records import Moments
+from labkit.strategies.prepared import Tensors
+from labkit.strategies.prepared import optimizer_tensors
 
 LOOK_EVERY_OPS = 16
 """How often all storages are looked at, which takes some 0.2 ms: FSDP and DeepSpeed
 change the size of some without an operator."""
 
-# What kind of collective an operator is, and which of its arguments is the whole
-# tensor, or this rank's part of it. With `_c10d_functional` the group is a name.
-_WHOLE = {
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0),
-    "c10d::reduce_": ("reduce", 0),
-    "c10d::broadcast_": ("broadcast", 0),
-    "c10d::allgather_": ("all_gather", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::allgather_coalesced_": ("all_gather", 0),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d::alltoall_": ("all_to_all", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::send": ("send", 0),
-    "c10d::recv_": ("recv", 0),
-    "c10d::recv_any_source_": ("recv", 0),
-    "c10d::barrier": ("barrier", 0),
-    "_c10d_functional::all_reduce": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
-    "_c10d_functional::broadcast": ("broadcast", 0),
-    "_c10d_functional::broadcast_": ("broadcast", 0),
-}
-_PART = {
-    "c10d::gather_": ("gather", 1),
-    "c10d::scatter_": ("scatter", 0),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0),
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", 0),
-}
-_KINDS = _WHOLE | _PART
-_BETWEEN_TWO = {"send", "recv"}
-"""Not to be waited for where they begin: the other rank's may come after them."""
+FEW_PARAMETERS = 64
+"""Of so few the gradients are looked at before every operator of a backward pass."""
+
+
+class Trained(Protocol):
+    """What holds model states: what `prepare` has made of a model, or `Noticed`."""
+
+    keeps_gradients: bool
+
+    def memory(self) -> dict[str, Tensors]: ...
+    def facts(self) -> ModelFacts | None: ...
+
+
+class Noticed:
+    """What is known of a model that the cell trains by itself: the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.keeps_gradients = len(self._parameters()) <= FEW_PARAMETERS
+
+    def memory(self) -> dict[str, Tensors]:
+        """The tensors that hold its states right now, by component."""
+        parameters = self._parameters()
+        return {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters],
+            "optimizer_state": optimizer_tensors(self.optimizer),
+        }
+
+    def facts(self) -> None:
+        """Theory needs more: how the cell divides what among the ranks."""
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 class StepProbe(TorchDispatchMode):
@@ -87,15 +89,17 @@ class StepProbe(TorchDispatchMode):
     or that hold model states; the greatest sum is the peak. Activations: what the step
     has made that is alive when a backward pass begins, and is no model state.
     Collectives: each is waited for where it begins, so its seconds hold the wait for
-    the slowest rank, and no overlap. Of compiled code it sees what still calls
-    operators.
+    the slowest rank, and no overlap. In a loop that does all by itself none is waited
+    for, as another rank may start its own in another order, and no time is known. Of
+    compiled code it sees what still calls operators.
     """
 
     def __init__(
         self,
-        prepared: Iterable[Prepared],
+        prepared: Iterable[Trained],
         device: torch.device,
         *,
+        step: int = 0,
         sees_operators: bool = True,
         began: float | None = None,
     ) -> None:
@@ -106,7 +110,12 @@ class StepProbe(TorchDispatchMode):
         self._began = time.perf_counter() if began is None else began
         self._sees_operators = sees_operators
         self._prepared = list(prepared)
+        self._waits = not any(isinstance(each, Noticed) for each in self._prepared)
         self._device = device
+        self._step = step
+        self._log = MomentLog()
+        self._numbers: dict[int, int] = {}
+        """By storage, how the log knows it."""
         self._peak: PeakOfStep | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
@@ -130,10 +139,15 @@ class StepProbe(TorchDispatchMode):
             self._peak = PeakOfStep(self._device)
         self.look()
         self._is_active = True
+        self._log.start()
         if self._sees_operators:
             self.__enter__()
 
+    def begin_forward(self) -> None:
+        self._log.enter("forward")
+
     def begin_backward(self) -> None:
+        self._log.enter("backward")
         states = {
             storage_key(storage)
             for held in self._components().values()
@@ -151,6 +165,7 @@ class StepProbe(TorchDispatchMode):
     def end_backward(self) -> None:
         self._is_backward = False
         self.look(is_after_backward=True)
+        self._log.enter("step")
 
     def stop(self) -> Measurement | None:
         """End the watch; None where a mode of the user's own was entered meanwhile,
@@ -166,12 +181,23 @@ class StepProbe(TorchDispatchMode):
         if self._peak is not None:
             peak = self._peak.read()
             self._held["total_peak"] = max(self._held["total_peak"], peak)
-        facts = [
-            replace(prepared.facts(), offloaded=self._offloaded(prepared))
+        models = [
+            replace(facts, offloaded=self._offloaded(prepared))
             for prepared in self._prepared
+            if (facts := prepared.facts()) is not None
         ]
-        collectives = list(self._collectives.values())
-        return Measurement(self._held, collectives, facts, seconds)
+        moments = self._log.moments() if self._sees_operators else Moments()
+        if self._device.type == "cpu" and moments.seconds:
+            peak = max(map(sum, zip(*moments.held.values(), strict=True)))
+            self._held["total_peak"] = max(self._held["total_peak"], peak)
+        return Measurement(
+            self._held,
+            list(self._collectives.values()),
+            models,
+            seconds,
+            step=self._step,
+            moments=moments,
+        )
 
     # ---- operators and collectives ----
 
@@ -190,7 +216,7 @@ class StepProbe(TorchDispatchMode):
         name = schema and schema.name
         if self._keeps_gradients and self._is_backward and self._is_active:
             self._look_at_gradients()  # before this operator takes the first away
-        if self._is_active and name in _KINDS:
+        if self._is_active and name in KINDS:
             # What was computed before is the rank's own time, not the collective's.
             self._synchronize()
         kwargs = kwargs or {}
@@ -199,20 +225,23 @@ class StepProbe(TorchDispatchMode):
             taken = [value for key, value in kwargs.items() if key != "out"]
             for storage in self._storages_of(tree_leaves((args, taken))):
                 if self._see(storage):
-                    self._older.add(storage_key(storage))
+                    key = storage_key(storage)
+                    self._older.add(key)
+                    self._log.is_taken(self._numbers[key])
         began = time.perf_counter()
         out = func(*args, **kwargs)
         if not self._is_active:
             return out
-        if name in _KINDS:
+        if name in KINDS:
             self._note_collective(name, args, out, began)
         for storage in self._storages_of(tree_leaves(out)):
             self._see(storage)
         self._num_ops += 1
-        if name in _KINDS or self._num_ops % LOOK_EVERY_OPS == 0:
+        if name in KINDS or self._num_ops % LOOK_EVERY_OPS == 0:
             self.look()
         else:
             self._note_total()
+        self._log.tick()
         return out
 
     def look(self, *, is_after_backward: bool = False) -> None:
@@ -229,20 +258,30 @@ class StepProbe(TorchDispatchMode):
                     seen.add(key)
                     total += storage.nbytes()
                     self._see(storage)
+                    self._log.is_part(self._numbers[key], component)
             if is_after_backward or component != "gradients":
                 self._held[component] = max(self._held[component], total)
         self._weigh()
         self._note_total()
 
     def _weigh(self) -> None:
-        self._sizes = {key: storage.nbytes() for key, storage in self._alive()}
-        self._total = sum(self._sizes.values())
+        sizes = {key: storage.nbytes() for key, storage in self._alive()}
+        for key, size in sizes.items():
+            if change := size - self._sizes[key]:
+                self._log.change(self._numbers[key], change, is_seen_late=True)
+        self._sizes = sizes
+        self._total = sum(sizes.values())
 
     def _look_at_gradients(self) -> None:
         gradients = itertools.chain.from_iterable(
             prepared.memory()["gradients"] for prepared in self._prepared
         )
-        sizes = {storage_key(s): s.nbytes() for s in self._storages_of(gradients)}
+        sizes = {}
+        for storage in self._storages_of(gradients):
+            self._see(storage)
+            key = storage_key(storage)
+            self._log.is_part(self._numbers[key], "gradients")
+            sizes[key] = storage.nbytes()
         self._held["gradients"] = max(self._held["gradients"], sum(sizes.values()))
 
     def _components(self) -> dict[str, list[torch.Tensor | int | None]]:
@@ -252,7 +291,7 @@ class StepProbe(TorchDispatchMode):
                 found.setdefault(component, []).extend(held)
         return found
 
-    def _offloaded(self, prepared: Prepared) -> list[str]:
+    def _offloaded(self, prepared: Trained) -> list[str]:
         """The components of which nothing but counts of steps is on this device."""
         found = []
         for component, held in prepared.memory().items():
@@ -277,12 +316,15 @@ class StepProbe(TorchDispatchMode):
             return False
         self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         self._sizes[key] = size = storage.nbytes()
+        self._numbers[key] = self._log.add(size)
         self._total += size
         return True
 
     def _forget(self, key: int, reference: Any) -> None:
         self._storages.pop(key, None)
-        self._total -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self._total -= size
+        self._log.change(self._numbers.pop(key), -size)
         self._older.discard(key)
 
     def _alive(self) -> list[tuple[int, torch.UntypedStorage]]:
@@ -295,20 +337,20 @@ class StepProbe(TorchDispatchMode):
         self._held["total_peak"] = max(self._held["total_peak"], self._total)
 
     def _note_collective(self, name: str, args: Any, out: Any, began: float) -> None:
-        kind, place = _KINDS[name]
-        if kind not in _BETWEEN_TWO:
+        kind, place = KINDS[name]
+        if self._waits and kind not in BETWEEN_TWO:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.ScriptObject):
                     dist.Work.unbox(leaf).wait()
                 elif name.startswith(FUNCTIONAL):
                     wait_for(leaf)
             self._synchronize()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began if self._waits else None
         payload = sum(
             part.nbytes for leaf in tree_leaves(args[place]) for part in parts(leaf)
         )
         num_ranks = group_size(args)
-        if name in _PART:
+        if name in PART:
             payload *= num_ranks
         if kind == "barrier":  # whose tensor is but there to say on which device
             payload = 0
@@ -319,7 +361,7 @@ class StepProbe(TorchDispatchMode):
 
     def _synchronize(self) -> None:
         """Wait for the device, which computes what the CPU has only asked for."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._waits:
             torch.cuda.synchronize(self._device)
 
 
@@ -338,34 +380,3 @@ def parts(value: Any) -> Iterator[torch.Tensor]:
             yield from parts(getattr(value, name))
     elif value.layout is torch.strided:
         yield value
-
-
-def group_size(args: Any) -> int:
-    """The ranks of the group that a collective's arguments name."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(arg).size()
-            except RuntimeError:  # a reduce operation, for one
-                continue
-    name: Any = [arg for arg in args if isinstance(arg, str)][-1]
-    return group_named(name).size()
-
-
-def bytes_on_the_wire(kind: str, payload: int, num_ranks: int) -> int:
-    """What a rank sends for a collective over a whole tensor of `payload` bytes.
-
-    A ring sends 1/N of it N-1 times to gather or to reduce and scatter, and does both
-    to all-reduce. In an all-to-all a rank keeps 1/N of what it has and sends the rest.
-    A broadcast or a reduce is the whole sent by all ranks but one, a gather is a part
-    from each of them, a scatter a part to each of them: here the mean of the ranks.
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
-    the bus bandwidth of nccl-tests.
-    """
-    if kind in _BETWEEN_TWO:
-        return payload if kind == "send" else 0
-    share = payload * (num_ranks - 1) // num_ranks
-    if kind in ("gather", "scatter"):
-        return share // num_ranks
-    return 2 * share if kind == "all_reduce" else share

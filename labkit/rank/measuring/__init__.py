@@ -1,0 +1,1 @@
+"""What a training step takes on this rank: memory, and bytes over the wire."""
