@@ -24,7 +24,10 @@ COLLECTIVES = {
     "reduce_scatter_tensor",
     "scatter",
 }
-OF_A_RUN = ("strategies", "rank/data", "rank/loop", "rank/training", "rank/telemetry")
+OF_A_RUN = (
+    *("strategies", "rank/data", "rank/loop", "rank/training", "rank/measuring"),
+    "rank/telemetry",
+)
 
 # Each stage stands for a model of its own, with another number of steps: a collective
 # on all ranks would meet one that belongs elsewhere.

@@ -227,7 +227,7 @@ FORGETS_NO_MORE = """
 get_ipython().events.unregister("post_run_cell", labkit_forget)
 """
 NO_REPORT = """
-from labkit.rank.telemetry import oom_report
+from labkit.rank.measuring import oom_report
 labkit_real = oom_report.is_out_of_memory
 oom_report.is_out_of_memory = lambda error: False
 """

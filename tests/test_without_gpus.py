@@ -28,7 +28,7 @@ from labkit.rank.group.process_group import close_listeners
 from labkit.rank.group.process_group import listening_ports
 from labkit.rank.group.settings import NCCL
 from labkit.rank.group.settings import set_variables
-from labkit.rank.telemetry import memory
+from labkit.rank.measuring import memory
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
