@@ -14,7 +14,7 @@ INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: help lab check test test-long test-third-party test-oldest lock lint browser
-.PHONY: format notebooks conformance clean
+.PHONY: format notebooks pictures conformance clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
@@ -26,6 +26,7 @@ help:
 	@echo "make lock                                  write .venv to constraints.txt"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
+	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
@@ -112,6 +113,9 @@ format: .venv/installed
 
 notebooks: .venv/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+pictures: .venv/installed browser
+	$(BIN)/python docs/make_pictures.py
 
 conformance: .venv/installed
 	$(BIN)/python -m tests.conformance --out docs/conformance.md

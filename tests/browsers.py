@@ -199,6 +199,10 @@ class NotebookPage:
         status = self._page.locator("#jp-main-statusbar")
         expect(status).to_contain_text("| Idle", timeout=timeout_ms)
 
+    def is_busy(self) -> bool:
+        """Whether a cell waits or runs."""
+        return self.panel.locator(".jp-InputPrompt", has_text="[*]").count() > 0
+
     def save(self) -> Any:
         """Save by the menu; the notebook that is on disk then."""
         self.choose("File", "Save Notebook")
@@ -230,6 +234,13 @@ class NotebookPage:
         drawn = "picture => picture.complete && picture.naturalWidth > 0"
         self._page.wait_for_function(drawn, arg=picture.element_handle())
         return decoded(picture.get_attribute("src") or "")
+
+    def picture_of_page(self, index: int, width: int = 960, height: int = 840) -> bytes:
+        """A PNG of what the page shows from the top left corner of a cell on."""
+        box = self.cell(index).bounding_box()
+        assert box is not None
+        clip = {"x": box["x"], "y": box["y"], "width": width, "height": height}
+        return self._page.screenshot(clip=clip)
 
     def screenshot(self, name: str, index: int | None = None) -> None:
         """Keep what the page looks like, with this cell and its output in view."""
