@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-EXERCISES: dict[str, str] = {}
+EXERCISES: dict[str, str] = {
+    "swap_two_ranks": "collectives",
+    "ring_all_reduce": "collectives",
+}
 """The name of each exercise, and the module of `labkit.course` that has the function
 of that name, which judges an answer: it takes the answer and returns a `Verdict`."""
 

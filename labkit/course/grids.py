@@ -25,12 +25,10 @@ MOST_RANKS = 10
 
 def draw_exchange(before: Sequence[Any], after: Sequence[Any]) -> RunFigure:
     """What each rank held before a call, and what after; see `draw_exchanges`."""
-    return draw_exchanges({"": (before, after)})
+    return draw_exchanges([{"": both} for both in zip(before, after, strict=True)])
 
 
-def draw_exchanges(
-    exchanges: Mapping[str, tuple[Sequence[Any], Sequence[Any]]],
-) -> RunFigure:
+def draw_exchanges(by_rank: Sequence[Mapping[str, tuple[Any, Any]]]) -> RunFigure:
     """For each title, what each rank held before, an arrow, and what it holds after.
 
     A cell has the colours of the ranks whose numbers are in it: those whose numbers
@@ -38,22 +36,22 @@ def draw_exchanges(
 
     Parameters
     ----------
-    exchanges : dict
-        By title, what was held before and after: a tensor for each rank, a list of
-        tensors, or None where a rank has nothing.
+    by_rank : list of dict
+        Of each rank: by title, what it held before and after. That is a tensor, a list
+        of tensors, or None for nothing.
     """
     numbers = {
         title: (
-            [numbers_of(each) for each in before],
-            [numbers_of(each) for each in after],
+            [numbers_of(held[title][0]) for held in by_rank],
+            [numbers_of(held[title][1]) for held in by_rank],
         )
-        for title, (before, after) in exchanges.items()
+        for title in by_rank[0]
     }
     width = max(
         max(map(len, before)) + GAP + max(map(len, after))
         for before, after in numbers.values()
     )
-    num_ranks = max(len(before) for before, _ in numbers.values())
+    num_ranks = len(by_rank)
     num_columns = min(len(numbers), 2 if width <= 14 else 1)
     num_rows = -(-len(numbers) // num_columns)
     inches = (

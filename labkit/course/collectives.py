@@ -1,0 +1,165 @@
+"""Judges exercises in sending tensors, by counting calls and bytes; times messages."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.compat.torch import TorchDispatchMode
+from labkit.course.exercise import Verdict
+
+Answer = Callable[..., Any]
+
+MANY = 12_000
+"""Elements of the tensor of which bytes are counted: so many ranks divide it."""
+FEW = (1003, 1)
+"""Elements of tensors that are to come out right as well."""
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this rank calls of torch.distributed, and the bytes it sends.
+
+    Those that a collective sends are not counted: it is one call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        is_call = func.namespace in ("c10d", "_c10d_functional")
+        if is_call and name != "wait_tensor":
+            self.calls[name] += 1
+            if name == "send":
+                self.sent_bytes += sum(each.nbytes for each in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def swap_two_ranks(answer: Answer) -> Verdict:
+    """Judge `answer(tensor, a, b)`: the tensor of rank b on rank a, and the reverse.
+
+    Counted is how often a rank calls torch.distributed.
+    """
+    last = _num_ranks() - 1
+    complaint, calls_of_two, calls_of_others = "", 0, 0
+    for a, b in sorted({(0, last), (last, 0), (last - 1, last)}):
+        tensors = [_whole_numbers(5, seed) for seed in range(last + 1)]
+        sources = [{a: b, b: a}.get(each, each) for each in range(last + 1)]
+        rank = dist.get_rank()
+        with Traffic() as traffic:
+            swapped = answer(tensors[rank].clone(), a, b)
+        wrong = not _is_same(swapped, tensors[sources[rank]])
+        found = _of_all_ranks((wrong, traffic.calls.total()))
+        for each, (is_wrong, calls) in enumerate(found):
+            if is_wrong:
+                told = f"after a swap of {a} and {b} rank {each} does not return"
+                complaint = complaint or f"{told} what rank {sources[each]} had"
+            if each in (a, b):
+                calls_of_two = max(calls_of_two, calls)
+            else:
+                calls_of_others = max(calls_of_others, calls)
+    others = f", each of the others {calls_of_others}" if last > 1 else ""
+    return Verdict(
+        measured=f"each of the two ranks makes {calls_of_two} calls{others}",
+        to_beat="2 calls, and none on the others",
+        is_beaten=calls_of_two <= 2 and not calls_of_others,
+        complaint=complaint,
+    )
+
+
+def ring_all_reduce(answer: Answer) -> Verdict:
+    """Judge `answer(tensor)`: the sum of all ranks' tensors, made of send and recv.
+
+    Counted are the bytes that the busiest rank sends.
+    """
+    num_ranks = _num_ranks()
+    to_beat = 2 * (num_ranks - 1) / num_ranks
+    complaint, is_beaten, measured = "", True, ""
+    for size in (MANY, *FEW):
+        tensors = [_whole_numbers(size, seed) for seed in range(num_ranks)]
+        with Traffic() as traffic:
+            total = answer(tensors[dist.get_rank()].clone())
+        wrong = not _is_same(total, torch.stack(tensors).sum(dim=0))
+        others = [*{*traffic.calls} - {"send", "recv", "recv_any_source", "barrier"}]
+        found = _of_all_ranks((wrong, others, traffic.sent_bytes))
+        for rank, (is_wrong, names, _) in enumerate(found):
+            if names:
+                complaint = (
+                    complaint or f"it calls {names[0]}; make it of send and recv"
+                )
+            if is_wrong:
+                told = f"rank {rank} does not return the sum of {size} elements"
+                complaint = complaint or told
+        sent = max(each[2] for each in found)
+        chunk = -(-size // num_ranks) * tensors[0].element_size()
+        is_beaten = is_beaten and sent <= 2 * (num_ranks - 1) * chunk
+        times = sent / tensors[0].nbytes
+        measured = measured or f"a rank sends {times:.2f} times the tensor's bytes"
+    return Verdict(measured, f"{to_beat:.2f} times or less", is_beaten, complaint)
+
+
+def time_by_size(
+    call: Callable[[torch.Tensor], Any],
+    sizes: Sequence[int],
+    *,
+    device: torch.device | str,
+    turns: int = 5,
+) -> list[float]:
+    """Seconds that `call(tensor)` takes on tensors of `sizes` bytes.
+
+    The ranks begin together. Of each turn the slowest rank counts, of all turns the
+    fastest. The same on every rank.
+    """
+    best = torch.full((len(sizes),), float("inf"))
+    for place, size in enumerate(sizes):
+        tensor = torch.ones(size // 4, device=device)
+        for _ in range(turns):
+            _synchronize(tensor)
+            dist.barrier()
+            began = time.perf_counter()
+            call(tensor)
+            _synchronize(tensor)
+            took = max(_of_all_ranks(time.perf_counter() - began))
+            best[place] = min(best[place], took)
+    return best.tolist()
+
+
+def _num_ranks() -> int:
+    num_ranks = dist.get_world_size()
+    if num_ranks < 2:
+        raise ValueError("this exercise is for two ranks or more, as %dist_start -n 2")
+    return num_ranks
+
+
+def _whole_numbers(size: int, seed: int) -> torch.Tensor:
+    """Random numbers whose sums are exact in any order, on this rank's device."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(1, 1000, (size,), generator=generator).float()
+    return numbers.cuda() if dist.get_backend() == "nccl" else numbers
+
+
+def _is_same(result: Any, expected: torch.Tensor) -> bool:
+    return (
+        isinstance(result, torch.Tensor)
+        and result.shape == expected.shape
+        and bool((result == expected).all())
+    )
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
