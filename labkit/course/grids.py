@@ -15,8 +15,8 @@ from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
 
-CELL_INCHES = 0.46
-ROW_INCHES = 0.34
+CELL_INCHES = 0.41
+ROW_INCHES = 0.31
 GAP = 2.2
 """Cells between what was and what is, where the arrow is."""
 MOST_RANKS = 10
@@ -54,16 +54,17 @@ def draw_exchanges(by_rank: Sequence[Mapping[str, tuple[Any, Any]]]) -> RunFigur
     num_ranks = len(by_rank)
     num_columns = min(len(numbers), 2 if width <= 14 else 1)
     num_rows = -(-len(numbers) // num_columns)
+    head = 1.7 if any(numbers) else 0.9  # room for titles
     inches = (
         num_columns * (width + 2.6) * CELL_INCHES,
-        num_rows * (num_ranks + 1.9) * ROW_INCHES,
+        num_rows * (num_ranks + 0.2 + head) * ROW_INCHES,
     )
     figure = RunFigure(figsize=inches, dpi=100, facecolor="white")
     figure.subplots_adjust(left=0, right=1, bottom=0, top=1, wspace=0, hspace=0)
     for place, (title, (before, after)) in enumerate(numbers.items(), start=1):
         axes = figure.add_subplot(num_rows, num_columns, place)
         axes.set_axis_off()
-        axes.set(xlim=(-2.2, width + 0.4), ylim=(num_ranks + 0.2, -1.7))
+        axes.set(xlim=(-2.2, width + 0.4), ylim=(num_ranks + 0.2, -head))
         axes.text(0, -1.15, title, fontsize=10, weight="bold", color=INK, va="center")
         start = max(map(len, before)) + GAP
         draw_rows(axes, before, before, left=0)

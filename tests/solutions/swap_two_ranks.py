@@ -2,13 +2,13 @@ from labkit.course import check
 
 
 def swap(tensor, a, b):
-    if rank not in (a, b):
-        return tensor
-    other = a + b - rank
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, other)
-    dist.recv(received, other)
-    sending.wait()
+    received = tensor.clone()
+    if rank == a:
+        dist.send(tensor, b)
+        dist.recv(received, b)
+    if rank == b:
+        dist.recv(received, a)
+        dist.send(tensor, a)
     return received
 
 
