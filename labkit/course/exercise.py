@@ -8,6 +8,7 @@ from typing import Any
 EXERCISES: dict[str, str] = {
     "swap_two_ranks": "collectives",
     "ring_all_reduce": "collectives",
+    "each_exactly_once": "data_parallel",
 }
 """The name of each exercise, and the module of `labkit.course` that has the function
 of that name, which judges an answer: it takes the answer and returns a `Verdict`."""
