@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.compat.c10d import FUNCTIONAL
 from labkit.compat.torch import TorchDispatchMode
 from labkit.course.exercise import Verdict
 
@@ -35,7 +36,7 @@ class Traffic(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__.strip("_")
-        is_call = func.namespace in ("c10d", "_c10d_functional")
+        is_call = func.namespace in ("c10d", FUNCTIONAL)
         if is_call and name != "wait_tensor":
             self.calls[name] += 1
             if name == "send":
