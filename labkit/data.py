@@ -2,7 +2,8 @@
 
 `digits` ships with scikit-learn and needs no download. `mnist`, `fashion_mnist` and
 `cifar10` are read from the folder named by the environment variable `LABKIT_DATA`,
-else downloaded once into the user's cache folder. `text` windows the bytes of any file.
+else downloaded once into the user's cache folder. `text` windows the bytes of a
+file, or of prose that comes with Python.
 
 `LABKIT_DATA` is read by the process that calls: set it before the cluster starts, so
 that every rank sees it. Images are float32 from 0 to 1; each rank holds them in memory.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
@@ -246,7 +248,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def text(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     block_size: int = 128,
     split: str | None = None,
     *,
@@ -256,12 +258,13 @@ def text(
 
     Parameters
     ----------
-    path : str or path
-        The file.
+    path : str or path, optional
+        The file; by default some 400 kB of English prose that every Python has: what
+        `help()` says of the language, from `pydoc_data.topics`.
     block_size : int, default 128
         Bytes of a window.
     split : {"train", "test"}, optional
-        The file's first 90 %, or the rest; by default the whole file.
+        The text's first 90 %, or the rest; by default all of it.
     stride : int, optional
         Bytes from the start of one window to that of the next; by default
         `block_size`, which has no overlap.
@@ -284,19 +287,27 @@ def text(
             raise ValueError(f"{name} is {value}; choose 1 or more")
     if split is not None:
         _check_split(split, ("train", "test"))
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"{absolute(path)} is not a file; give the path of one")
-    data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
+    if path is None:
+        name = "the text of pydoc_data.topics"
+        prose = "\n\n".join(topics[each] for each in sorted(topics))
+        data = torch.frombuffer(bytearray(prose.encode()), dtype=torch.uint8)
+    else:
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{absolute(path)} is not a file; give the path of one"
+            )
+        name = str(file)
+        data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
     boundary = len(data) * 9 // 10
     if split is not None:
         data = data[:boundary] if split == "train" else data[boundary:]
     windows = ByteWindows(data, block_size, stride)
     if len(windows) == 0:
         raise ValueError(
-            f"{file}: {split or 'the whole file'} has {len(data)} bytes, one window "
-            f"needs block_size + 1 = {block_size + 1}; choose a smaller block_size "
-            "or a longer file"
+            f"{name}: {split or 'all of it'} has {len(data)} bytes, one window needs "
+            f"block_size + 1 = {block_size + 1}; choose a smaller block_size or a "
+            "longer text"
         )
     return windows
 

@@ -130,13 +130,26 @@ class Block(nn.Module):
         Width of the residual stream.
     num_heads : int
         Heads of the attention, a divisor of `dim`.
+
+    Raises
+    ------
+    ValueError
+        For a `dim` that `num_heads` does not divide.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(
+                f"num_heads is {num_heads}; choose a divisor of dim, which is {dim}"
+            )
+        self.head_dim = dim // num_heads
         self.norm1 = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim)
+        # Not one layer that is cut in three: to split its columns among ranks would mix
+        # queries, keys and values, without an error.
+        self.q = nn.Linear(dim, dim)
+        self.k = nn.Linear(dim, dim)
+        self.v = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 4 * dim)
@@ -144,13 +157,15 @@ class Block(nn.Module):
 
     def reset_parameters(self) -> None:
         """Give its layers the values that GPT does; for models on the meta device."""
-        for layer in (self.qkv, self.out, self.up, self.down):
+        for layer in (self.q, self.k, self.v, self.out, self.up, self.down):
             initialize(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
         q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+            # As many heads as are here: (N, T, dim) to (N, heads, T, head_dim).
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))

@@ -479,7 +479,7 @@ def test_text_errors_say_what_was_found(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"0123456789")
     assert len(data.text(file, 9)) == 1
-    message = r"the whole file has 10 bytes, one window needs block_size \+ 1 = 11"
+    message = r"all of it has 10 bytes, one window needs block_size \+ 1 = 11"
     with pytest.raises(ValueError, match=message):
         data.text(file, 10)
     with pytest.raises(ValueError, match="test has 1 bytes"):
@@ -514,3 +514,14 @@ def test_import_needs_no_notebook_and_no_download_library() -> None:
         text=True,
     )
     assert ran.stdout == "[]\n", ran.stderr
+
+
+def test_without_a_file_the_text_is_prose_that_python_has() -> None:
+    windows = data.text(block_size=64)
+    x, y = windows[10]
+    assert x.tolist()[1:] == y.tolist()[:-1]
+    everything = bytes(int(byte) for x, _ in windows for byte in x).decode("utf-8", "?")
+    words = everything.split()
+    assert len(everything) > 300_000
+    assert words.count("the") > 2_000
+    assert len(data.text(split="train")) > 8 * len(data.text(split="test")) > 0
