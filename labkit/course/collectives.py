@@ -19,6 +19,8 @@ MANY = 12_000
 """Elements of the tensor of which bytes are counted: so many ranks divide it."""
 FEW = (1003, 1)
 """Elements of tensors that are to come out right as well."""
+ENOUGH_S = 0.15
+"""Calls on tensors of one size are repeated for so long."""
 
 
 class Traffic(TorchDispatchMode):
@@ -112,25 +114,26 @@ def time_by_size(
     sizes: Sequence[int],
     *,
     device: torch.device | str,
-    turns: int = 5,
+    turns: int = 15,
 ) -> list[float]:
     """Seconds that `call(tensor)` takes on tensors of `sizes` bytes.
 
     The ranks begin together. Of each turn the slowest rank counts, of all turns the
-    fastest. The same on every rank.
+    fastest; there are fewer of large tensors. The same on every rank.
     """
-    best = torch.full((len(sizes),), float("inf"))
-    for place, size in enumerate(sizes):
+    fastest = []
+    for size in sizes:
         tensor = torch.ones(size // 4, device=device)
-        for _ in range(turns):
+        taken: list[float] = []
+        while len(taken) < turns and sum(taken) < ENOUGH_S:
             _synchronize(tensor)
             dist.barrier()
             began = time.perf_counter()
             call(tensor)
             _synchronize(tensor)
-            took = max(_of_all_ranks(time.perf_counter() - began))
-            best[place] = min(best[place], took)
-    return best.tolist()
+            taken.append(max(_of_all_ranks(time.perf_counter() - began)))
+        fastest.append(min(taken))
+    return fastest
 
 
 def _num_ranks() -> int:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.ticker import LogLocator
+from matplotlib.ticker import NullFormatter
 
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
@@ -37,7 +39,7 @@ def draw_times(
         alpha, beta = fit_alpha_beta(num_bytes, seconds)
         told = (
             f"{name}\n$\\alpha$ = {1e6 * alpha:.0f} µs, "
-            f"$\\beta$ = {beta / 1e9:.2g} GB/s"
+            f"$\\beta$ = {beta / 1e9:.1f} GB/s"
         )
         milliseconds = 1e3 * np.asarray(seconds)
         axes.plot(num_bytes, milliseconds, "o", color=colour, ms=5, label=told)
@@ -48,7 +50,9 @@ def draw_times(
     axes.plot([], [], "D", mfc="white", mec=INK, ms=7, label=r"half of it is $\alpha$")
     style_axes(axes, "size of the message", "time of the call (ms)")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xscale("log", base=2)
     axes.set_xticks(num_bytes[::2], [_in_words(each) for each in num_bytes[::2]])
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)

@@ -1,0 +1,79 @@
+"""The notebooks' drawings say what their data say."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from labkit import Lab
+from labkit.course.grids import draw_exchanges
+from labkit.course.grids import numbers_of
+from labkit.course.grids import who_is_in
+from labkit.course.timelines import fit_alpha_beta
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+FOUR_RANKS = [100 * 2**rank + np.arange(8.0) for rank in range(4)]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (3,), (1, 2), (0, 1, 3), (0, 1, 2, 3)])
+def test_a_cell_has_the_colours_of_the_ranks_whose_numbers_are_in_it(
+    ranks: tuple[int, ...],
+) -> None:
+    for number in sum(FOUR_RANKS[rank] for rank in ranks):
+        assert who_is_in(number, FOUR_RANKS) == ranks
+
+
+def test_a_cell_that_is_no_sum_has_no_colour() -> None:
+    assert who_is_in(7, FOUR_RANKS) == ()
+
+
+def test_a_row_of_cells_is_a_tensor_a_list_of_tensors_or_nothing() -> None:
+    assert numbers_of(None).tolist() == []
+    assert numbers_of(np.ones((2, 2))).tolist() == [1, 1, 1, 1]
+    assert numbers_of([np.zeros(1), np.ones(2)]).tolist() == [0, 1, 1]
+
+
+def test_an_exchange_shows_every_number_before_and_after() -> None:
+    x, total = np.array([1.0, 2.0]), np.array([41.0, 42.0])
+    figure = draw_exchanges([{"reduce": (x, total)}, {"reduce": (x + 39, None)}])
+    shown = [text.get_text() for text in figure.axes[0].texts]
+    assert {"reduce", "rank 0", "rank 1", "nothing"} <= {*shown}
+    assert {"1", "2", "40", "41", "42"} <= {*shown}
+
+
+def test_the_fitted_line_has_the_latency_and_bandwidth_of_the_times() -> None:
+    sizes = [4**power for power in range(5, 13)]
+    alpha, beta = fit_alpha_beta(sizes, [3e-4 + size / 2e9 for size in sizes])
+    assert alpha == pytest.approx(3e-4)
+    assert beta == pytest.approx(2e9)
+
+
+@pytest.mark.long
+def test_on_four_ranks_only_a_ring_sends_little(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exchange = """
+def exchange(tensor):
+    tensors = [tensor if each == rank else torch.empty_like(tensor)
+               for each in range(world_size)]
+    others = [each for each in range(world_size) if each != rank]
+    works = [dist.isend(tensor, other) for other in others]
+    works += [dist.irecv(tensors[other], other) for other in others]
+    for work in works:
+        work.wait()
+    return sum(tensors)
+
+check("ring_all_reduce", exchange)
+check("ring_all_reduce", lambda tensor: tensor)
+check("ring_all_reduce", lambda tensor: dist.all_reduce(tensor) or tensor)
+"""
+    with Lab(num_ranks=4) as lab:
+        for name in ("swap_two_ranks", "ring_all_reduce"):
+            lab.run((SOLUTIONS / f"{name}.py").read_text(), timeout=60)
+        lab.run(exchange, timeout=60)
+    told = capsys.readouterr().out
+    assert "swap_two_ranks: solved: " in told
+    assert "ring_all_reduce: solved: a rank sends 1.50 times" in told
+    assert "right, and not solved yet: a rank sends 3.00 times" in told
+    assert "not right: rank 0 does not return the sum of 12000 elements" in told
+    assert "not right: it calls allreduce" in told
