@@ -457,3 +457,11 @@ def significant(value: float) -> str:
     if value < 1000:
         return f"{value:.3g}"
     return f"{float(f'{value:.3g}'):,.0f}"
+
+
+def memory_unit(num_bytes: float) -> tuple[int, str]:
+    """What to divide by, and its name, so that numbers up to this one are read well."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= 2 * unit:
+            return unit, name
+    return 2**10, "KiB"

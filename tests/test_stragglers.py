@@ -8,6 +8,7 @@ from labkit import Lab
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.stragglers import find_straggler
 from labkit.notebook.runs.persistence import open_run
+from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import Collective
@@ -169,3 +170,11 @@ def test_a_measurement_on_its_way_is_not_waited_for() -> None:
 def test_three_ranks_that_wait_for_one_name_that_one() -> None:
     found = find_straggler(measured([1] * 3, [1.1] * 3, [1.1] * 3, [1.6] * 3))
     assert found == (3, pytest.approx(0.5 / 1.1))
+
+
+def test_a_run_of_less_than_a_second_blames_no_rank() -> None:
+    run = Run("short", "ddp", "", measured([1, 1, 1], [1, 2, 2]))
+    run.end("finished")
+    for seconds, blamed in ((0.9, []), (1.1, ["rank 1"])):
+        run.seconds = seconds
+        assert [remark[:6] for remark in remarks(run)] == blamed

@@ -36,6 +36,8 @@ from labkit.notebook.runs.run import Run
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
+from labkit.records import memory_unit
+from labkit.records import significant
 from labkit.selftest import ONLY_HELP
 from labkit.selftest import OUTPUT
 from labkit.selftest import OUTPUT_HELP
@@ -283,16 +285,14 @@ class LabMagics(Magics):
             return None
         if args.names:
             return self._compare(find_runs(args.names, own))
-        table = list_runs(own=own, **filters)
-        table["total_peak"] = (table["total_peak"].astype(float) / 2**20).round(3)
-        return table.rename(columns={"total_peak": "total_peak (MiB)"})
+        return to_read(list_runs(own=own, **filters).drop(columns="folder"))
 
     def _compare(self, runs: list[Run]) -> pd.DataFrame:
         from labkit.notebook.runs.comparison import compare_runs
         from labkit.notebook.runs.comparison import plot_comparison
 
         display(plot_comparison(runs))
-        return in_mib(compare_runs(runs))
+        return to_read(compare_runs(runs)).T  # a page is wide enough for some runs
 
     @magic_arguments()
     @argument(
@@ -373,11 +373,28 @@ def ready_line(lab: Lab) -> str:
     )
 
 
-def in_mib(table: pd.DataFrame) -> pd.DataFrame:
-    """A comparison of runs to read: what is in bytes, in MiB."""
-    names = [*COMPONENTS, "wire_bytes", "wire_bytes_theory"]
-    shown = table.copy()
-    shown[names] = shown[names] / 2**20
-    return shown.rename(
-        columns={name: name.replace("_bytes", "") + " (MiB)" for name in names}
-    ).round(3)
+def to_read(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of runs as words: numbers of three digits, bytes in a unit that suits
+    most of them, the optional parts of a rank's memory only where there are any."""
+    in_bytes = [
+        name
+        for name in (*COMPONENTS, "wire_bytes", "wire_bytes_theory")
+        if name in table and table[name].fillna(0.0).any()
+    ]
+    unused = [name for name in (*COMPONENTS,) if name in table if name not in in_bytes]
+    shown = table.drop(columns=unused).astype(object)
+    for name in in_bytes:
+        unit, called = memory_unit(float(table[name].max()))
+        shown[name] = [three_digits(value / unit) for value in table[name]]
+        shown = shown.rename(
+            columns={name: name.replace("_bytes", "") + f" ({called})"}
+        )
+    for name in ("last_loss", "steps_per_s", "seconds", "comm_seconds"):
+        if name in shown:
+            shown[name] = [three_digits(value) for value in table[name]]
+    return shown
+
+
+def three_digits(value: float) -> str:
+    """A number to read; "-" for one that is not known."""
+    return "-" if pd.isna(value) else significant(float(value))

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import SMALL
-from labkit.notebook.plots.style import memory_unit
 from labkit.notebook.plots.style import style_axes
 from labkit.records import PARTS
+from labkit.records import memory_unit
 from labkit.records import significant
 
 # Tol's muted colours, which the colour-blind distinguish too, and which are none of

@@ -22,9 +22,9 @@ from labkit.notebook.plots.marks import Mark
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import WARNING_INK
-from labkit.notebook.plots.style import memory_unit
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
+from labkit.records import memory_unit
 
 Limits = tuple[float, float]
 

@@ -10,11 +10,11 @@ from labkit.notebook.plots.memory_bars import PART_LABELS
 from labkit.notebook.plots.memory_bars import WORTH_DRAWING
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import SMALL
-from labkit.notebook.plots.style import memory_unit
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import use_title
 from labkit.records import COMPONENTS
 from labkit.records import PARTS
+from labkit.records import memory_unit
 from labkit.records import significant
 
 STATES = COMPONENTS[:4]

@@ -60,11 +60,3 @@ def use_title(axes: Axes, text: str, *, size: float = MEDIUM, pad: float = 6.0) 
     axes.set_title(
         text, loc="left", fontsize=size, color=INK, pad=pad, parse_math=False
     )
-
-
-def memory_unit(num_bytes: float) -> tuple[int, str]:
-    """What to divide by, and its name, so that numbers up to this one are read well."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= 2 * unit:
-            return unit, name
-    return 2**10, "KiB"

@@ -11,13 +11,13 @@ from labkit.notebook.history.thinning import thin
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.memory_bars import stack_peaks
 from labkit.notebook.plots.style import SMALL
-from labkit.notebook.plots.style import memory_unit
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.plots.style import use_title
 from labkit.notebook.runs.run import Run
 from labkit.records import COMPONENTS
 from labkit.records import PARTS
+from labkit.records import memory_unit
 from labkit.records import shorten
 
 _COLUMNS = (

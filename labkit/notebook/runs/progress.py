@@ -13,6 +13,9 @@ from labkit.rank_spec import format_ranks
 from labkit.records import significant
 
 MAX_TROUBLES = 2
+MIN_SECONDS = 1.0
+"""How long a run takes at least for a rank to be called slow: in less it may be so by
+chance."""
 RECENT_STEPS = 500
 """How many of the newest steps give the rate of a run that is running."""
 
@@ -59,7 +62,7 @@ def remarks(run: RunRecord) -> list[str]:
     """What is not as it should be: a slow rank, NaN, lost records."""
     found = []
     straggler = find_straggler(run.collector)
-    if straggler is not None:
+    if straggler is not None and run.elapsed() > MIN_SECONDS:
         rank, lag = straggler
         others = [other for other in run.collector.ranks if other != rank]
         whom = "the median" if len(others) > 1 else format_ranks(others)
