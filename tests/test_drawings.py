@@ -8,6 +8,7 @@ import pytest
 from labkit import Lab
 from labkit.course.grids import draw_exchanges
 from labkit.course.grids import numbers_of
+from labkit.course.grids import ring_turns
 from labkit.course.grids import who_is_in
 from labkit.course.timelines import fit_alpha_beta
 
@@ -39,6 +40,13 @@ def test_an_exchange_shows_every_number_before_and_after() -> None:
     shown = [text.get_text() for text in figure.axes[0].texts]
     assert {"reduce", "rank 0", "rank 1", "nothing"} <= {*shown}
     assert {"1", "2", "40", "41", "42"} <= {*shown}
+
+
+def test_a_ring_adds_up_one_part_a_rank_and_then_passes_it_on() -> None:
+    turns = ring_turns(4)
+    complete = [sum(len(whose) == 4 for whose in held.values()) for held in turns]
+    assert complete == [0, 0, 0, 4, 8, 12, 16]
+    assert len({rank for (rank, _), whose in turns[3].items() if len(whose) == 4}) == 4
 
 
 def test_the_fitted_line_has_the_latency_and_bandwidth_of_the_times() -> None:

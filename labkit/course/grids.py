@@ -17,6 +17,7 @@ from labkit.notebook.plots.style import RANK_COLOURS
 
 CELL_INCHES = 0.41
 ROW_INCHES = 0.31
+RING_INCHES = 0.25
 GAP = 2.2
 """Cells between what was and what is, where the arrow is."""
 MOST_RANKS = 10
@@ -76,6 +77,52 @@ def draw_exchanges(by_rank: Sequence[Mapping[str, tuple[Any, Any]]]) -> RunFigur
     return figure
 
 
+def draw_ring(num_ranks: int) -> RunFigure:
+    """An all-reduce in a ring, turn by turn: whose numbers are in each part, where.
+
+    What has just arrived has a thick frame.
+    """
+    turns = ring_turns(num_ranks)
+    width = len(turns) * (num_ranks + 0.8)
+    inches = (width + 2.8) * RING_INCHES, (num_ranks + 1.5) * RING_INCHES
+    figure = RunFigure(figsize=inches, dpi=100, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set(xlim=(-2.6, width + 0.2), ylim=(num_ranks + 0.2, -1.3))
+    for turn, held in enumerate(turns):
+        left = turn * (num_ranks + 0.8)
+        title = f"turn {turn}" if turn else "before"
+        axes.text(left, -0.6, title, fontsize=9, color=INK)
+        for (rank, part), whose in held.items():
+            _draw_cell(axes, left + part, rank, "", whose)
+        for rank in range(num_ranks if turn else 0):
+            at = left + (rank - turn) % num_ranks, rank
+            axes.add_patch(Rectangle(at, 1, 1, fc="none", ec=INK, lw=1.8))
+    _name_ranks(axes, num_ranks)
+    return figure
+
+
+def ring_turns(num_ranks: int) -> list[dict[tuple[int, int], tuple[int, ...]]]:
+    """Whose numbers are in the part of a rank, by (rank, part), before a ring's first
+    turn and after each.
+
+    In turn t rank r gets part r - t from the rank before it, which adds up that part,
+    or, from turn `num_ranks` on, has it complete.
+    """
+    places = list(np.ndindex(num_ranks, num_ranks))
+    turns: list[dict[tuple[int, int], tuple[int, ...]]] = [
+        {(rank, part): (rank,) for rank, part in places}
+    ]
+    for turn in range(1, 2 * num_ranks - 1):
+        held = dict(turns[-1])
+        for rank in range(num_ranks):
+            part = (rank - turn) % num_ranks
+            sent = turns[-1][(rank - 1) % num_ranks, part]
+            held[rank, part] = tuple(sorted({*held[rank, part], *sent}))
+        turns.append(held)
+    return turns
+
+
 def numbers_of(held: Any) -> np.ndarray:
     """What a rank holds, as one row: a tensor, a list of tensors, or None."""
     if held is None:
@@ -97,7 +144,8 @@ def draw_rows(
     """
     for rank, row in enumerate(rows):
         for place, number in enumerate(row):
-            _draw_cell(axes, left + place, rank, number, who_is_in(number, sources))
+            whose = who_is_in(number, sources)
+            _draw_cell(axes, left + place, rank, f"{number:g}", whose)
         if not len(row):
             axes.text(left, rank + 0.5, "nothing", **_SMALL, style="italic")
 
@@ -119,7 +167,7 @@ _SMALL: dict[str, Any] = {"fontsize": 8, "color": "#777777", "va": "center"}
 
 
 def _draw_cell(
-    axes: Axes, x: float, y: float, number: float, ranks: tuple[int, ...]
+    axes: Axes, x: float, y: float, text: str, ranks: tuple[int, ...]
 ) -> None:
     for turn, rank in enumerate(ranks):
         colour = np.array(to_rgb(RANK_COLOURS[rank % len(RANK_COLOURS)]))
@@ -131,9 +179,7 @@ def _draw_cell(
         )
     axes.add_patch(Rectangle((x, y), 1, 1, fc="none", ec="white", lw=2))
     axes.add_patch(Rectangle((x, y), 1, 1, fc="none", ec="#999999", lw=0.5))
-    axes.text(
-        x + 0.5, y + 0.5, f"{number:g}", ha="center", va="center", fontsize=9, color=INK
-    )
+    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=9, color=INK)
 
 
 def _draw_arrow(axes: Axes, start: float, end: float, y: float) -> None:
