@@ -211,7 +211,7 @@ def test_axes_say_what_they_show_in_which_unit() -> None:
         plot.update("")
         loss, memory = plot.figure.axes
         assert (loss.get_xlabel(), loss.get_ylabel()) == ("optimizer step", "loss")
-        assert memory.get_ylabel() == f"memory ({unit})"
+        assert memory.get_ylabel() == f"memory of tensors ({unit})"
         assert memory.get_title(loc="left") == "held by tensors"
         [line] = plot.panels[MEMORY].lines.values()
         assert line.get_ydata().max() == pytest.approx(60, rel=0.05)
@@ -392,7 +392,7 @@ def test_many_ranks_are_a_band_with_the_worst_rank() -> None:
     np.testing.assert_allclose(loss.worst.get_ydata(), 1.57)
     assert loss.worst.get_color() == style_of(7)["color"]
     assert set(memory.worst.get_ydata()) == {9.0}
-    assert {"rank 7 highest", "rank 3 highest"} <= {*texts(plot)}
+    assert {"max: rank 7", "max: rank 3"} <= {*texts(plot)}
     assert loss.data_limits() == pytest.approx((1.0, 1.57))
 
 
@@ -402,7 +402,7 @@ def test_equal_ranks_have_no_worst() -> None:
         add(collector, rank, [1.0, 0.5])
     plot = RunPlot(collector)
     plot.update("")
-    assert not any("highest" in text for text in texts(plot))
+    assert not any("max: " in text for text in texts(plot))
 
 
 @pytest.mark.parametrize("word", ["NaN", "infinite"])

@@ -129,7 +129,7 @@ class Panel:
         unit, name = memory_unit(max(ends, default=0.0))
         has_changed = unit != self._unit
         self._unit = float(unit)
-        self.axes.set_ylabel(f"memory ({name})")
+        self.axes.set_ylabel(f"memory of tensors ({name})")
         return has_changed
 
     def mark_steps(self, marks: Sequence[Mark]) -> bool:
@@ -197,8 +197,8 @@ class Panel:
         self.worst.set_data(*self._points(curves, rank))
         self.worst.set_color(self._styles[rank]["color"])
         self._worst_label.set_color(self._styles[rank]["color"])
-        word = "highest" if recent[rank] > centre else "lowest"
-        self._worst_label.set_text(f"rank {rank} {word}")
+        word = "max" if recent[rank] > centre else "min"
+        self._worst_label.set_text(f"{word}: rank {rank}")
 
     def _mark_trouble(self, curves: Curves) -> None:
         """A cross with a dotted line where the metric was NaN or infinite first."""

@@ -72,7 +72,7 @@ class RunPlot:
         self._marks: list[Mark] = []
         self.panels: dict[str, Panel] = {}
         self._add_panel("loss", "loss", log_scale=log_scale)
-        self._add_panel(MEMORY, "memory", has_mean=False)
+        self._add_panel(MEMORY, "memory of tensors", has_mean=False)
         use_title(self.panels[MEMORY].axes, memory_is, size=SMALL)
         self._unmeasured = self.panels[MEMORY].axes.text(
             *(0.5, 0.5, ""),
@@ -166,7 +166,8 @@ class RunPlot:
         room = 2 + MAX_EXTRA - len(self.panels)
         for metric in new[:room]:
             self._add_panel(metric, "")
-            use_title(self.panels[metric].axes, shorten(metric, 28))
+            panel = self.panels[metric]
+            use_title(panel.axes, shorten(metric, 16 if panel.is_band else 28))
         if new[room:]:
             self._more.set_text(f"{len(new[room:])} more metrics are in run.history")
         if new[:room]:
@@ -242,6 +243,8 @@ class RunPlot:
                 bbox_to_anchor=(1.0, 0.5),
                 frameon=False,
                 fontsize=SMALL,
+                handlelength=1.5,
+                handletextpad=0.6,
             )
             self._background = None
 

@@ -86,8 +86,8 @@ def memory_is_of(run: RunRecord) -> str:
     """What the memory at a step is, in words."""
     devices = run.info.get("devices") or ["cpu"]
     if str(devices[0]).startswith("cuda"):
-        return "held by tensors at the end of a step"
-    return "held by tensors, peak of measured steps"
+        return "after each step"
+    return "peak of measured steps"
 
 
 def planned_steps(run: RunRecord) -> int | None:
