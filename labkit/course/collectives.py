@@ -12,6 +12,7 @@ import torch.distributed as dist
 from labkit.compat.c10d import FUNCTIONAL
 from labkit.compat.torch import TorchDispatchMode
 from labkit.course.exercise import Verdict
+from labkit.course.exercise import of_all_ranks
 
 Answer = Callable[..., Any]
 
@@ -60,7 +61,7 @@ def swap_two_ranks(answer: Answer) -> Verdict:
         with Traffic() as traffic:
             swapped = answer(tensors[rank].clone(), a, b)
         wrong = not _is_same(swapped, tensors[sources[rank]])
-        found = _of_all_ranks((wrong, traffic.calls.total()))
+        found = of_all_ranks((wrong, traffic.calls.total()))
         for each, (is_wrong, calls) in enumerate(found):
             if is_wrong:
                 told = f"after a swap of {a} and {b} rank {each} does not return"
@@ -92,7 +93,7 @@ def ring_all_reduce(answer: Answer) -> Verdict:
             total = answer(tensors[dist.get_rank()].clone())
         wrong = not _is_same(total, torch.stack(tensors).sum(dim=0))
         others = [*{*traffic.calls} - {"send", "recv", "recv_any_source", "barrier"}]
-        found = _of_all_ranks((wrong, others, traffic.sent_bytes))
+        found = of_all_ranks((wrong, others, traffic.sent_bytes))
         for rank, (is_wrong, names, _) in enumerate(found):
             if names:
                 complaint = (
@@ -131,7 +132,7 @@ def time_by_size(
             began = time.perf_counter()
             call(tensor)
             _synchronize(tensor)
-            taken.append(max(_of_all_ranks(time.perf_counter() - began)))
+            taken.append(max(of_all_ranks(time.perf_counter() - began)))
         fastest.append(min(taken))
     return fastest
 
@@ -156,12 +157,6 @@ def _is_same(result: Any, expected: torch.Tensor) -> bool:
         and result.shape == expected.shape
         and bool((result == expected).all())
     )
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
