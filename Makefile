@@ -14,7 +14,7 @@ INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: help lab check test test-long test-third-party test-oldest lock lint browser
-.PHONY: format notebooks pictures conformance clean
+.PHONY: docs format notebooks pictures conformance clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
 	@echo "make lock                                  write .venv to constraints.txt"
+	@echo "make docs                                  the site, in docs/_build/html"
 	@echo "make format                                format the code"
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make pictures                              film a run for the README"
@@ -36,7 +37,7 @@ help:
 	    "Name another one: make lab PYTHON=python3.12"; exit 1; }
 	@echo "Making .venv with $$($(PYTHON) -V); the first time takes a few minutes."
 	$(PYTHON) -m venv .venv
-	$(BIN)/$(INSTALL) -c constraints.txt -e ".[test]"
+	$(BIN)/$(INSTALL) -c constraints.txt -e ".[test,docs]"
 	@touch $@
 
 lab: .venv/installed
@@ -89,6 +90,7 @@ lock: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 # Some tests use JupyterLab in a browser, and skip where there is none: this installs
@@ -107,6 +109,10 @@ browser:
 	  $(APT) install --no-install-recommends chromium fonts-dejavu-core; } || \
 	echo "chromium was not installed: the tests in a browser will be skipped."
 
+docs: .venv/installed
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+	@echo "The site is in docs/_build/html/index.html"
+
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -121,4 +127,4 @@ conformance: .venv/installed
 	$(BIN)/python -m tests.conformance --out docs/conformance.md
 
 clean:
-	rm -rf .venv $(THIRD_PARTY) $(OLDEST) test-artifacts
+	rm -rf .venv $(THIRD_PARTY) $(OLDEST) test-artifacts docs/_build docs/notebooks

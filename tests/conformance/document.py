@@ -95,7 +95,10 @@ def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
         return []
     return [
         f"\n## {heading}\n",
-        *(f"- {said}\n  ({', '.join(names)})" for said, names in loops.items()),
+        *(
+            f"- {without_links(said)}\n  ({', '.join(names)})"
+            for said, names in loops.items()
+        ),
     ]
 
 
@@ -106,6 +109,11 @@ def without_strategy(said: str, strategy: str) -> str:
         lambda found: "STRATEGY" if found[1] else found[0],
         said,
     )
+
+
+def without_links(said: str) -> str:
+    """A sentence that Markdown takes for no link, as it does "f32[16, 6](S(0))"."""
+    return said.replace("](", "]\\(")
 
 
 def marks_on_page(loop: str) -> dict[Place, str]:

@@ -1,0 +1,92 @@
+"""The site is built without a warning, is whole, and says what labkit has."""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+from urllib.parse import urlsplit
+
+import pytest
+
+from labkit.compat.ipython import options_of
+from labkit.magics.lab_magics import LabMagics
+from labkit.rank.engine.cell_runner import TRAINING_NAMES
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]  # a program of its own
+
+
+class Links(HTMLParser):
+    """What a page refers to, and what can be referred to in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.links += [found[name] or "" for name in ("href", "src") if name in found]
+        if found.get("id"):
+            self.ids.add(found["id"] or "")
+
+
+@cache
+def links_of(page: Path) -> Links:
+    found = Links()
+    found.feed(page.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("myst_nb")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
+    done = subprocess.run(
+        [*command, "-d", folder / "doctrees", ROOT / "docs", folder / "html"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "html"
+
+
+def test_no_link_inside_the_site_is_broken(site: Path) -> None:
+    broken = []
+    for page in site.rglob("*.html"):
+        for link in links_of(page).links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            path = page.parent / unquote(parts.path) if parts.path else page
+            is_there = path.exists()
+            if is_there and parts.fragment and path.suffix == ".html":
+                is_there = unquote(parts.fragment) in links_of(path.resolve()).ids
+            if not is_there:
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == []
+
+
+def test_every_notebook_is_a_page(site: Path) -> None:
+    for name in NOTEBOOKS:
+        assert (site / "notebooks" / name).with_suffix(".html").exists()
+
+
+def test_every_option_of_every_magic_is_on_the_page(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "reference/magics.html").read_text())
+    names = {*LabMagics.magics["line"], *LabMagics.magics["cell"]}
+    for name in names:
+        assert f"%{name}" in text
+        for action in options_of(getattr(LabMagics, name).parser):
+            for option in action.option_strings:
+                assert option in text, (name, option)
+
+
+def test_the_functions_of_a_cell_are_in_the_api(site: Path) -> None:
+    ids = links_of(site / "reference/api.html").ids
+    assert {*TRAINING_NAMES, "save_checkpoint", "labkit.Lab.train"} <= ids
