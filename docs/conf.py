@@ -5,8 +5,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
-import labkit
 import sources
+
+import labkit
 
 project = "labkit"
 author = "the labkit authors"

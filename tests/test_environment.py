@@ -114,7 +114,9 @@ def test_the_lock_is_within_the_ranges(project: dict[str, Any]) -> None:
     locked = {canonical(name): version for name, version in locked_versions()}
     extras = project["project"]["optional-dependencies"]
     lines = [*project["project"]["dependencies"]]
-    lines += [x for name in ("tensorboard", "widget", "test", "docs") for x in extras[name]]
+    lines += [
+        x for name in ("tensorboard", "widget", "test", "docs") for x in extras[name]
+    ]
     ranges = [each for each in map(Requirement, lines) if each.name != "labkit"]
     wrong = [
         f"{each} with {locked.get(canonical(each.name), 'nothing')} in the lock"

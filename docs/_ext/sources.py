@@ -1,8 +1,8 @@
 """What pages take from elsewhere in the repository: notebooks, files, help texts.
 
-A page says `{{ FILE }}` for a file of the repository, `{{ magics }}` for the magics with
-their arguments, `{{ strategies }}` for their table and `{{ cell functions }}` for the functions of a cell. A link that is
-right in the repository is right on the site too.
+A page says `{{ FILE }}` for a file of the repository, `{{ magics }}` for the magics
+with their arguments, `{{ strategies }}` for their table, and `{{ cell functions }}` for
+the functions of a cell. A link that is right in the repository is right on the site too.
 """
 
 import inspect
