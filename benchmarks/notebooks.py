@@ -1,8 +1,8 @@
-"""Seconds that each notebook takes from its kernel's start to its last cell, and its size.
+"""Seconds of each notebook, from its kernel's start to its last cell, and its size.
 
-`--write` puts the seconds into the table of notebooks/README.md, and makes links of the
-numbers of notebooks in the tables of all READMEs; where pyproject.toml names the
-repository under [project.urls], also to nbviewer and Colab. `--no-run` writes links alone.
+`--write` puts the seconds into the table of notebooks/README.md, and makes links of
+the numbers of notebooks in the tables of all READMEs; where pyproject.toml names the
+repository under [project.urls], to nbviewer and Colab too. `--no-run` writes links.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 A page says `{{ FILE }}` for a file of the repository, `{{ magics }}` for the magics
 with their arguments, `{{ strategies }}` for their table, and `{{ cell functions }}` for
-the functions of a cell. A link that is right in the repository is right on the site too.
+the functions of a cell. A link that leads somewhere in the repository does so here.
 """
 
 import inspect
