@@ -133,11 +133,17 @@ def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
         "records.parquet",
         "run.json",
     ]
-    lines = [line for line in run.plot().axes[0].lines if line.get_linewidth() == 0.8]
-    assert [line.get_xdata()[0] for line in lines] == [0, 9]  # type: ignore[index]
-    [first, second] = run.plot().axes[0].texts[-2:]
-    assert first.get_text() == "rank 1 died; resumed from step 0"
-    assert second.get_text() == "rank 0 died; resumed from step 9"
+    died_at = [restart.died_at for restart in run.restarts]
+    steps = [line.get_xdata() for line in run.plot().axes[0].lines]
+    marked = [step[0] for step in steps if len(step) == 2 and step[0] == step[1]]
+    assert sorted(marked) == sorted([0, 9, *died_at])
+    [legend] = [axes.get_legend() for axes in run.plot().axes if axes.get_legend()]
+    assert [text.get_text() for text in legend.get_texts()][-4:] == [
+        "rank 1 died",
+        "resumed from\nstep 0",
+        "rank 0 died",
+        "resumed from\nstep 9",
+    ]
 
 
 def write_steps(journal: Journal, steps: range, *, every: int, offset: float) -> None:
