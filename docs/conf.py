@@ -41,6 +41,7 @@ nb_merge_streams = True
 
 # ---- the API, from docstrings ----
 
+autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # the docstrings have the types
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}

@@ -145,12 +145,12 @@ class Lab:
 
     @property
     def backend(self) -> str:
-        """The backend of the process group: "nccl" or "gloo"."""
+        """The backend of the process group, "nccl" or "gloo"."""
         return self.placements[0].backend
 
     @property
     def device(self) -> str:
-        """The kind of the ranks' devices: "cuda" or "cpu"."""
+        """The kind of the ranks' devices, "cuda" or "cpu"."""
         return self.placements[0].device.split(":")[0]
 
     @property

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import shutil
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,7 +148,9 @@ def magic(name: str, called: list[str]) -> Iterator[str]:
     usage = " ".join(parser.format_usage().removeprefix("::").split())
     first = usage.split()[0]
     yield "```text"
-    yield "\n".join(usage.replace(first, each, 1) for each in reversed(called))
+    for each in reversed(called):
+        line = usage.replace(first, each, 1)
+        yield textwrap.fill(line, 76, subsequent_indent="    ", break_on_hyphens=False)
     yield "```\n"
     if actions := options_of(parser):
         yield "| | |\n|---|---|"
