@@ -1,9 +1,20 @@
-"""Judges the exercises on data parallelism."""
+"""Judges the exercises on data parallelism, and times what a step is made of."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.course.collectives import Traffic
 from labkit.course.exercise import Verdict
+from labkit.course.exercise import of_all_ranks
 
 NUM_SAMPLES, BATCH_SIZE = 1438, 64
 WORLD_SIZES = (2, 3, 4, 8)
@@ -53,3 +64,77 @@ def each_exactly_once(deal: Deal) -> Verdict:
         to_beat="0",
         is_beaten=worst == 0,
     )
+
+
+def one_collective_a_step(average: Callable[[nn.Module], Any]) -> Verdict:
+    """Judge `average(model)`, after which each gradient is the mean over the ranks."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    complaint, most = "", 0
+    for sizes in ((64, 64, 10), (3, 1, 5, 1, 2)):
+        model = _model_with_gradients(sizes, dist.get_rank()).to(device)
+        replicas = [
+            _model_with_gradients(sizes, rank).to(device)
+            for rank in range(dist.get_world_size())
+        ]
+        with Traffic() as traffic:
+            average(model)
+        wrong = ""
+        of_replicas = zip(*(each.parameters() for each in replicas), strict=True)
+        named = zip(model.named_parameters(), of_replicas, strict=True)
+        for (name, parameter), others in named:
+            mean = torch.stack([_gradient_of(each) for each in others]).mean(dim=0)
+            found = parameter.grad
+            if found is None or not torch.allclose(found, mean, atol=1e-6):
+                wrong = wrong or f"the gradient of {name} is not the mean"
+            if not parameter.equal(others[0]):
+                wrong = wrong or f"{name} itself has changed, not its gradient"
+        for rank, (told, calls) in enumerate(
+            of_all_ranks((wrong, traffic.calls.total()))
+        ):
+            complaint = complaint or (told and f"on rank {rank} {told}")
+            most = max(most, calls)
+    return Verdict(
+        measured=f"{most} collectives for the model with the most layers",
+        to_beat="1",
+        is_beaten=most <= 1,
+        complaint=complaint,
+    )
+
+
+def time_calls(
+    calls: Mapping[str, Callable[[], Any]], *, turns: int = 60
+) -> dict[str, float]:
+    """Seconds that each call takes: the median of `turns`, of the slowest rank.
+
+    The calls take turns, and the ranks begin each together. The same on every rank.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 3):  # the first few warm up
+        for name, call in calls.items():
+            dist.barrier()
+            began = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn >= 3:
+                seconds[name].append(time.perf_counter() - began)
+    own = {name: median(each) for name, each in seconds.items()}
+    by_rank = of_all_ranks(own)
+    return {name: max(each[name] for each in by_rank) for name in calls}
+
+
+def _model_with_gradients(sizes: tuple[int, ...], rank: int) -> nn.Module:
+    """The same weights for every rank, gradients of its own."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(sizes)]
+    model = nn.Sequential(*layers)
+    own = torch.Generator().manual_seed(rank + 1)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=own)
+    return model
+
+
+def _gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -9,6 +9,7 @@ from typing import Any
 EXERCISES: dict[str, str] = {
     "swap_two_ranks": "collectives",
     "ring_all_reduce": "collectives",
+    "one_collective_a_step": "data_parallel",
     "each_exactly_once": "data_parallel",
 }
 """The name of each exercise, and the module of `labkit.course` that has the function

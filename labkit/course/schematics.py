@@ -79,6 +79,27 @@ def draw_patterns(num_ranks: int) -> RunFigure:
     return _figure_of(axes)
 
 
+def draw_data_parallel_step(num_ranks: int) -> RunFigure:
+    """A step of data parallelism: a part of the batch, a gradient, their mean."""
+    top = 0.8 * num_ranks + 0.2
+    axes = _canvas(10.4, top + 0.45)
+    titles = {0.2: "its part of a batch", 2.5: "its gradient", 8.0: "same weights"}
+    for x, title in titles.items():
+        _write(axes, x, top + 0.2, title, weight="bold")
+    draw_box(axes, 5.2, 0.2, 1.7, top - 0.35, "all_reduce,\nthen divide\nby $N$", GREY)
+    for rank in range(num_ranks):
+        colour = colour_of(rank)
+        y = top - 0.8 * (rank + 1) + 0.05
+        at = y + 0.3
+        draw_box(axes, 0.2, y, 1.5, 0.6, f"rank {rank}\n$B/N$ samples", colour)
+        draw_box(axes, 2.5, y, 1.9, 0.6, f"forward, backward\n$g_{{{rank}}}$", colour)
+        draw_box(axes, 8.0, y, 2.1, 0.6, "optimizer step\n$w - \\eta\\, g$", colour)
+        for start, end in ((1.75, 2.45), (4.45, 5.15), (6.95, 7.95)):
+            draw_arrow(axes, (start, at), (end, at), colour)
+        _write(axes, 7.45, at + 0.16, "$g$", ha="center")
+    return _figure_of(axes)
+
+
 def colour_of(rank: int) -> str:
     """The colour that a rank has in every picture."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]

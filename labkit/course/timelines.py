@@ -1,9 +1,10 @@
-"""Draws what takes how long: times against sizes."""
+"""Draws what runs are in time: losses, distances, lanes, times against sizes."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.ticker import LogLocator
 from matplotlib.ticker import NullFormatter
 
@@ -11,6 +12,7 @@ from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_axes
+from labkit.notebook.plots.style import style_of
 
 
 def fit_alpha_beta(
@@ -65,3 +67,60 @@ def _in_words(num_bytes: float) -> str:
             return f"{num_bytes:g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:g} GiB"
+
+
+def draw_losses(history: pd.DataFrame, first: int, last: int) -> RunFigure:
+    """The loss of each rank in the steps `first` to `last` of a run, and their mean."""
+    figure = RunFigure(figsize=(7.4, 2.8), dpi=100, facecolor="white")
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    losses = history[history.step.between(first, last)].pivot(
+        index="step", columns="rank", values="loss"
+    )
+    for rank, loss in losses.items():
+        colour = RANK_COLOURS[int(str(rank)) % len(RANK_COLOURS)]
+        axes.plot(loss, ".-", color=colour, lw=1, label=f"rank {rank}")
+    axes.plot(losses.mean(axis=1), color=INK, lw=2.2, label="mean")
+    style_axes(axes, "step", "loss")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def draw_distances(distances: Mapping[str, Sequence[float]]) -> RunFigure:
+    """How far apart weights are after each step, on a log axis that has a 0 below."""
+    figure = RunFigure(figsize=(8.4, 3.6), dpi=100, facecolor="white")
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    above_0 = [each for line in distances.values() for each in line if each > 0]
+    floor = 0.03 * min(above_0, default=1.0)
+    for place, (name, line) in enumerate(distances.items()):
+        style = style_of(place)
+        values = np.maximum(np.asarray(line, dtype=float), floor)
+        axes.plot(range(1, len(values) + 1), values, lw=2, label=name, **style)
+    style_axes(axes, "step", "distance between weights")
+    axes.set_yscale("log")
+    powers = np.arange(np.ceil(np.log10(floor * 10)), np.log10(max(above_0, default=1)))
+    shown = powers[:: max(1, len(powers) // 5)]
+    axes.set_yticks(
+        [floor, *10.0**shown], ["exactly 0", *(f"$10^{{{p:.0f}}}$" for p in shown)]
+    )
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def draw_seconds(seconds: Mapping[str, float]) -> RunFigure:
+    """A bar for each name, as long as the seconds that it takes."""
+    figure = RunFigure(
+        figsize=(7.4, 0.8 + 0.35 * len(seconds)), dpi=100, facecolor="white"
+    )
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    names, values = list(seconds), [1e3 * each for each in seconds.values()]
+    bars = axes.barh(names, values, color=RANK_COLOURS[0], height=0.6)
+    axes.bar_label(bars, fmt=" %.3g ms", fontsize=9, color=INK)
+    style_axes(axes, "time (ms)", "")
+    axes.set_yticks(range(len(names)), names)
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    return figure
