@@ -36,8 +36,6 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 # A cell magic is no Python: what cannot be coloured is shown as it is.
 suppress_warnings = ["misc.highlighting_failure", "mystnb.unknown_mime_type"]
-# A text output of 20 lines is read as one, and a longer one scrolls.
-nb_merge_streams = True
 
 # ---- the API, from docstrings ----
 
