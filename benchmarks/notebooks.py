@@ -6,7 +6,9 @@ repository under [project.urls], to nbviewer and Colab too. `--no-run` writes li
 """
 
 import argparse
+import os
 import re
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -39,7 +41,9 @@ def main() -> None:
     seconds: dict[str, float] = {}
     if not args.no_run:
         chosen = args.numbers or list(found)
-        seconds = {number: run(found[number]) for number in chosen}
+        with tempfile.TemporaryDirectory() as runs:
+            os.environ["LABKIT_RUNS"] = runs  # of the kernels, which inherit it
+            seconds = {number: run(found[number]) for number in chosen}
         print_table(
             "Notebooks, two ranks: seconds and kB",
             ["notebook", "s", "kB"],
