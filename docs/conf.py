@@ -37,6 +37,8 @@ myst_heading_anchors = 3
 # A cell magic is no Python: what cannot be coloured is shown as it is.
 suppress_warnings = ["misc.highlighting_failure", "mystnb.unknown_mime_type"]
 
+highlight_language = "none"  # of what has no language: a shell, a drawing
+
 # ---- the API, from docstrings ----
 
 autodoc_preserve_defaults = True
