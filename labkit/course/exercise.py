@@ -11,6 +11,7 @@ EXERCISES: dict[str, str] = {
     "ring_all_reduce": "collectives",
     "one_collective_a_step": "data_parallel",
     "each_exactly_once": "data_parallel",
+    "best_every": "failures",
 }
 """The name of each exercise, and the module of `labkit.course` that has the function
 of that name, which judges an answer: it takes the answer and returns a `Verdict`."""
