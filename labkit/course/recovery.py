@@ -1,6 +1,7 @@
 """Draws a run that dies and resumes, and where its losses join."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,7 +37,12 @@ def draw_recovery(*, every: int, died_at: int, num_steps: int) -> RunFigure:
         (resumed, 0.86),
         arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.5},
     )
-    words = {"ha": "left", "va": "center", "fontsize": SMALL, "color": INK}
+    words: dict[str, Any] = {
+        "ha": "left",
+        "va": "center",
+        "fontsize": SMALL,
+        "color": INK,
+    }
     axes.text(died_at + 4, 1, "a rank dies; the hatched steps are lost", **words)
     axes.text(
         resumed - 4, 0, "resume from the last checkpoint", **{**words, "ha": "right"}
@@ -62,7 +68,7 @@ def draw_join(
     figure.subplots_adjust(left=0.075, right=0.82, top=0.88, bottom=0.17, wspace=0.2)
     for place, (name, series) in enumerate(losses.items()):
         colour = "#CCCCCC" if not place else RANK_COLOURS[place + 3]
-        style = {"color": colour, "lw": (7.0, 3.4, 1.3)[min(place, 2)]}
+        style: dict[str, Any] = {"color": colour, "lw": (7.0, 3.4, 1.3)[min(place, 2)]}
         style["label"] = name
         whole.plot(series.index, series.to_numpy(), **style)
         part = series.loc[around - width : around + width]
@@ -87,7 +93,7 @@ def draw_apart(losses: Mapping[str, list[float]], first_step: int) -> RunFigure:
     steps = np.arange(first_step, first_step + len(reference))
     for place, (name, values) in enumerate(others):
         apart = np.abs(np.subtract(values, reference))
-        style = {"color": RANK_COLOURS[place + 4], "ms": 4, "lw": 1.3}
+        style: dict[str, Any] = {"color": RANK_COLOURS[place + 4], "ms": 4, "lw": 1.3}
         axes.plot(steps, np.maximum(apart, floor), "o-", label=name, **style)
     style_axes(axes, "optimizer step", "distance of the losses")
     axes.set_yscale("log")
