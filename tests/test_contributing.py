@@ -57,4 +57,5 @@ def test_its_commands_are_targets() -> None:
 
 def test_its_files_are_there() -> None:
     for path in re.findall(r"`((?:docs|tests|benchmarks|labkit)/[\w./]*)`", TEXT):
-        assert (ROOT / path).exists(), path
+        is_made = path.startswith("docs/_build")
+        assert is_made or (ROOT / path).exists(), path
