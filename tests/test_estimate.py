@@ -150,7 +150,8 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
     assert "With --activation-checkpointing ddp and hsdp would" in some
     none = said(1)
     assert "nothing fits: " in none
-    assert none.endswith("--precision bf16 are left to try.")
+    left = "more ranks (--ranks), a smaller batch and --precision bf16"
+    assert none.endswith(f"Left to try: {left}.")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_without_input_there_are_the_model_states(
     assert table["activations_peak"].isna().all()
     assert (table.loc[2]["total_peak"] >= states).all()
     shown = Forecast(table, says, 2**30)
-    assert set(shown.in_mib()["fits"]) == {"?"}
+    assert set(shown.formatted()["fits"]) == {"?"}
     assert shown.plot()._repr_png_().startswith(b"\x89PNG")
     _, says = forecast(model, **{**given, "device_bytes": 3 * total})  # type: ignore[arg-type]
     assert "single, ddp" in says
@@ -288,7 +289,10 @@ def test_the_forecast_is_a_table_and_a_picture() -> None:
     )
     shown = Forecast(table, sentence, 2**20)
     assert sentence in repr(shown)
-    assert set(shown.in_mib()["fits"]) <= {"yes", "no"}
+    assert set(shown.formatted()["fits"]) <= {"yes", "no"}
+    # 19 KiB of parameters on each of two ranks would be 0.0 MiB.
+    assert shown.formatted().columns.name == "KiB"
+    assert shown.formatted().loc[2, "ddp"]["parameters"] == "18.8"
     figure = shown.plot()
     assert [axes.get_title() for axes in figure.axes] == ["2 ranks", "8 ranks"]
     assert figure._repr_png_().startswith(b"\x89PNG")

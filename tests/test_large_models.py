@@ -427,11 +427,11 @@ def test_the_forecast_says_when_set_up_is_what_does_not_fit() -> None:
     assert not table.loc[(8, "fsdp"), "fits"]
     assert "A step under" in sentence
     assert "fsdp and hsdp would fit, but prepare needs up to" in sentence
-    shown = Forecast(table, sentence, 2**30).in_mib()
-    assert "setup_peak (MiB)" in shown
+    shown = Forecast(table, sentence, 2**30).formatted()
+    assert "in prepare" in shown
     with torch.device("meta"):
         ordinary = GPT(64, context=8, dim=16, num_heads=2, num_layers=2)
     table, sentence = forecast(
         ordinary, world_sizes=[2], device_bytes=2**30, batch_size=4, sequence=8
     )
-    assert "setup_peak (MiB)" not in Forecast(table, sentence, 2**30).in_mib()
+    assert "in prepare" not in Forecast(table, sentence, 2**30).formatted()

@@ -36,7 +36,10 @@ MAY_IMPORT = {
     "strategies": {"compat", *GROUND_FLOOR},
     "compat": {"checks"},
     # Its checks run on ranks, its drawings in the notebook's kernel.
-    "course": {"compat", "data", "models", "notebook", "records", "theory"},
+    "course": {
+        *("compat", "data", "estimate", "models", "notebook", "records"),
+        *("strategies", "theory"),
+    },
 }
 # What each wing may import of `compat`, one module of which is one library's.
 OF_NOTEBOOKS = {"labkit.compat.ipyparallel", "labkit.compat.ipython"}

@@ -12,6 +12,7 @@ EXERCISES: dict[str, str] = {
     "one_collective_a_step": "data_parallel",
     "each_exactly_once": "data_parallel",
     "best_every": "failures",
+    "fewest_gpus": "memory",
 }
 """The name of each exercise, and the module of `labkit.course` that has the function
 of that name, which judges an answer: it takes the answer and returns a `Verdict`."""

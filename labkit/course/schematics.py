@@ -1,4 +1,4 @@
-"""Draws boxes and arrows: who talks to whom."""
+"""Draws boxes and arrows: who talks to whom, and who holds what."""
 
 from typing import Any
 
@@ -6,12 +6,21 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Rectangle
 
 from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.memory_bars import PART_COLOURS
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
 
 GREY = "#777777"
+STAGES = (
+    # name, DeepSpeed's word, which of parameters, gradients and optimizer are whole
+    ("baseline", "ddp", (True, True, True)),
+    (r"$P_{os}$", "zero1", (True, True, False)),
+    (r"$P_{os+g}$", "zero2", (True, False, False)),
+    (r"$P_{os+g+p}$", "zero3", (False, False, False)),
+)
 
 
 def draw_cluster(num_ranks: int) -> RunFigure:
@@ -98,6 +107,63 @@ def draw_data_parallel_step(num_ranks: int) -> RunFigure:
             draw_arrow(axes, (start, at), (end, at), colour)
         _write(axes, 7.45, at + 0.16, "$g$", ha="center")
     return _figure_of(axes)
+
+
+def draw_zero_stages(
+    num_parameters: float, num_gpus: int, *, optimizer_bytes: int = 12
+) -> RunFigure:
+    """Draw what three of the GPUs hold under each stage of ZeRO, to scale.
+
+    Parameters
+    ----------
+    num_parameters : float
+        Of the model; each has 2 bytes, and its gradient 2.
+    num_gpus : int
+        Among which the stages divide.
+    optimizer_bytes : int, default 12
+        Bytes of optimizer state of a parameter: Adam's two numbers, and an fp32 copy.
+
+    Source: Rajbhandari et al., "ZeRO", SC 2020, Figure 1.
+    """
+    parts = {"parameters": 2, "gradients": 2, "optimizer_state": optimizer_bytes}
+    labels = ("parameters", "gradients", "optimizer state, fp32 copy")
+    of_all = sum(parts.values())
+    figure = RunFigure(figsize=(8.4, 3.2), dpi=100, facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set(xlim=(-0.75, 4.3), ylim=(-0.75, 4.65))
+    axes.axis("off")
+    for column, gpu in enumerate(("GPU 0", "GPU i", f"GPU {num_gpus - 1}")):
+        axes.text(1.06 * column + 0.5, 4.2, gpu, ha="center", fontsize=10)
+    for row, (name, strategy, whole) in enumerate(STAGES):
+        bottom = 3.2 - row
+        held = [
+            size * (1 if is_whole else 1 / num_gpus)
+            for size, is_whole in zip(parts.values(), whole, strict=True)
+        ]
+        axes.text(-0.06, bottom + 0.46, name, ha="right", fontsize=11)
+        axes.text(-0.06, bottom + 0.12, strategy, ha="right", fontsize=9, color="grey")
+        for column in range(3):
+            left = 1.06 * column
+            axes.add_patch(
+                Rectangle((left, bottom), 1, 0.8, fc="#f5f5f5", ec="#cccccc", lw=0.8)
+            )
+            for part, size, mine in zip(parts, parts.values(), held, strict=True):
+                # A rank's part lies where it is in the whole: first, between, or last.
+                place = left + (size - mine) / of_all * column / 2
+                axes.add_patch(
+                    Rectangle(
+                        (place, bottom),
+                        max(mine / of_all, 0.006),
+                        0.8,
+                        fc=PART_COLOURS[part],
+                    )
+                )
+                left += size / of_all
+        total = num_parameters * sum(held) / 1e9
+        axes.text(3.25, bottom + 0.3, f"{total:.3g} GB", fontsize=13, weight="bold")
+    handles = [Rectangle((0, 0), 1, 1, fc=PART_COLOURS[part]) for part in parts]
+    axes.legend(handles, labels, loc="lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
 
 
 def colour_of(rank: int) -> str:

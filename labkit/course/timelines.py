@@ -5,14 +5,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import FixedLocator
 from matplotlib.ticker import LogLocator
 from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import NullLocator
+from matplotlib.ticker import ScalarFormatter
 
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
+
+CARDS = (24, 40, 80, 141)
+MARKERS = "osD^v"
 
 
 def fit_alpha_beta(
@@ -123,4 +129,89 @@ def draw_seconds(seconds: Mapping[str, float]) -> RunFigure:
     axes.set_yticks(range(len(names)), names)
     axes.margins(x=0.15)
     axes.invert_yaxis()
+    return figure
+
+
+def draw_memory_against_gpus(
+    tables: Mapping[str, pd.DataFrame], *, cards: tuple[int, ...] = CARDS
+) -> RunFigure:
+    """Draw the memory of a rank against the number of GPUs, a line for each strategy.
+
+    Parameters
+    ----------
+    tables : dict of str to DataFrame
+        By the title of a panel: bytes, by number of GPUs (rows) and strategy (columns).
+    cards : tuple of int
+        Memories of GPUs, in GB, at which a line is drawn; that at 80 is the thick one.
+    """
+    figure = RunFigure(figsize=(9.0, 3.7), dpi=100, facecolor="white")
+    figure.subplots_adjust(left=0.08, right=0.86, top=0.9, bottom=0.15, wspace=0.18)
+    panels = figure.subplots(1, len(tables), squeeze=False)[0]
+    for panel, (title, table) in zip(panels, tables.items(), strict=True):
+        label = "memory of a rank (GB)" if panel is panels[0] else ""
+        style_axes(panel, "GPUs", label)
+        for place, strategy in enumerate(table):
+            panel.plot(
+                table.index,
+                table[strategy] / 1e9,
+                color=RANK_COLOURS[place],
+                marker=MARKERS[place % len(MARKERS)],
+                ms=5,
+                label=strategy,
+            )
+        panel.set(xscale="log", yscale="log", title=title)
+        panel.xaxis.set_major_locator(FixedLocator(list(table.index)))
+        highest = table.to_numpy().max() / 1e9
+        ticks = [x for x in (5, 10, 20, 40, 80, 160, 320, 640, 1280) if x < 2 * highest]
+        panel.yaxis.set_major_locator(FixedLocator(ticks))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(ScalarFormatter())
+        for card in cards:
+            is_ours = card == 80
+            panel.axhline(card, color=INK, lw=1.6 if is_ours else 0.6, ls="--")
+        if panel is panels[-1]:
+            for card in cards:
+                panel.annotate(
+                    f"{card} GB",
+                    (1.01, card),
+                    xycoords=("axes fraction", "data"),
+                    fontsize=8,
+                    va="center",
+                    weight="bold" if card == 80 else "normal",
+                )
+    handles, labels = panels[-1].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="upper right",
+        frameon=False,
+        fontsize=9,
+        bbox_to_anchor=(1.0, 0.92),
+    )
+    return figure
+
+
+def draw_predicted_and_measured(
+    predicted: Mapping[str, float], measured: Mapping[str, float]
+) -> RunFigure:
+    """Draw two bars for each strategy, of bytes: what was predicted is pale.
+
+    Parameters
+    ----------
+    predicted, measured : dict of str to float
+        Bytes of the fullest rank at its peak, by strategy.
+    """
+    figure = RunFigure(figsize=(6.6, 2.8), dpi=100, facecolor="white")
+    figure.subplots_adjust(left=0.1, right=0.8, top=0.95, bottom=0.12)
+    axes = figure.subplots()
+    style_axes(axes, "", "peak of a rank (MiB)")
+    places = np.arange(len(measured))
+    values = [predicted[name] / 2**20 for name in measured]
+    axes.bar(places - 0.2, values, 0.38, color="#9ecae1", label="predicted")
+    values = [each / 2**20 for each in measured.values()]
+    axes.bar(places + 0.2, values, 0.38, color="#0072B2", label="measured")
+    axes.set_xticks(places, list(measured))
+    axes.grid(visible=False, axis="x")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     return figure

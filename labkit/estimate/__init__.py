@@ -237,6 +237,7 @@ def forecast(
             table,
             device_bytes,
             batch_size=batch_size or 1,
+            precision=options.get("precision", "fp32"),
             **changes,
         )
         sentences = [advice, says]

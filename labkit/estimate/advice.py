@@ -32,6 +32,7 @@ def what_would_fit(
     batch_size: int,
     accumulate: int = 1,
     activation_checkpointing: bool = False,
+    precision: str = "fp32",
 ) -> str:
     """One sentence or two: what fits at the least world size, and what would.
 
@@ -90,9 +91,10 @@ def what_would_fit(
     if ways:
         says.append(f"{'; '.join(ways)}.".capitalize())
     elif lacking == sought:
-        says.append(
-            "More ranks (--ranks), a smaller batch or --precision bf16 are left to try."
-        )
+        left = ["more ranks (--ranks)"]
+        left += ["a smaller batch"] * (batch_size > world_size)
+        left += ["--precision bf16"] * (precision == "fp32")
+        says.append(f"Left to try: {listed(left)}.")
     return " ".join(says)
 
 

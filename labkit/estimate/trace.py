@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import logging
 import math
 import weakref
@@ -258,8 +259,6 @@ def trace_update(
     shapes: Shapes, optimizer: Optimizer | None, device: str
 ) -> tuple[int, int]:
     """Bytes of the optimizer's state for fp32 parameters, and of its temporaries."""
-    temporaries: list[int] = [0]
-    parameters = [nn.Parameter(torch.empty(tuple(s), device="meta")) for s in shapes]
     kind: Any = optimizer or torch.optim.AdamW
     given: dict[str, Any] = {}
     if isinstance(kind, torch.optim.Optimizer):
@@ -269,6 +268,23 @@ def trace_update(
     if device == "cuda" and "foreach" in taken and not given.get("fused"):
         # What it is there by default: all tensors at once, with their temporaries.
         given["foreach"] = given.get("foreach") is not False
+    if "foreach" not in taken or given.get("foreach"):
+        return _trace_update(shapes, kind, given)
+    # One by one, so that a large model's blocks need not be updated each: the
+    # temporaries of one are freed in the update of the next.
+    shapes = [tuple(shape) for shape in shapes]
+    alone = {shape: _trace_update([shape], kind, given) for shape in set(shapes)}
+    pairs = set(itertools.pairwise(shapes))
+    temporaries = [_trace_update(pair, kind, given)[1] for pair in pairs]
+    state = sum(alone[shape][0] for shape in shapes)
+    return state, max([*temporaries, *(most for _, most in alone.values())])
+
+
+def _trace_update(
+    shapes: Shapes, kind: Callable[..., torch.optim.Optimizer], given: dict[str, Any]
+) -> tuple[int, int]:
+    temporaries: list[int] = [0]
+    parameters = [nn.Parameter(torch.empty(tuple(s), device="meta")) for s in shapes]
     updates = kind(parameters, **given)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)

@@ -1,5 +1,6 @@
 """Shows what `%dist_estimate` predicts: a table, a picture and a sentence."""
 
+import math
 from typing import TYPE_CHECKING
 
 from labkit.records import COMPONENTS
@@ -12,6 +13,31 @@ if TYPE_CHECKING:
 
 MODEL_STATES = COMPONENTS[:4]
 REST = "activations, buffers"
+COLUMNS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer",
+    "master_parameters": "fp32 copy",
+    "communication_buffers": "buffers",
+    "activations_peak": "activations",
+    "total_peak": "peak",
+}
+"""Short names, so that the table is not wider than a page."""
+
+
+def unit_of(num_bytes: float) -> tuple[int, str]:
+    """The unit in which `num_bytes` is a number of one to four digits."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    found = (name for name, unit in units.items() if num_bytes >= 4 * unit)
+    name = next(found, "KiB")
+    return units[name], name
+
+
+def three_digits(value: float) -> str:
+    """As 12.3, 123 or 1234; a question mark for what is not known."""
+    if math.isnan(value):
+        return "?"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 class Forecast:
@@ -36,34 +62,36 @@ class Forecast:
         self.device_bytes = device_bytes
 
     def __repr__(self) -> str:
-        return f"{self.in_mib().to_string()}\n{self.sentence}"
+        return f"{self.formatted().to_string()}\n{self.sentence}"
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
         display(self.plot())
-        display(self.in_mib())
+        display(self.formatted())
         print(self.sentence)
 
-    def in_mib(self) -> "pd.DataFrame":
+    def formatted(self) -> "pd.DataFrame":
         """Format the table for reading.
 
         Returns
         -------
         DataFrame
-            In MiB, with "yes", "no" or "?" for what fits, and with the peak of
-            `prepare` where it is above that of a step.
+            Three digits in the unit that suits the peaks, which the corner names;
+            "yes", "no" or "?" for what fits; and the peak of `prepare` where it is
+            above that of a step.
         """
-        columns = list(COMPONENTS)
+        columns = dict(COLUMNS)
         if (self.table["setup_peak"] > self.table["total_peak"]).any():
-            columns.append("setup_peak")
-        shown = (self.table[columns] / 2**20).round(1)
-        if shown["activations_peak"].isna().any():
-            shown["activations_peak"] = "?"
-            shown["total_peak"] = [f"> {peak}" for peak in shown["total_peak"]]
-        shown.columns = [f"{name} (MiB)" for name in shown.columns]
+            columns["setup_peak"] = "in prepare"
+        unit, name = unit_of(self.table["total_peak"].max())
+        shown = (self.table[[*columns]] / unit).rename(columns=columns)
+        is_known = self.table["activations_peak"].notna()
+        shown = shown.map(three_digits)
+        shown["peak"] = shown["peak"].where(is_known, "> " + shown["peak"])
         words = {True: "yes", False: "no", None: "?"}
         shown["fits"] = [words[fits] for fits in self.table["fits"]]
+        shown.columns.name = name
         return shown
 
     def plot(self) -> "RunFigure":
@@ -83,16 +111,16 @@ class Forecast:
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
         num_panels = len(world_sizes)
         figure = RunFigure(
-            figsize=(max(6.0, 1.6 + 3.4 * num_panels), 3.3), dpi=100, facecolor="white"
+            figsize=(max(7.2, 1.6 + 3.4 * num_panels), 3.3), dpi=100, facecolor="white"
         )
-        figure.subplots_adjust(left=0.11, right=0.78, top=0.84, bottom=0.22)
+        figure.subplots_adjust(left=0.1, right=0.76, top=0.84, bottom=0.22)
         panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
         peaks = self.table["total_peak"]
         # `single` has the whole batch: its bar may be cut, not flatten the others.
         names = peaks.index.get_level_values(1)
         several = peaks[[not recorded_strategy(name).is_single for name in names]]
         highest = several.max() if max(world_sizes) > 1 else peaks.max()
-        unit, name = (2**30, "GiB") if highest >= 4 * 2**30 else (2**20, "MiB")
+        unit, name = unit_of(highest)
         limit, highest = self.device_bytes / unit, highest / unit
         is_limit_seen = limit < 2 * highest
         top = 1.15 * max(highest, limit * is_limit_seen)
