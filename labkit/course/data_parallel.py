@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from labkit.course.collectives import Traffic
 from labkit.course.exercise import Verdict
@@ -121,6 +122,70 @@ def time_calls(
     own = {name: median(each) for name, each in seconds.items()}
     by_rank = of_all_ranks(own)
     return {name: max(each[name] for each in by_rank) for name in calls}
+
+
+class StepClock:
+    """Notes what this rank does when in a step, as `timelines.draw_lanes` draws it.
+
+    The clock is the host's: on a GPU it sees when work is handed to it.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[str, str, float, float]] = []
+        """Lane, label, and the seconds at which a block began and ended."""
+
+    def start(self) -> None:
+        """Begin a step, on all ranks together."""
+        self.blocks.clear()
+        dist.barrier()
+        self._zero = self._last = time.perf_counter()
+
+    def lap(self, label: str) -> None:
+        """What was computed since the last lap is `label`."""
+        now = time.perf_counter()
+        self._note("compute", label, self._last, now)
+        self._last = now
+
+    def follow(self, work: dist.Work, label: str) -> None:
+        """A message has begun, and ends when `work` is done."""
+        began = time.perf_counter()
+        work.get_future().then(
+            lambda _: self._note("messages", label, began, time.perf_counter())
+        )
+
+    def _note(self, lane: str, label: str, began: float, ended: float) -> None:
+        self.blocks.append((lane, label, began - self._zero, ended - self._zero))
+
+
+def best_bucket(bucket_cap_mb: float) -> Verdict:
+    """Judge a `bucket_cap_mb` for DDP: of six layers' gradients few messages, none of
+    them too large, and little in the last, which nothing can hide."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    sizes = (64, 512, 512, 512, 512, 512, 10)
+    layers = [nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(sizes)]
+    model = DistributedDataParallel(
+        nn.Sequential(*layers).to(device), bucket_cap_mb=bucket_cap_mb
+    )
+    sent: list[int] = []
+
+    def count(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent.append(bucket.buffer().nbytes)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, count)
+    for _ in range(3):  # after the first step DDP forms its buckets again
+        sent.clear()
+        model(torch.ones(2, 64, device=device)).sum().backward()
+    messages = "1 message" if len(sent) == 1 else f"{len(sent)} messages"
+    largest, last = max(sent) / sum(sent), sent[-1] / sum(sent)
+    return Verdict(
+        measured=f"{messages}, the largest with {largest:.0%} of the bytes, "
+        f"the last with {last:.0%}",
+        to_beat="3 messages, none with more than 60%, the last with at most 10%",
+        is_beaten=len(sent) <= 3 and largest <= 0.6 and last <= 0.1,
+    )
 
 
 def _model_with_gradients(sizes: tuple[int, ...], rank: int) -> nn.Module:

@@ -13,6 +13,7 @@ EXERCISES: dict[str, str] = {
     "each_exactly_once": "data_parallel",
     "best_every": "failures",
     "fewest_gpus": "memory",
+    "best_bucket": "data_parallel",
 }
 """The name of each exercise, and the module of `labkit.course` that has the function
 of that name, which judges an answer: it takes the answer and returns a `Verdict`."""

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 from matplotlib.ticker import LogLocator
 from matplotlib.ticker import NullFormatter
@@ -214,4 +217,116 @@ def draw_predicted_and_measured(
     axes.set_xticks(places, list(measured))
     axes.grid(visible=False, axis="x")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def draw_lanes(
+    blocks_by_rank: Sequence[Sequence[tuple[str, str, float, float]]],
+    title: str = "",
+    *,
+    unit: str = "time in the step (ms)",
+    colours: Sequence[str] = RANK_COLOURS,
+) -> RunFigure:
+    """What each rank does when, in a lane for each kind of work.
+
+    A block is its lane, what is written in it where there is room, and the seconds at
+    which it begins and ends. Blocks of a lane that overlap are drawn below each other.
+    """
+    lanes = list(dict.fromkeys(b[0] for blocks in blocks_by_rank for b in blocks))
+    num_lanes = len(lanes) * len(blocks_by_rank)
+    figure = RunFigure(figsize=(10.4, 0.9 + 0.42 * num_lanes), dpi=100)
+    figure.set_facecolor("white")
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    latest = max(b[3] for blocks in blocks_by_rank for b in blocks)
+    names: list[str] = []
+    for rank, blocks in enumerate(blocks_by_rank):
+        colour = np.array(to_rgb(colours[rank % len(colours)]))
+        for place, lane in enumerate(lanes):
+            y = len(names)
+            names.append(f"rank {rank}: {lane}")
+            own = sorted((b for b in blocks if b[0] == lane), key=lambda b: b[2])
+            rows: list[float] = []  # where each row of this lane is free again
+            placed = []
+            for _, label, began, ended in own:
+                row = next((n for n, free in enumerate(rows) if free <= began), None)
+                if row is None:
+                    row = len(rows)
+                    rows.append(0.0)
+                rows[row] = ended
+                placed.append((row, label, began, ended))
+            height = 0.8 / max(1, len(rows))
+            for row, label, began, ended in placed:
+                left, width = 1e3 * began, 1e3 * (ended - began)
+                pale = 0.45 * colour + 0.55 if place else colour
+                low = y - 0.4 + row * height
+                axes.add_patch(
+                    Rectangle((left, low), width, height, fc=pale, ec="white", lw=0.8)
+                )
+                if (ended - began) * 110 > latest * (len(label) + 1) and height > 0.3:
+                    ink = INK if place else "white"
+                    middle = (left + width / 2, low + height / 2)
+                    axes.text(*middle, label, ha="center", va="center", **_TINY, c=ink)
+    style_axes(axes, unit, "")
+    axes.set(xlim=(0, 1.02e3 * latest), ylim=(num_lanes - 0.5, -0.5))
+    axes.set_yticks(range(num_lanes), names)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    return figure
+
+
+_TINY: dict[str, Any] = {"fontsize": 8}
+
+
+def draw_overlap(num_ranks: int) -> RunFigure:
+    """A schematic: messages after the backward pass, and messages during it."""
+    compute = [("compute", "forward", 0.0, 3.0)]
+    compute += [
+        ("compute", f"layer {3 - k}", 3.0 + 2 * k, 5.0 + 2 * k) for k in (0, 1, 2)
+    ]
+    after = [("messages", "all gradients", 9.0, 13.5)]
+    during = [
+        ("messages", f"layer {3 - k}", 5.0 + 2 * k, 6.5 + 2 * k) for k in (0, 1, 2)
+    ]
+    figure = draw_lanes(
+        [compute + after, compute + during],
+        unit="time (no scale)",
+        colours=["#666666"],
+    )
+    axes = figure.axes[0]
+    axes.set_yticks(
+        range(4),
+        [
+            "one after the other:\ncompute",
+            "messages",
+            "overlapped:\ncompute",
+            "messages",
+        ],
+    )
+    axes.set_xticks([])
+    axes.set_title(f"each of {num_ranks} ranks", loc="left", fontsize=10, color=INK)
+    return figure
+
+
+def draw_speed_up(
+    widths: Sequence[int], speed_ups: Mapping[str, Mapping[str, Sequence[float]]]
+) -> RunFigure:
+    """For each title a panel: how often faster than one rank, against model width."""
+    figure = RunFigure(figsize=(10.4, 3.6), dpi=100, facecolor="white")
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(1, len(speed_ups), sharey=True, squeeze=False)[0]
+    for axes, (title, lines) in zip(panels, speed_ups.items(), strict=True):
+        axes.axhline(1, color=INK, lw=1.2)
+        for place, (name, line) in enumerate(lines.items()):
+            marker = "" if place else "o"
+            axes.plot(widths, line, marker=marker, lw=2, label=name, **style_of(place))
+        style_axes(axes, "width of the model", "")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(widths, [f"{width:,}" for width in widths])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+    highest = max(max(line) for lines in speed_ups.values() for line in lines.values())
+    panels[0].set_ylim(0, 1.08 * highest)
+    panels[0].set_ylabel("times as fast as one rank", fontsize=10, color=INK)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     return figure
