@@ -265,7 +265,8 @@ class StepProbe(TorchDispatchMode):
         self._note_total()
 
     def _weigh(self) -> None:
-        sizes = {key: storage.nbytes() for key, storage in self._alive()}
+        alive = self._alive()  # kept to the end, so that none is forgotten meanwhile
+        sizes = {key: storage.nbytes() for key, storage in alive}
         for key, size in sizes.items():
             if change := size - self._sizes[key]:
                 self._log.change(self._numbers[key], change, is_seen_late=True)
