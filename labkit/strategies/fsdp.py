@@ -359,13 +359,6 @@ def norm_of_shards(
     return square.sqrt()
 
 
-def gathered_bytes(block: nn.Module) -> int:
-    """Bytes of the parameters that a block holds in full at the moment."""
-    return sum(
-        tensor.untyped_storage().nbytes() for tensor in gathered_parameters(block)
-    )
-
-
 def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A state tensor sharded as its parameter is; a step count stays as it is."""
     assert isinstance(parameter, DTensor)
