@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.colors import PowerNorm
 
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
@@ -36,10 +37,11 @@ def draw_gathered(moments: Moments, *more: Moments, unit: str = "KiB") -> RunFig
     figure = RunFigure(figsize=(8.0, height * len(tables)), dpi=100, facecolor="white")
     figure.set_layout_engine("constrained")
     greatest = max(table.max() for table in tables)
+    norm = PowerNorm(0.35, vmin=0, vmax=greatest)  # the root, which is small, is seen
     panels = figure.subplots(len(tables), 1, squeeze=False, sharex=True)[:, 0]
     for axes, table in zip(panels, tables, strict=True):
         image = axes.imshow(
-            table, cmap="Blues", aspect="auto", vmin=0, vmax=greatest, origin="upper"
+            table, cmap="Blues", aspect="auto", norm=norm, origin="upper"
         )
         names = ["root", *(f"block {place}" for place in range(len(table) - 1))]
         axes.set_yticks(range(len(table)), names, fontsize=8, color=INK)
