@@ -1,58 +1,83 @@
 """Draws which units of a sharded model are whole, and when."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import SMALL
+from labkit.notebook.plots.style import style_axes
+from labkit.notebook.plots.style import use_title
 
-Moments = Sequence[tuple[str, Sequence[float]]]
-"""What happens at a moment, and the bytes that each unit holds in full, root first."""
-
-
-def ideal_moments(num_blocks: int) -> Moments:
-    """By FSDP's rule: the block at work is whole, and the root all along."""
-
-    def held(block: int) -> list[float]:
-        return [1.0, *(float(block == each) for each in range(num_blocks))]
-
-    blocks = range(num_blocks)
-    forward = [(f"forward {block}", held(block)) for block in blocks]
-    backward = [(f"backward {block}", held(block)) for block in reversed(blocks)]
-    none = [0.0] * (num_blocks + 1)
-    return [("before", none), *forward, *backward, ("after", none)]
+MIB = 2**20
+Moments = Sequence[tuple[str, Sequence[int]]]
+"""What a moment is called, and the bytes that each unit has in full then."""
 
 
-def draw_gathered(moments: Moments, *more: Moments, unit: str = "KiB") -> RunFigure:
-    """A row for each unit, a column for each moment; dark is whole.
-
-    More of them are drawn below, on the same scale of colours.
-    """
-    tables = [
-        np.array([held for _, held in each]).T / 2**10 for each in (moments, *more)
-    ]
-    height = 0.9 + 0.24 * max(map(len, tables))
-    figure = RunFigure(figsize=(8.0, height * len(tables)), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
-    greatest = max(table.max() for table in tables)
-    norm = PowerNorm(0.35, vmin=0, vmax=greatest)  # the root, which is small, is seen
-    panels = figure.subplots(len(tables), 1, squeeze=False, sharex=True)[:, 0]
-    for axes, table in zip(panels, tables, strict=True):
-        image = axes.imshow(
-            table, cmap="Blues", aspect="auto", norm=norm, origin="upper"
-        )
-        names = ["root", *(f"block {place}" for place in range(len(table) - 1))]
-        axes.set_yticks(range(len(table)), names, fontsize=8, color=INK)
-        axes.set_yticks(np.arange(len(table) - 1) + 0.5, minor=True)
-        axes.grid(which="minor", color="#dddddd", lw=0.6)
-        axes.tick_params(which="minor", length=0)
-    words = [what for what, _ in moments]
-    panels[-1].set_xticks(
-        range(len(words)), words, rotation=50, ha="right", fontsize=8, color=INK
+def draw_units(num_ranks: int, num_units: int, gathered: int) -> RunFigure:
+    """What each rank holds of each unit: a shard of its own colour; all shards of the
+    unit that is `gathered`, which is the one that is computed."""
+    figure = RunFigure(
+        figsize=(8.6, 0.9 + 0.55 * num_ranks), dpi=100, facecolor="white"
     )
-    if unit:
-        bar = figure.colorbar(image, ax=panels, pad=0.01)
-        bar.set_label(f"held in full ({unit})", fontsize=9, color=INK)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set(xlim=(-1.1, num_units + 0.1), ylim=(num_ranks + 0.1, -0.9))
+    text: dict[str, Any] = {"fontsize": SMALL, "color": INK, "va": "center"}
+    for unit in range(num_units):
+        word = "gathered, computed" if unit == gathered else f"unit {unit}"
+        axes.text(unit + 0.45, -0.35, word, ha="center", **text)
+        for rank in range(num_ranks):
+            for shard in range(num_ranks):
+                colour = np.array(to_rgb(RANK_COLOURS[shard % len(RANK_COLOURS)]))
+                is_here = shard == rank or unit == gathered
+                axes.add_patch(
+                    Rectangle(
+                        (unit + 0.9 * shard / num_ranks, rank + 0.12),
+                        0.9 / num_ranks,
+                        0.76,
+                        fc=0.6 * colour + 0.4 if is_here else "white",
+                        ec="#BBBBBB",
+                        lw=0.6,
+                    )
+                )
+    for rank in range(num_ranks):
+        axes.text(-0.1, rank + 0.5, f"rank {rank}", ha="right", **text)
+    return figure
+
+
+def draw_gathered(runs: Mapping[str, tuple[Sequence[str], Moments]]) -> RunFigure:
+    """For each title, the units as rows and the moments of a step as columns: dark
+    where a rank has the unit's parameters in full."""
+    rows = [len(units) for units, _ in runs.values()]
+    height = sum(0.27 * count + 1.2 for count in rows)
+    figure = RunFigure(figsize=(8.2, height), dpi=100, facecolor="white")
+    top = height
+    for (title, (units, moments)), count in zip(runs.items(), rows, strict=True):
+        tall = 0.27 * count
+        axes = figure.add_axes((0.2, (top - 0.35 - tall) / height, 0.78, tall / height))
+        table = np.array([held for _, held in moments]).T
+        sizes = table.max(axis=1)
+        shares = table / np.maximum(sizes, 1)[:, None]
+        axes.imshow(shares, cmap="Blues", aspect="auto", vmin=0, vmax=1.2)
+        style_axes(axes, "", "")
+        axes.grid(visible=False)
+        labels = [
+            f"{unit}, {size / MIB:.2f} MiB"
+            for unit, size in zip(units, sizes, strict=True)
+        ]
+        axes.set_yticks(range(len(units)), labels)
+        axes.set_yticks(np.arange(0.5, len(units) - 1), minor=True)
+        axes.grid(visible=True, which="minor", axis="y", color="#e5e5e5", lw=0.8)
+        axes.tick_params(which="minor", length=0)
+        names = [name for name, _ in moments]
+        axes.set_xticks(range(len(names)), names, rotation=55, ha="right", fontsize=8)
+        use_title(axes, title)
+        top -= 1.2 + tall
     return figure
