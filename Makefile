@@ -119,7 +119,7 @@ format: .venv/installed
 
 notebooks: .venv/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
-	sed -i 's#[^ "\\]*/site-packages/#site-packages/#g' notebooks/*.ipynb  # no machine's
+	sed -i 's#/[^ "\\]*/site-packages/#site-packages/#g' notebooks/*.ipynb
 
 pictures: .venv/installed browser
 	$(BIN)/python docs/make_pictures.py
