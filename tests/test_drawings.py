@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from labkit import Lab
-from labkit.course.grids import draw_exchanges
-from labkit.course.grids import numbers_of
-from labkit.course.grids import ring_turns
-from labkit.course.grids import who_is_in
-from labkit.course.timelines import fit_alpha_beta
+from labkit.course.drawings.grids import draw_exchanges
+from labkit.course.drawings.grids import numbers_of
+from labkit.course.drawings.grids import ring_turns
+from labkit.course.drawings.grids import who_is_in
+from labkit.course.drawings.timelines import fit_alpha_beta
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 FOUR_RANKS = [100 * 2**rank + np.arange(8.0) for rank in range(4)]
