@@ -16,6 +16,7 @@ EXERCISES: dict[str, str] = {
     "best_bucket": "data_parallel",
     "halve_the_blocks": "memory",
     "half_the_peak": "step_memory",
+    "partition_by_owner": "step_memory",
 }
 """The name of each exercise, and the module of `labkit.course` that has the function
 of that name, which judges an answer: it takes the answer and returns a `Verdict`."""
