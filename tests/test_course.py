@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_the_diff_takes_its_lines_from_the_notebook(notebook: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("notebook", WITH_SCRIPT, ids=lambda path: path.stem)
 def test_the_script_gives_what_the_notebook_shows(
     notebook: Path, tmp_path: Path
@@ -54,6 +56,8 @@ def test_the_script_gives_what_the_notebook_shows(
     """The last line that the script prints is among the notebook's saved outputs."""
     lines = diff_of(notebook).splitlines()
     kept = [line[1:] for line in lines if not line.startswith("-")]
+    if " import deepspeed" in lines and shutil.which("c++") is None:
+        pytest.skip("in a script DeepSpeed compiles an operator; there is no compiler")
     script = tmp_path / "train.py"
     script.write_text("\n".join(kept) + "\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -61,7 +65,7 @@ def test_the_script_gives_what_the_notebook_shows(
         [*command, "--nproc-per-node", "2", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=270,  # DeepSpeed compiles an operator, once on a machine
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
