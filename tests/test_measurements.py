@@ -605,3 +605,61 @@ for step in range(4):
     run = lab.train("raw", cell, live=False, timeout=30)
     assert run.state == "finished"
     assert run.comm.loc[(0, "all_reduce"), "count"] == 1
+
+
+OF_OTHERS = """
+import threading
+import torch.nn.functional as F
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+net, other = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+sgd, adam = torch.optim.SGD(net.parameters()), torch.optim.Adam(other.parameters())
+step = {step}
+for _ in range(4):
+    F.mse_loss(net(x), x[:, :1]).backward()
+    F.mse_loss(other(x), x[:, :1]).backward()
+    step()
+    sgd.zero_grad()
+    adam.zero_grad()
+found = [p.detach().clone() for p in (*net.parameters(), *other.parameters())]
+"""
+STEPS_OF_OTHERS = {
+    "two optimizers": "lambda: (sgd.step(), adam.step())",
+    "in a thread": "lambda: [(t := threading.Thread(target=o.step)).start() or t.join()"
+    " for o in (sgd, adam)]",
+    "compiled": "torch.compile(lambda: (sgd.step(), adam.step()))",
+}
+
+
+@pytest.mark.parametrize("name", long_but(STEPS_OF_OTHERS, *list(STEPS_OF_OTHERS)[:2]))
+def test_to_measure_a_loop_by_hand_changes_nothing_in_it(lab: Lab, name: str) -> None:
+    """However it takes its steps: compiled code restores torch's state as it was
+    before, and a mode that was entered within it would stay half."""
+    cell = OF_OTHERS.format(step=STEPS_OF_OTHERS[name])
+    run = lab.train("raw", cell, live=False, timeout=100)
+    lab.run("measured = found")
+    lab.run(cell)  # a cell in which nothing is measured
+    lab.run("assert all(map(torch.equal, measured, found))")
+    moments = run.step_memory
+    if name == "two optimizers":  # the step is a whole one, with both backward passes
+        assert set(moments["phase"]) == {"forward", "backward", "step"}
+        assert moments["optimizer_state"].max() >= 2 * 9 * 4
+        assert moments["gradients"].max() >= 2 * 9 * 4
+    else:
+        assert moments.empty
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_compiled_step_of_a_prepared_loop_is_not_measured(
+    lab: Lab, strategy: str
+) -> None:
+    cell = CELL.replace(
+        "for x, y", "step = torch.compile(lambda: optimizer.step())\nfor x, y"
+    )
+    run = lab.train(
+        strategy, cell.replace("    optimizer.step()", "    step()"), live=False
+    )
+    assert run.state == "finished"
+    assert run.memory.empty
+    lab.run("torch.ones(2) + 1")

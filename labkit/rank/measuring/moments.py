@@ -9,6 +9,9 @@ from labkit.records import PHASES
 from labkit.records import Moments
 
 NUM_MOMENTS = 160
+MAX_CHANGES = 500_000
+"""Of a step: with more there are no moments, as where a loop has ended that was to be
+measured, and the cell goes on."""
 MIN_OF_PHASE = 6
 """How many moments a phase has at least, however short it is."""
 _PART = {name: place for place, name in enumerate(PARTS)}
@@ -48,8 +51,9 @@ class MomentLog:
     ) -> None:
         """It has so many bytes more, or fewer; if `is_seen_late`, since before the
         operator that has just run."""
-        when = self._now if is_seen_late else time.perf_counter()
-        self._changes.append((when, number, num_bytes))
+        if len(self._changes) < MAX_CHANGES:
+            when = self._now if is_seen_late else time.perf_counter()
+            self._changes.append((when, number, num_bytes))
 
     def tick(self) -> None:
         """An operator has run."""
@@ -76,6 +80,8 @@ class MomentLog:
     def moments(self) -> Moments:
         """The whole step, at no more than some 200 moments: of those close to each
         other the one at which most was held."""
+        if len(self._changes) == MAX_CHANGES:
+            return Moments()
         changes = sorted(self._changes, key=lambda change: change[0])
         held = np.zeros((len(changes), len(PARTS)), dtype=np.int64)
         for place, (_, number, num_bytes) in enumerate(changes):

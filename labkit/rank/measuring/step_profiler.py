@@ -1,12 +1,15 @@
 """Measures one training step: memory by component, and what went over the wire."""
 
 import itertools
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 from typing import Protocol
 
@@ -168,13 +171,13 @@ class StepProbe(TorchDispatchMode):
         self._log.enter("step")
 
     def stop(self) -> Measurement | None:
-        """End the watch; None where a mode of the user's own was entered meanwhile,
-        which has to end first."""
+        """End the watch; None where a mode of the user's own was entered meanwhile, or
+        compiled code is running, which has to end first."""
         self._is_active = False
         self._synchronize()
         seconds = time.perf_counter() - self._began
         if self._sees_operators:
-            if current_dispatch_mode() is not self:
+            if current_dispatch_mode() is not self or is_called_by_compiled():
                 return None
             self.__exit__(None, None, None)
         self.look()
@@ -381,3 +384,23 @@ def parts(value: Any) -> Iterator[torch.Tensor]:
             yield from parts(getattr(value, name))
     elif value.layout is torch.strided:
         yield value
+
+
+def may_enter_mode() -> bool:
+    """Whether a dispatch mode may be entered here, and left in the next step: not in a
+    thread, nor within a mode or compiled code, which would end before it does."""
+    return (
+        threading.current_thread() is threading.main_thread()
+        and current_dispatch_mode() is None
+        and not is_called_by_compiled()
+    )
+
+
+def is_called_by_compiled() -> bool:
+    """Whether code that torch.compile has made is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch._dynamo"):
+            return True
+        frame = frame.f_back
+    return False

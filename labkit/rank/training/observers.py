@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from labkit.compat.torch import current_dispatch_mode
 from labkit.compat.torch import is_profiled
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.measuring.step_profiler import Noticed
 from labkit.rank.measuring.step_profiler import StepProbe
 from labkit.rank.measuring.step_profiler import Trained
+from labkit.rank.measuring.step_profiler import may_enter_mode
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies.prepared import Prepared
@@ -89,6 +89,9 @@ class StepSampler(Observer):
         self._report = report
         self._note = note
         self._probe: StepProbe | None = None
+        self._is_by_hand = False
+        """Whether what is measured is a step of a loop that does all by itself."""
+        self._is_spoiled = False
         self.peak_bytes = 0
         """What tensors held at most in the step that was measured last."""
         self._step = 1
@@ -99,6 +102,8 @@ class StepSampler(Observer):
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         self._step = step + 1
+        if self._is_spoiled:
+            self._stop(is_complete=False)
         if self._began is not None:
             self._began = time.perf_counter()  # after what others do here
 
@@ -126,18 +131,17 @@ class StepSampler(Observer):
             self._probe.end_backward()
 
     def optimizer_stepped(self) -> None:
-        self._stop(is_complete=True)
+        if not self._is_by_hand:
+            self._stop(is_complete=True)
 
     def step_taken(self, step: int) -> None:
         self._step = step + 1
         self._began = time.perf_counter()
-        # One of the cell's own modes would end before the probe, and end that instead.
-        if (
-            self._probe is None
-            and not self._prepared()
-            and current_dispatch_mode() is None
-        ):
+        if self._is_by_hand:  # all of its optimizers have stepped since it began
+            self._stop(is_complete=True)
+        if self._probe is None and not self._prepared() and may_enter_mode():
             self._begin(step + 1, lambda: [Noticed(each) for each in self._noticed()])
+            self._is_by_hand = self._probe is not None
 
     def end_epoch(self) -> None:
         self._began = None
@@ -150,8 +154,14 @@ class StepSampler(Observer):
         self._stop(is_complete=False)
 
     def _stop(self, *, is_complete: bool) -> None:
-        if self._probe is not None and (measured := self._probe.stop()):
-            self._probe = None
+        if self._probe is None:
+            return
+        measured = self._probe.stop()
+        if measured is None:
+            self._is_spoiled = True  # more than a step will have passed when it ends
+        else:
+            is_complete = is_complete and not self._is_spoiled
+            self._probe, self._is_by_hand, self._is_spoiled = None, False, False
             if is_complete:
                 self.peak_bytes = measured.memory["total_peak"]
                 self._report(measured)
