@@ -31,6 +31,8 @@ ELSEWHERE = {
     # Refresh periods: nothing is waited for.
     *("INTERVAL_S", "REFRESH_S", "EAGER_S", "KEYFRAME_S", "STATUS_S"),
     "MAX_TIMEOUT_S",  # the largest that a user may give
+    "MIN_SECONDS",  # of a run in which a rank may be called slow
+    *("ENOUGH_S", "RESTART_S"),  # of a course's measurement, and of its arithmetic
 }
 A_NUMBER = re.compile(
     r"^(_?[A-Z_]+_S|[A-Z_]+_SECONDS) = [\d.]"
