@@ -118,7 +118,9 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 notebooks: .venv/installed
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --coalesce-streams --inplace notebooks/*.ipynb
 	sed -i 's#/[^ "\\]*/site-packages/#site-packages/#g' notebooks/*.ipynb
 
 pictures: .venv/installed browser

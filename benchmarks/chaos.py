@@ -120,6 +120,14 @@ class Outcome:
     wrong: list[str]
 
 
+def ranks_of_cell(strategy: str, num_ranks: int) -> list[int]:
+    """The ranks that run a training cell under a strategy."""
+    if STRATEGIES[strategy].is_single:
+        return [0]
+    num_servers = len(STRATEGIES[strategy].server_ranks(1, num_ranks))
+    return list(range(num_ranks - num_servers))
+
+
 def draw(
     seed: int,
     number: int,
@@ -131,10 +139,11 @@ def draw(
     """Fault `number` of this seed."""
     chance = random.Random(f"{seed} {number}")
     kind = chance.choice(kinds)
+    running = {name: ranks_of_cell(name, num_ranks) for name in strategies}
     strategy = chance.choice(
-        [s for s in strategies if not (kind.is_of_all and STRATEGIES[s].is_single)]
+        [s for s in strategies if not (kind.is_of_all and len(running[s]) == 1)]
     )
-    everyone = [0] if STRATEGIES[strategy].is_single else list(range(num_ranks))
+    everyone = running[strategy]
     if kind.ends_by == "kill":
         everyone = list(range(num_ranks))
     some = sorted(chance.sample(everyone, chance.randint(1, len(everyone))))

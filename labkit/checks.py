@@ -112,6 +112,40 @@ def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
         )
 
 
+def check_mesh(what: str, value: Any) -> None:
+    """ValueError unless `value` is text; its sizes are checked with the ranks."""
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{what} is {short_repr(value)}; it must be text with the sizes of axes, "
+            'as "dp=2,tp=2"'
+        )
+
+
+def check_staleness(what: str, value: Any) -> None:
+    """ValueError unless `value` can be a number of steps, 0 or more."""
+    if not is_int(value) or not 0 <= value < 2**31:
+        raise ValueError(
+            f"{what} is {short_repr(value)}: the steps that a worker may be ahead of "
+            "the slowest one, a whole number, 0 or more"
+        )
+
+
+def slow_rank(value: str) -> tuple[int, float]:
+    """The rank and the factor of "RANK=FACTOR"; ValueError for another text."""
+    found = re.fullmatch(r"(\d{1,4})=(\d{1,3}(?:\.\d*)?)", str(value))
+    if found is None or float(found[2]) < 1:
+        raise ValueError(
+            f"slow is {short_repr(value)}: write the rank and by what factor its step "
+            "is to take longer, 1 or more, as 1=3"
+        )
+    return int(found[1]), float(found[2])
+
+
+def check_slow(what: str, value: Any) -> None:
+    """ValueError unless `value` says which rank is slow, and how slow."""
+    slow_rank(value)
+
+
 def check_code(code: Any) -> None:
     """ValueError unless `code` is text that can be sent."""
     if not isinstance(code, str):

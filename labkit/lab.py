@@ -240,6 +240,16 @@ class Lab:
         activation_checkpointing: bool = False,
         sync_batchnorm: bool = False,
         compile: bool = False,
+        mesh: str | None = None,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        comm: str | None = None,
+        average_every: int | None = None,
+        average_after: int | None = None,
+        servers: int = 1,
+        asynchronous: bool = False,
+        staleness: int | None = None,
+        slow: str | None = None,
         config: Mapping[str, Any] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,
@@ -295,7 +305,9 @@ class Lab:
         options = RunOptions(
             **{each.name: given[each.name] for each in fields(RunOptions)}
         )
-        check_options(technique, options, device=self.device)
+        check_options(
+            technique, options, device=self.device, world_size=self.world_size
+        )
         plan = plan_checkpoints(options)
         if not callable(code_or_function):
             check_code(code_or_function)

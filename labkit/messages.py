@@ -10,6 +10,7 @@ from labkit.json_files import parse
 from labkit.records import COMPONENTS
 from labkit.records import KEY
 from labkit.records import RECORD
+from labkit.records import Averages
 from labkit.records import Batch
 from labkit.records import Measurement
 from labkit.records import Note
@@ -37,6 +38,9 @@ def is_message(value: Any, rank: int) -> bool:
             case ("report", Measurement() as measured):
                 parse(Measurement, asdict(measured))
                 return is_measurement(measured)
+            case ("report", Averages() as sent):
+                parse(Averages, vars(sent))
+                return True
             case ("report", Note(text)):
                 return isinstance(text, str)
             case ("failing", status):
@@ -74,4 +78,5 @@ def are_replica_notes(notes: ReplicaNotes) -> bool:
         and notes.values.shape == shape
         and all(is_int(each) for draw in notes.draws for each in vars(draw).values())
         and all(map(is_int, (notes.group, notes.seed, notes.num_steps)))
+        and (notes.place is None or is_int(notes.place))
     )

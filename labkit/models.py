@@ -1,5 +1,7 @@
 """Small models for the notebooks and the tests."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -202,6 +204,29 @@ class GPT(nn.Module):
     >>> sum(parameter.numel() for parameter in gpt2.parameters())
     124439808
     """
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "tokens": "embedding_rowwise",
+        "blocks.*.norm1": "replicated",  # q, k and v take it: one all-reduce for all
+        "blocks.*.[qkv]": "colwise",
+        "blocks.*.out": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "colwise_rep",
+    }
+    """How `%%dist_train tensor` splits it, in the words of Hugging Face's plans."""
+    sp_plan: ClassVar[dict[str, str]] = {
+        **tp_plan,
+        "tokens": "embedding_rowwise_sequence",
+        "positions": "embedding_rowwise_sequence",
+        "blocks.*.norm1": "sequence",
+        "blocks.*.norm2": "sequence",
+        "blocks.*.out": "rowwise_sequence",
+        "blocks.*.down": "rowwise_sequence",
+        "norm": "sequence",
+    }
+    """The same with what is not split computed for a part of the sequence on each
+    rank."""
 
     def __init__(
         self,

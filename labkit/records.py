@@ -1,6 +1,7 @@
 """What crosses from rank to notebook: the one shared vocabulary."""
 
 import struct
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
@@ -20,6 +21,9 @@ the control requests that labkit adds to an engine."""
 
 FUNCTION_NAME = "__labkit_function__"
 """What a function from the notebook is called by on a rank."""
+
+SERVE_NAME = "__labkit_serve__"
+"""What a rank that serves the others calls in place of the cell."""
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "device", "torch", "dist")
 """The variables that every cell finds on every rank, set again for each."""
@@ -193,13 +197,42 @@ class Collective:
         self, payload_bytes: int, wire_bytes: int, seconds: float | None
     ) -> "Collective":
         """With one more of the kind."""
+        one = Collective(self.kind, 1, payload_bytes, wire_bytes, seconds)
+        return self.and_those_of(one)
+
+    def and_those_of(self, other: "Collective") -> "Collective":
+        """With others of the kind."""
+        ours, theirs = self.seconds, other.seconds
         return Collective(
             self.kind,
-            self.count + 1,
-            self.payload_bytes + payload_bytes,
-            self.wire_bytes + wire_bytes,
-            None if self.seconds is None or seconds is None else self.seconds + seconds,
+            self.count + other.count,
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+            None if ours is None or theirs is None else ours + theirs,
         )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that DDP sends together."""
+
+    names: Sequence[str]
+    """Of their parameters, in the order in which they lie in it."""
+    sizes: Sequence[int]
+    """Bytes of each gradient."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass of a microbatch through a stage."""
+
+    kind: str
+    """"forward" or "backward"."""
+    stage: int
+    microbatch: int
+    began: float
+    ended: float
+    """In seconds of the host's monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +240,7 @@ class ModelFacts:
     """What the model states of a training step are computed from."""
 
     num_parameters: int
-    """Elements of all parameters, each counted once."""
+    """Elements of all parameters that a rank trains a share of, each counted once."""
     num_trainable: int
     state_bytes: float
     """Of the optimizer, for one trainable element: 8 for Adam in fp32."""
@@ -217,6 +250,24 @@ class ModelFacts:
     """Elements that are gathered for the backward pass too, where those are not all."""
     offloaded: Sequence[str] = ()
     """The components that are kept on the host, not on the rank's device."""
+    num_parts: int = 1
+    """Ranks among which layers are divided, of which the elements above are this
+    rank's part."""
+    activation_bytes: float = 0.0
+    """Of activations and their gradients, that a rank sends in a step to those with
+    other parts."""
+    matrices: Sequence[Sequence[int]] = field(default_factory=list)
+    """Rows and columns of each trainable parameter, where `comm` sends by parameter."""
+    comm: Mapping[str, float] = field(default_factory=dict)
+    """The settings of what sends the gradients in fewer bytes."""
+    buckets: Sequence[Bucket] = field(default_factory=list)
+    """In the order in which they are sent, where there are any."""
+    passes: Sequence[Pass] = field(default_factory=list)
+    """Of the batch before, through this rank's stages, where they are in a schedule."""
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.num_parts < 1:
+            raise TypeError("a model has a part on one rank at least")
 
 
 @dataclass(frozen=True)
@@ -259,6 +310,29 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Averages:
+    """What one rank has sent to average its model, where it does so every few steps."""
+
+    num_steps: int = 0
+    """Of its own, in the run so far."""
+    count: int = 0
+    """Of all-reduces."""
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: "Averages") -> "Averages":
+        """What two models send together."""
+        return Averages(
+            max(self.num_steps, other.num_steps),
+            self.count + other.count,
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True)
 class Draw:
     """The samples that one rank drew of a dataset in one epoch."""
 
@@ -287,6 +361,9 @@ class ReplicaNotes:
     """What this rank's random numbers began with."""
     num_steps: int
     """Of the optimizer, up to here."""
+    place: int | None = None
+    """Along the axes of data parallelism: ranks of the same one have the same samples.
+    None where each rank has its own."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ class PortablePickler(cloudpickle.Pickler):
     """Pickles functions and classes of a notebook by value, and torch's by content.
 
     A tensor goes by way of the CPU, a model wrapped in DistributedDataParallel as
-    the plain model: neither could be loaded elsewhere as it is.
+    the plain model: neither could be loaded elsewhere as it is. A view goes without the
+    rest of its storage, as a parameter of DeepSpeed's flat buffer: torch's own pickle
+    has the whole buffer with each.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -19,8 +21,12 @@ class PortablePickler(cloudpickle.Pickler):
         if torch is not None and not isinstance(value, type):
             if isinstance(value, torch.nn.parallel.DistributedDataParallel):
                 return _same, (value.module,)
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                here = value.detach().cpu().requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor) and (
+                value.device.type not in ("cpu", "meta") or _is_part(value)
+            ):
+                here = value.detach()
+                here = here.clone() if _is_part(value) else here.cpu()
+                here.requires_grad_(value.requires_grad)
                 if isinstance(value, torch.nn.Parameter):
                     here = torch.nn.Parameter(here.detach(), value.requires_grad)
                 return here.__reduce_ex__(_PROTOCOL)
@@ -28,6 +34,19 @@ class PortablePickler(cloudpickle.Pickler):
 
 
 _PROTOCOL = 5
+
+
+def _is_part(tensor: Any) -> bool:
+    """Whether a tensor on the CPU is a part of a storage that has more."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    )
 
 
 def _same(value: Any) -> Any:

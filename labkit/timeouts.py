@@ -101,6 +101,11 @@ HANG_AFTER_S = 30.0
 PROGRESS_S = 5.0
 """While nothing comes from its ranks, they are asked how far they are, so often."""
 
+# ---- a step that is measured ----
+
+GIVE_UP_S = 2.0
+"""The least after which a step that does not end is not measured any more."""
+
 # ---- output ----
 
 FOLD_S = 0.5

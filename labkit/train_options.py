@@ -9,10 +9,15 @@ from typing import Any
 from labkit.checks import check_choice
 from labkit.checks import check_config
 from labkit.checks import check_count
+from labkit.checks import check_mesh
 from labkit.checks import check_positive
+from labkit.checks import check_slow
+from labkit.checks import check_staleness
 from labkit.options import option
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+COMPRESSIONS = ("fp16", "bf16", "powersgd", "topk")
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,80 @@ class TrainOptions:
         False, "take BatchNorm's statistics over the samples of all ranks"
     )
     compile: bool = option(False, "compile the model's blocks with torch.compile")
+    mesh: str | None = option(
+        None,
+        "sizes of the mesh's axes, as dp=2,tp=2: pp, dp_replicate, dp_shard (or dp) "
+        "and tp, as far as the strategy has them; their product is the number of ranks",
+        check_mesh,
+        metavar="AXIS=SIZE,...",
+    )
+    microbatches: int | None = option(
+        None,
+        "pass each batch through the stages in this many parts",
+        partial(check_count, meaning="the microbatches that pass through the stages"),
+        metavar="M",
+        default_text="four for each stage",
+    )
+    schedule: str = option(
+        "1f1b",
+        "the order of forward and backward passes in fit: all forward passes first, "
+        "one of each in turn, or the same with two stages a rank; in a loop of your "
+        "own always gpipe",
+        partial(check_choice, choices=SCHEDULES),
+        choices=SCHEDULES,
+    )
+    comm: str | None = option(
+        None,
+        "send gradients in fewer bytes: rounded to fp16 or bf16, as factors of a low "
+        "rank, or the largest entries alone; the last two keep what was not sent for "
+        "the next step",
+        partial(check_choice, choices=COMPRESSIONS),
+        choices=COMPRESSIONS,
+    )
+    average_every: int | None = option(
+        None,
+        "let every rank step with the gradients of its own samples, and average "
+        "parameters every K steps (local SGD)",
+        partial(check_count, meaning="the steps from one average to the next"),
+        metavar="K",
+    )
+    average_after: int | None = option(
+        None,
+        "average gradients in the first steps, and parameters after this many "
+        "(post-local SGD); goes with average_every",
+        partial(check_count, meaning="the steps in which gradients are averaged"),
+        metavar="STEP",
+    )
+    servers: int = option(
+        1,
+        "ranks that keep the parameters, each an equal part, and do not train",
+        partial(check_count, meaning="the ranks that serve the others"),
+        metavar="N",
+    )
+    asynchronous: bool = option(
+        False,
+        "every push of a worker's gradients is a step of its own, and no worker waits "
+        "for the others",
+    )
+    staleness: int | None = option(
+        None,
+        "with --asynchronous: a worker that is more than this many steps ahead of the "
+        "slowest one waits for it; by default it may be any number",
+        check_staleness,
+        metavar="K",
+    )
+    slow: str | None = option(
+        None,
+        "for teaching: this rank sleeps after each backward pass, so that forward and "
+        "backward pass take FACTOR times as long",
+        check_slow,
+        metavar="RANK=FACTOR",
+    )
     config: Mapping[str, Any] = option(
         dict,
         "a dict of the notebook, for the strategy in its own words: DeepSpeed's "
-        "configuration, arguments of fully_shard or of DistributedDataParallel",
+        "configuration, arguments of fully_shard or of DistributedDataParallel, the "
+        "plan of tensor or the cuts of pipeline",
         check_config,
         metavar="NAME",
     )

@@ -11,7 +11,7 @@ from kernels import running_kernel
 from labkit import Lab
 
 ENGINE_FIXTURES = {
-    *("lab", "shared_lab", "own_lab", "lab_of_4"),
+    *("lab", "shared_lab", "own_lab", "lab_of_3", "lab_of_4"),
     *("kernel", "other", "server", "browser", "terminal"),
 }
 # Few tests, and long ones: a worker that took one of these last would end alone.
@@ -53,7 +53,8 @@ def shared_lab() -> Iterator[Lab]:
         lab.run(
             "from labkit.compat.deepspeed import load\n"
             "load()\n"
-            "import gc; gc.collect(); gc.freeze()"
+            "from labkit.rank.group.recovery import freeze_libraries\n"
+            "freeze_libraries()"
         )
         yield lab
 

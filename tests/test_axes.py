@@ -29,20 +29,20 @@ OF_A_RUN = (
     "rank/telemetry",
 )
 
-# Each stage stands for a model of its own, with another number of steps: a collective
-# on all ranks would meet one that belongs elsewhere.
+# Along the axis "model" are models of their own, with another number of steps: a
+# collective on all ranks would meet one that belongs elsewhere.
 ALONE = """
 import copy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 mesh = init_device_mesh("cpu", SHAPE, mesh_dim_names=AXES)
-stage = mesh.get_local_rank("pp")
-torch.manual_seed(stage)
-x, y = torch.randn(24 + 16 * stage, 6), torch.randn(24 + 16 * stage, 3)
+which = mesh.get_local_rank("model")
+torch.manual_seed(which)
+x, y = torch.randn(24 + 16 * which, 6), torch.randn(24 + 16 * which, 3)
 model = torch.nn.Sequential(
-    torch.nn.Linear(6, 8 + stage), torch.nn.BatchNorm1d(8 + stage),
-    torch.nn.ReLU(), torch.nn.Linear(8 + stage, 3),
+    torch.nn.Linear(6, 8 + which), torch.nn.BatchNorm1d(8 + which),
+    torch.nn.ReLU(), torch.nn.Linear(8 + which, 3),
 )
 plain = copy.deepcopy(model)
 mse = torch.nn.functional.mse_loss
@@ -66,7 +66,7 @@ fit(model, data, mse, optimizer=optimizer, batch_size=8, shuffle=False, validate
 found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
 found.append(torch.tensor(scores["val_loss"]))
 difference = max(float((a - b).abs().max()) for a, b in zip(found, expected))
-place = stage, session.peers.rank, session.peers.size
+place = which, session.peers.rank, session.peers.size
 """
 
 
@@ -81,9 +81,9 @@ def lab_of_4() -> Iterator[Lab]:
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
     [
-        ("ddp", {"pp": 2, "dp_replicate": 2}),
-        ("fsdp", {"pp": 2, "dp_shard": 2}),
-        ("hsdp", {"pp": 2, "dp_replicate": 1, "dp_shard": 2}),
+        ("ddp", {"model": 2, "dp_replicate": 2}),
+        ("fsdp", {"model": 2, "dp_shard": 2}),
+        ("hsdp", {"model": 2, "dp_replicate": 1, "dp_shard": 2}),
     ],
 )
 def test_two_models_train_side_by_side(

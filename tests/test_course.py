@@ -100,3 +100,17 @@ def test_a_solution_solves_its_exercise(
 def test_an_unknown_exercise_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match="there is no exercise 'nothing'; there are "):
         check("nothing", lambda: 0)
+
+
+def test_a_batch_that_leaves_a_rank_without_a_sample_is_not_right(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+from labkit.course import check
+for size in (1, 0, 10_000):
+    check("lower_loss", batch_size=size, rate=lambda progress: 1e-3)
+"""
+    lab.run(code)
+    told = capsys.readouterr().out
+    for size in (1, 0, 10_000):
+        assert f"lower_loss: not right: a batch has {size} samples; choose" in told

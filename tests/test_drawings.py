@@ -1,18 +1,29 @@
 """The notebooks' drawings say what their data say."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from labkit import Lab
+from labkit.course import check
 from labkit.course.drawings.grids import draw_exchanges
 from labkit.course.drawings.grids import numbers_of
 from labkit.course.drawings.grids import ring_turns
 from labkit.course.drawings.grids import who_is_in
+from labkit.course.drawings.schematics import draw_meshes
+from labkit.course.drawings.schematics import held_by
+from labkit.course.drawings.timelines import draw_order
+from labkit.course.drawings.timelines import draw_pipelines
+from labkit.course.drawings.timelines import draw_writing
 from labkit.course.drawings.timelines import fit_alpha_beta
+from labkit.theory import bubble
 
 SOLUTIONS = Path(__file__).parent / "solutions"
+Pass = tuple[str, int]
+Order = Callable[[int, int, int], list[Pass]]
 FOUR_RANKS = [100 * 2**rank + np.arange(8.0) for rank in range(4)]
 
 
@@ -49,11 +60,85 @@ def test_a_ring_adds_up_one_part_a_rank_and_then_passes_it_on() -> None:
     assert len({rank for (rank, _), whose in turns[3].items() if len(whose) == 4}) == 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "copies"),
+    [
+        ({"dp_replicate": 4}, 4),
+        ({"dp_shard": 4}, 1),
+        ({"dp_shard": 2, "tp": 2}, 1),
+        ({"pp": 2, "dp_replicate": 2}, 2),
+    ],
+)
+def test_the_ranks_of_a_mesh_hold_the_model_as_often_as_it_is_replicated(
+    sizes: dict[str, int], copies: int
+) -> None:
+    found = [held_by(sizes, rank) for rank in range(4)]
+    assert (sum(held.astype(int) for held, _, _ in found) == copies).all()
+    seen = [part for _, part, num_parts in found for _ in range(4 // num_parts)]
+    assert sorted({*seen}) == list(range(found[0][2]))
+    told = [text.get_text() for text in draw_meshes({"a grid": sizes}).axes[0].texts]
+    assert {"a grid", f"samples 1/{found[0][2]}"} <= {*told}
+
+
+def test_what_a_model_wrote_stands_beside_its_loss() -> None:
+    losses = pd.Series([5.5, 4.25], index=[1, 2])
+    figure = draw_writing(losses, {1: "\n\x00é$x$", 2: "The end"})
+    told = [text.get_text() for text in figure.axes[1].texts]
+    assert {"1", "5.50", "···$x$", "2", "4.25", "The end"} <= {*told}
+
+
 def test_the_fitted_line_has_the_latency_and_bandwidth_of_the_times() -> None:
     sizes = [4**power for power in range(5, 13)]
     alpha, beta = fit_alpha_beta(sizes, [3e-4 + size / 2e9 for size in sizes])
     assert alpha == pytest.approx(3e-4)
     assert beta == pytest.approx(2e9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_ranks_of_a_drawn_pipeline_wait_as_long_as_the_formula_says(
+    num_ranks: int,
+) -> None:
+    titles = [each.get_title(loc="left") for each in draw_pipelines(num_ranks, 8).axes]
+    shares = [bubble(num_ranks, number) for number in (1, 8)]
+    assert titles == [
+        f"the whole batch: ranks wait {shares[0]:.0%} of the time",
+        f"8 microbatches: ranks wait {shares[1]:.0%} of the time",
+    ]
+
+
+def by_microbatch(rank: int, num_ranks: int, num_microbatches: int) -> list[Pass]:
+    numbers = range(num_microbatches)
+    return [(kind, number) for number in numbers for kind in ("forward", "backward")]
+
+
+def all_forward(rank: int, num_ranks: int, num_microbatches: int) -> list[Pass]:
+    numbers = range(num_microbatches)
+    return [(kind, number) for kind in ("forward", "backward") for number in numbers]
+
+
+def in_reverse(rank: int, num_ranks: int, num_microbatches: int) -> list[Pass]:
+    return all_forward(rank, num_ranks, num_microbatches)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("order", "verdict"),
+    [
+        (by_microbatch, "right, and not solved yet: with 2 ranks and 4 microbatches "),
+        (all_forward, "by formula 20%, and one keeps 4 of the microbatches; the num"),
+        (in_reverse, "not right: with 2 ranks and 4 microbatches ranks wait forever"),
+        (lambda *_: [("forward", 0)], "rank 0 does not do each forward and each back"),
+    ],
+)
+def test_an_order_of_passes_that_waits_or_keeps_too_much_solves_nothing(
+    order: Order, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check("fill_the_bubble", order)
+    assert verdict in capsys.readouterr().out
+
+
+def test_an_order_that_never_ends_is_not_drawn() -> None:
+    with pytest.raises(ValueError, match="ranks wait forever: rank 0 for backward 3"):
+        draw_order(in_reverse, 2, 4)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,115 @@ def test_a_run_survives_the_death_of_one_rank_and_then_of_another(
         "rank 0 died",
         "resumed from\nstep 9",
     ]
+
+
+DEEP = """torch.nn.Sequential(
+    torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+    torch.nn.Linear(12, 12), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+    torch.nn.Linear(12, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3),
+)"""
+
+
+def in_parts(code: str) -> str:
+    """The loop with a model of four layers, which counts steps and looks at the model
+    between epochs."""
+    layers = "torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.2))"
+    assert layers in code
+    code = code.replace("for x, y in loader", "for step, (x, y) in enumerate(loader)")
+    return code.replace(layers, DEEP) + (
+        "    with torch.no_grad():\n"
+        "        model(x)\n"
+        "        log(noise=float(torch.rand(())))\n"
+    )
+
+
+def by_fit(code: str) -> str:
+    """As `fit` does it: what the loop does after a step is a hook of the optimizer."""
+    begin, loop = code.split("model, optimizer, loader = ")
+    [_, rest] = loop.split("optimizer.zero_grad()\n", 1)
+    death = rest.split("    rate.step()")[0].strip()
+    return (
+        begin
+        + f"""
+num_steps = 0
+def after_step(*_):
+    global num_steps
+    epoch, step = divmod(num_steps, 4)
+    num_steps += 1
+    {death}
+adam.register_step_post_hook(after_step)
+fit(model, data, F.cross_entropy, optimizer=adam, batch_size=12, epochs=4,
+    validate=data)
+"""
+    )
+
+
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "pipeline": {},
+    "pipeline by fit": {"microbatches": 2},
+    "pipeline by fit, interleaved": {"schedule": "interleaved", "microbatches": 4},
+    "tensor": {},
+    "tensor by fit": {},
+    "parameter_server": {},
+    "parameter_server by fit": {},
+}
+IN_GRIDS: dict[str, dict[str, Any]] = {
+    "pipeline, pp=4": {"mesh": "pp=4"},
+    "pipeline, dp=2,pp=2": {"mesh": "dp=2,pp=2"},
+    "pipeline by fit, dp=2,pp=2": {"mesh": "dp=2,pp=2", "microbatches": 2},
+    "tensor, dp=2,tp=2": {"mesh": "dp=2,tp=2"},
+    "parameter_server, two of each": {"servers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def lab_of_4() -> Iterator[Lab]:
+    with Lab(num_ranks=4, group_timeout_s=30) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("case", long_but(IN_PARTS, "pipeline", "pipeline by fit"))
+def test_a_model_in_parts_resumes_as_if_nothing_had_happened(
+    lab: Lab, case: str, cell: Callable[[str], str], options: dict[str, Any]
+) -> None:
+    outlives_a_death(lab, case, IN_PARTS[case], cell, options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", IN_GRIDS)
+def test_a_grid_of_ranks_resumes_as_if_nothing_had_happened(
+    lab_of_4: Lab, case: str, cell: Callable[[str], str], options: dict[str, Any]
+) -> None:
+    lab_of_4.restart()
+    outlives_a_death(lab_of_4, case, IN_GRIDS[case], cell, options)
+
+
+def outlives_a_death(
+    lab: Lab,
+    case: str,
+    more: dict[str, Any],
+    cell: Callable[[str], str],
+    options: dict[str, Any],
+) -> None:
+    """A run in which a rank is killed between two checkpoints ends with the losses and
+    weights of one that nothing has disturbed."""
+    strategy = case.replace(",", " ").split()[0]
+    # The last of the ranks that run the cell.
+    here = "rank == world_size - 1 and epoch == 2 and step == 3 and until_saved(9)"
+    codes = [in_parts(cell(each)) for each in ("pass", f"die_once({here}, 'gone')")]
+    if "by fit" in case:
+        codes = [by_fit(each) for each in codes]
+    whole = lab.train(strategy, codes[0], live=False, **more)
+    weights = lab.pull("model", full=True)
+    run = lab.train(strategy, codes[1], every=3, **more, **options)
+    last = whole.history["rank"].max()
+    assert [(each.step, each.ranks) for each in run.restarts] == [(9, [last])]
+    pd.testing.assert_frame_equal(
+        rows(run), rows(whole), check_exact=True, check_like=True
+    )
+    found = lab.pull("model", full=True)
+    for name, value in weights.items():
+        assert (found[name] == value).all(), name
 
 
 def write_steps(journal: Journal, steps: range, *, every: int, offset: float) -> None:

@@ -463,6 +463,106 @@ def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
     assert_all_is_well(lab)
 
 
+SETTINGS = """
+found = [
+    torch.is_grad_enabled(),
+    torch.is_inference_mode_enabled(),
+    torch.is_autocast_enabled("cpu"),
+    torch._C._len_torch_dispatch_stack(),
+    torch._C._len_torch_function_stack(),
+]
+"""
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        "torch.autocast('cpu')",
+        "torch.no_grad()",
+        "torch.inference_mode()",  # which ends by itself, with what holds it
+        "FlopCounterMode(display=False)",
+    ],
+)
+def test_a_failed_cell_leaves_no_context_entered(lab: Lab, context: str) -> None:
+    """An interrupt that comes with the error is raised in `__exit__`, which comes next:
+    autocast would be on in all later cells, of that rank alone."""
+    lab.run("from torch.utils.flop_counter import FlopCounterMode")
+    lab.run(SETTINGS)
+    before = lab.pull("found", "all")
+    with pytest.raises(RankError):
+        lab.run(f"""
+            def wait():
+                1 / (1 - rank)
+                dist.broadcast(torch.ones(3), 1, async_op=True).wait()
+            with {context}:
+                wait()
+            """)
+    lab.run(SETTINGS)
+    assert lab.pull("found", "all") == before
+
+
+def test_a_mesh_that_the_collector_does_not_list_is_given_todays_groups(
+    lab: Lab,
+) -> None:
+    """`gc.freeze` hides it, and what DTensor has remembered of it."""
+    lab.run("""
+        import gc
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        def norm():
+            sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Shard(0)])
+            return torch.linalg.vector_norm(sharded).full_tensor().item()
+
+        others = [dist.new_group() for _ in range(3)]  # its names are not there again
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))
+        before = norm()
+        gc.freeze()
+        del others
+        """)
+    with pytest.raises(RankError):
+        lab.run("1 / rank; dist.barrier()")
+    lab.run("same = norm()")
+    lab.run("""
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))
+        new = norm()
+        """)
+    assert lab.pull("same") == lab.pull("new") == lab.pull("before")
+
+
+FREEZE = "import gc\nfrom labkit.rank.group.recovery import freeze_libraries\n"
+
+
+def test_the_few_objects_that_a_cell_freezes_are_listed_again(lab: Lab) -> None:
+    lab.run(FREEZE + "junk = [[] for _ in range(100_000)]\nfreeze_libraries()")
+    lab.run("del junk\ngc.freeze()")
+    with pytest.raises(RankError):
+        lab.run("1 / rank; dist.barrier()")
+    lab.run("num_frozen = gc.get_freeze_count()")
+    assert lab.pull("num_frozen", "all") == [0, 0]
+
+
+def test_deepspeed_copies_the_group_on_all_ranks_whatever_each_has_frozen(
+    lab: Lab,
+) -> None:
+    """As after a cell that calls `gc.unfreeze`, and the restart of one rank."""
+    train = """
+        net = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        data = [(torch.ones(4), torch.ones(4))] * 8
+        model, optimizer, loader = prepare(net, optimizer, data, batch_size=4)
+        for x, y in loader:
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    lab.run(FREEZE + "freeze_libraries()")
+    lab.train("zero1", train, live=False)
+    lab.run("if rank == 0:\n    gc.unfreeze()")
+    with pytest.raises(RankError):
+        lab.run("1 / rank; dist.barrier()")
+    lab.train("zero1", train, live=False, timeout=30)
+
+
 @pytest.mark.parametrize("rank", long_but([0, 1], 1))
 def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
     lab: Lab, rank: int

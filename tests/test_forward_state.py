@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.rank.training.forward_state import BATCHNORM
 from labkit.rank.training.forward_state import digest
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies import STRATEGIES
@@ -48,7 +49,9 @@ def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[
     [
         (Counting(), 2, ["forward changes count (and 1 more): with --accumulate 2"]),
         (Counting(), 1, []),
-        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), 2, []),
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 2, [BATCHNORM]),
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 1, []),
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval()), 2, []),
     ],
 )
 def test_what_each_microbatch_changes_is_noted(

@@ -225,6 +225,20 @@ def round_trip(value: Any) -> Any:
     return serialization.loads(serialization.dumps(value))
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor.detach, nn.Parameter])
+def test_a_view_travels_without_the_rest_of_its_storage(
+    kind: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    view = kind(torch.randn(1000, 100)[2:4])
+    sent = serialization.dumps([view, view])
+    assert len(sent) < 2 * view.numel() * view.element_size()
+    first, second = serialization.loads(sent)
+    assert first is second
+    assert torch.equal(first, view)
+    assert type(first) is type(view)
+    assert first.requires_grad == view.requires_grad
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

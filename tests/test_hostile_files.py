@@ -2,6 +2,7 @@
 
 import functools
 import json
+import operator
 import os
 import random
 import shutil
@@ -219,6 +220,31 @@ def test_a_run_json_with_any_value_is_read_or_refused_in_words(
         check_read(store[kind])
     finally:
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (("options", "average_every"), 0, "average_every is 0; it must be a whole"),
+        (("options", "servers"), 0, "servers is 0; it must be a whole number from 1"),
+        (("servers",), "ab", "servers is 'ab'"),
+    ],
+)
+def test_a_run_json_with_what_cannot_be_is_refused(
+    store: dict[str, Path],
+    tmp_path: Path,
+    at: tuple[str, ...],
+    value: Any,
+    message: str,
+) -> None:
+    folder = tmp_path / store["table"].name
+    shutil.copytree(store["table"], folder)
+    info = json.loads((folder / "run.json").read_text())
+    *way, last = at
+    functools.reduce(operator.getitem, way, info)[last] = value
+    (folder / "run.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=message):
+        labkit.load_run(folder.name, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,9 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
     def check(name: str) -> str:
         options = RunOptions(**{name: value})
         return complaint(
-            lambda: check_options(find_strategy("ddp"), options, device="cpu")
+            lambda: check_options(
+                find_strategy("ddp"), options, device="cpu", world_size=2
+            )
         )
 
     assert check("precision")

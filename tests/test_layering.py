@@ -61,8 +61,10 @@ ROOMS = [
         *("rank.loss", "rank.loop", "rank.training", "rank.engine"),
     ],
     [
-        *("strategies.mesh", "strategies.autograd", "strategies.model", "strategies"),
-        "strategies.zero",
+        *("strategies.mesh", "strategies.autograd", "strategies.model"),
+        *("strategies.communication", "strategies.relay", "strategies"),
+        *("strategies.zero", "strategies.tensor", "strategies.pipeline"),
+        "strategies.parameter_server",
     ],
 ]
 FRONT_END = {

@@ -7,12 +7,14 @@ import torch
 from marks import long_but
 
 from labkit import Lab
+from labkit.magics.lab_magics import to_read
 from labkit.notebook.runs.run import Run
 from labkit.rank.measuring.step_profiler import StepProbe
 from labkit.records import PARTS
 from labkit.records import ModelFacts
 from labkit.strategies import STRATEGIES
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.prepared import optimizer_tensors
 from labkit.train_options import TrainOptions
 
 MIB = 2**20
@@ -265,7 +267,8 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     probe = StepProbe([prepared], torch.device("meta"), sees_operators=False)
     probe.start()
     probe.end_backward()
-    measured = probe.stop()
+    assert probe.stop()
+    measured = probe.measurement()
     assert measured is not None
     assert measured.memory["gradients"] == 8 * 8 * 4
     assert measured.memory["optimizer_state"] == 0
@@ -473,7 +476,7 @@ def test_runs_are_compared_in_one_table(
     )
     assert table["wire_bytes"].tolist()[0] == 0.0
     figure = shared_lab.plot_runs(*names)
-    assert len(figure.axes) == 5
+    assert len(figure.axes) == 6
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
@@ -559,7 +562,258 @@ def test_a_loop_by_hand_is_measured(lab: Lab) -> None:
     assert comm["wire_bytes"] / MIB == pytest.approx(WHOLE, rel=0.01)
     assert math.isnan(comm["seconds"]), "none is waited for"
     assert run.theory == {}
+    shown = to_read(lab.compare(run.name))
+    assert shown["comm_seconds"].tolist() == ["-"], "not known, and not 0"
+    assert "wire (MiB)" in shown
+    assert "wire_bytes_theory" not in shown
     assert not any(run.collector.measurements[rank][0].models for rank in (0, 1))
+
+
+def test_all_optimizers_of_a_loop_by_hand_are_measured(lab: Lab) -> None:
+    """As a GAN has; and those of each epoch, as some make, are the first again."""
+    run = lab.train(
+        "raw",
+        """
+one, other = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+for epoch in range(3):
+    optimizers = [
+        torch.optim.Adam(one.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)
+    ]
+    for model, optimizer in zip((one, other), optimizers):
+        model(torch.ones(4, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer, optimizers
+""",
+        live=False,
+    )
+    one = 4 * (256 * 256 + 256)
+    assert run.num_steps == 3
+    for rank in (0, 1):
+        found = run.memory.loc[rank]
+        assert found["parameters"] == pytest.approx(2 * one, rel=0.01)
+        assert found["optimizer_state"] == pytest.approx(2 * one, rel=0.01)
+
+
+TWO_OPTIMIZERS = """
+from torch.utils.data import TensorDataset
+
+one, other = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+first = torch.optim.Adam(one.parameters())
+second = torch.optim.Adam(other.parameters())
+data = TensorDataset(torch.randn(80, 64))
+one, first, loader = prepare(one, first, data, batch_size=8)
+other, second, _ = prepare(other, second, data, batch_size=8)
+for step, (x,) in enumerate(loader):
+    one(x).square().mean().backward()
+    first.step()
+    first.zero_grad()
+    if {condition}:
+        other(x).square().mean().backward()
+        second.step()
+        second.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "num_sent"), [("True", 64 * 65 + 8 * 65), ("step % 2", 64 * 65)]
+)
+def test_a_step_ends_when_all_optimizers_have_stepped(
+    lab: Lab, condition: str, num_sent: int
+) -> None:
+    """Or those that do before the next batch: the third step has the first alone."""
+    code = TWO_OPTIMIZERS.replace("{condition}", condition).replace("80", "40")
+    run = lab.train("ddp", code, live=False)
+    for rank in (0, 1):
+        assert run.comm.loc[(rank, "all_reduce"), "wire_bytes"] == 4 * num_sent
+    phases = run.step_memory["phase"].to_numpy()
+    assert (phases == "backward").any()
+    assert (phases == "step").any()
+
+
+def test_a_model_that_is_frozen_in_the_step_of_another_is_measured(lab: Lab) -> None:
+    """As a critic is while an actor is trained."""
+    code = TWO_OPTIMIZERS.replace("{condition}", "True").replace(
+        "        second.step()",
+        "        one.requires_grad_(False)\n"
+        "        second.step()\n"
+        "        one.requires_grad_(True)",
+    )
+    run = lab.train("ddp", code, live=False)
+    size = 4 * (64 * 65 + 8 * 65)
+    assert run.buckets["num_bytes"].sum() == size
+    assert run.theory["gradients"] == run.theory["wire_bytes"] == size
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("begins", [0, 5, 100], ids=["all", "later", "never"])
+def test_theory_is_that_of_what_is_trained_now(
+    lab: Lab, strategy: str, begins: int
+) -> None:
+    """Of parameters that the loop freezes, and unfreezes, none or all have a part."""
+    code = f"""
+from torch.utils.data import TensorDataset
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+model[0].requires_grad_({begins} == 0)
+optimizer = torch.optim.Adam(model.parameters())
+data = TensorDataset(torch.randn(80, 64))
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+for step, (x,) in enumerate(loader):
+    if step == {begins}:
+        model[0].requires_grad_(True)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    run = lab.train(strategy, code, live=False)
+    for part in ("parameters", "gradients", "optimizer_state"):
+        found = run.memory[part].max()
+        assert found == pytest.approx(run.theory[part], rel=0.02), part
+
+
+def test_gradients_on_their_way_to_a_bucket_count_once(lab: Lab) -> None:
+    run = lab.train(
+        "raw",
+        """
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+""",
+        live=False,
+    )
+    assert run.memory["gradients"].tolist() == [4 * 4 * 64 * 65] * 2
+
+
+def test_a_loop_without_an_optimizer_is_noted(lab: Lab) -> None:
+    code = """
+model = torch.nn.Linear(4, 1)
+for step in range(3):
+    model.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    {log}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+"""
+    run = lab.train("raw", code.format(log=""), live=False)
+    assert run.memory.empty
+    assert [note for note in run.notes if "no steps by which to plot" in note]
+    run = lab.train("raw", code.format(log="log(loss=loss.item())"), live=False)
+    assert not run.notes
+    assert len(run.history) == 6
+
+
+AFTER_A_LOOP = """
+import gc, time, weakref
+from labkit import timeouts
+from labkit.compat.torch import current_dispatch_mode
+
+usual, timeouts.GIVE_UP_S = timeouts.GIVE_UP_S, 0.01
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(2):
+    model(torch.ones(4, 8)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+was_measured = current_dispatch_mode() is not None
+freed = weakref.ref(optimizer)
+del model, optimizer
+gc.collect()
+is_freed = freed() is None
+probe = current_dispatch_mode()
+began = time.perf_counter()
+while not probe.has_given_up and time.perf_counter() - began < 60:
+    torch.ones(1).add(1)
+given_up = probe.has_given_up
+timeouts.GIVE_UP_S = usual
+"""
+
+
+def test_what_comes_after_a_loop_by_hand_is_not_measured(lab: Lab) -> None:
+    """The third step would be: the cell goes on without one."""
+    lab.train("raw", AFTER_A_LOOP, live=False)
+    for name in ("was_measured", "is_freed", "given_up"):
+        assert lab.pull(name, "all") == [True, True], name
+
+
+def test_a_step_without_a_backward_pass_has_activations(lab: Lab) -> None:
+    run = lab.train(
+        "raw",
+        """
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.ones(512, 64)
+
+def loss_of(values):
+    return torch.func.functional_call(model, values, (x,)).square().mean()
+
+for _ in range(4):
+    found = torch.func.grad(loss_of)(dict(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        parameter.grad = found[name]
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        live=False,
+    )
+    least = 512 * 64 * 4  # the output of one of its layers
+    assert (run.memory["activations_peak"] >= least).all()
+    assert (run.memory["gradients"] == 4 * (64 * 64 + 64)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (
+            "import threading\n"
+            "thread = threading.Thread(target=train)\nthread.start(); thread.join()",
+            "taken in a thread",
+        ),
+        (
+            "from torch.utils.flop_counter import FlopCounterMode\n"
+            "with FlopCounterMode(display=False): train()",
+            "a TorchDispatchMode of the cell's own",
+        ),
+    ],
+)
+def test_why_no_step_is_measured_is_said(lab: Lab, call: str, why: str) -> None:
+    run = lab.train(
+        "raw",
+        f"""
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    for _ in range(4):
+        model(torch.ones(4, 8)).mean().backward()
+        optimizer.step()
+{call}
+""",
+        live=False,
+    )
+    assert run.memory.empty
+    assert any(why in note for note in run.notes), run.notes
+
+
+def test_state_in_lists_is_counted() -> None:
+    """As LBFGS keeps it."""
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (parameter**4).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    found = sum(each.numel() for each in optimizer_tensors(optimizer))
+    assert found >= 4 * 1000
 
 
 def test_a_mode_of_a_loop_by_hand_is_left_alone(lab: Lab) -> None:

@@ -1,6 +1,7 @@
 """What ranks publish: messages are taken, and anything else is passed over."""
 
 import copy
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,10 @@ from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
 from labkit.records import KEY
 from labkit.records import RECORD
+from labkit.records import Averages
 from labkit.records import Batch
 from labkit.records import Draw
+from labkit.records import ModelFacts
 from labkit.records import Note
 from labkit.records import Outcome
 from labkit.records import ReplicaNotes
@@ -42,6 +45,7 @@ MESSAGES: list[tuple[str, Any]] = [
     ("report", ReplicaNotes(0, [1, 2], ["w"], np.ones((2, 1), "i8"), [DRAW], 5, 2)),
     ("failing", "error"),
     ("outcome", Outcome(0, "error", "ValueError", "no", num_records=2)),
+    ("report", Averages(4, 1, 8, 8, 0.1)),
 ]
 
 
@@ -77,6 +81,25 @@ def test_a_message_is_one(store: Path, number: int) -> None:
     name, value = MESSAGES[number]
     assert is_message(message(name, value)[KEY], 0)
     take(name, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "other"),
+    [
+        (MESSAGES[3][1], "place", np.ones((2, 2))),
+        (MEASURED.models[0], "num_shards", 0),
+        (MEASURED.models[0], "num_parts", 0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_compared_or_divided_by_is_no_message(
+    value: Any, key: str, other: Any
+) -> None:
+    wrong = copy.deepcopy(value)
+    vars(wrong)[key] = other  # as a pickle may have it
+    if isinstance(wrong, ModelFacts):
+        wrong = dataclasses.replace(MEASURED, models=[wrong])
+    assert not is_message(("report", wrong), 0)
 
 
 OTHER = [np.ones((2, 2)), RECORDS[:1], np.zeros(3, "i8"), object(), (), {1}]

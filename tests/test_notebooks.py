@@ -10,8 +10,8 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-START = "%dist_start -n 2"
-TAKES_S = 300
+START = re.compile(r"%dist_start -n [23]\b")
+TAKES_S = 600
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -31,7 +31,7 @@ def test_it_has_the_frame_of_the_course(path: Path) -> None:
     code = cells_of(path, "code")
     for heading in ("What you'll do.", "What you'll learn.", "What you'll need."):
         assert f"**{heading}**" in texts[0]
-    assert START in code[0]["source"]
+    assert START.search(code[0]["source"])
     assert code[-1]["source"] == "%dist_stop"
     everything = "\n".join(texts)
     assert "arxiv.org/abs/" in everything, "papers"
@@ -49,7 +49,7 @@ def test_its_links_to_other_notebooks_lead_somewhere(path: Path) -> None:
         for name in re.findall(r"\]\((\d\d_\w+\.ipynb)[^)]*\)", cell["source"]):
             number = int(name[:2])
             # The second half of the course is not written yet.
-            assert (path.parent / name).exists() or number in (9, 15), name
+            assert (path.parent / name).exists() or number == 15, name
 
 
 @each_notebook
@@ -63,6 +63,7 @@ def test_it_is_saved_as_it_ran(path: Path) -> None:
         assert has_failed == may_fail, cell["source"]
         words = json.dumps(cell["outputs"])
         assert "slowest" not in words, "run it again on a quiet machine"
+        assert "\\r" not in words, "a line that another has overwritten"
         assert not re.search(r"/(home|root|work|Users)/", words), "a machine's path"
 
 
@@ -73,7 +74,7 @@ def test_it_is_saved_as_it_ran(path: Path) -> None:
 def test_it_runs_on_four_ranks(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     start = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    start.source = start.source.replace(START, "%dist_start -n 4")
+    start.source = START.sub("%dist_start -n 4", start.source)
     NotebookClient(
         notebook, timeout=TAKES_S, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()

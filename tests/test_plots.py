@@ -2,6 +2,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from itertools import combinations
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -12,11 +13,11 @@ from PIL import Image
 
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.marks import Mark
 from labkit.notebook.history.thinning import MAX_POINTS
 from labkit.notebook.history.thinning import thin
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.figure import to_png
-from labkit.notebook.plots.marks import Mark
 from labkit.notebook.plots.memory_bars import PART_COLOURS
 from labkit.notebook.plots.run_plot import RunPlot
 from labkit.notebook.plots.step_memory import draw_components
@@ -288,6 +289,15 @@ def test_each_further_metric_has_a_panel_in_rows_below() -> None:
     assert markers["loss"] == {""}
 
 
+def test_a_resumed_run_that_is_short_has_no_points() -> None:
+    collector = Collector([0])
+    log(collector, 0, loss={step: 1.0 / step for step in range(277, 346)})
+    plot = RunPlot(collector)
+    plot.update("")
+    [line] = plot.panels["loss"].lines.values()
+    assert line.get_marker() == ""
+
+
 def test_a_metric_may_appear_in_mid_run() -> None:
     collector = Collector([0])
     add(collector, 0, [3.0, 2.0])
@@ -485,6 +495,22 @@ def test_the_memory_of_a_step_is_stacked_up_to_its_peak() -> None:
         assert not one.overlaps(other)
 
 
+def test_the_names_of_short_passes_do_not_touch() -> None:
+    moments = moments_of_a_step().assign(seconds=[0.0, 0.2, 0.28, 0.3])
+    figure = RunFigure(figsize=(9.0, 3.0))
+    axes = figure.add_axes((0.08, 0.2, 0.333, 0.57))  # as wide as in a run's picture
+    draw_moments(axes, moments, None)
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts[:3]]
+    assert [text.get_text() for text in axes.texts[:3]] == [
+        "forward",
+        "backward",
+        "step",
+    ]
+    for before, after in pairwise(boxes):
+        assert after.x0 - before.x1 > 2, "pixels"
+
+
 def test_a_component_is_drawn_beside_theory_with_the_range_of_the_ranks() -> None:
     memory = pd.DataFrame(
         {name: [0, 0] for name in COMPONENTS}
@@ -496,6 +522,8 @@ def test_a_component_is_drawn_beside_theory_with_the_range_of_the_ranks() -> Non
     assert bars == {8.0: None, 6.0: 0.4, 1.0: None}
     [[start, end]] = [path.vertices[:, 0] for path in axes.collections[0].get_paths()]
     assert (start, end) == (4, 8)
+    title = axes.get_title(loc="left")
+    assert title == "by component; pale: theory; line: all ranks"
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
     assert labels == ["parameters", "older tensors"]
     assert axes.get_xlabel() == "MiB"

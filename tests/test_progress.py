@@ -49,6 +49,13 @@ def test_a_time_is_said_as_people_do(seconds: float, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "words"), [(0.02, "0.02 s"), (0.2, "0.2 s"), (59.94, "59.9 s")]
+)
+def test_a_short_time_is_not_nothing(seconds: float, words: str) -> None:
+    assert duration(seconds, digits=1) == words
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         (0.1234, "0.123"),

@@ -15,7 +15,10 @@ from labkit.notebook.execution.errors import CellTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+STRATEGIES = (
+    *("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"),
+    "tensor",
+)
 
 SET_UP = """
 import os
@@ -224,7 +227,9 @@ TAKE_STEP = "F.cross_entropy(model(x), y).backward()\noptimizer.step()\n"
 
 
 @pytest.mark.parametrize("who", ["rank == 1 or world_size == 1", "True"])
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero2", "zero3"))
+@pytest.mark.parametrize(  # a layer that is split takes no hook
+    "strategy", long_but(STRATEGIES[:-1], "ddp", "zero2", "zero3")
+)
 def test_a_model_whose_backward_pass_failed_is_trained_on(
     lab: Lab, strategy: str, who: str, references: list[dict[str, Any]]
 ) -> None:
@@ -545,8 +550,9 @@ def test_the_tensors_of_a_failed_cell_are_freed_and_their_size_reported(
         assert 2**27 <= outcome.freed_bytes < 2**28, outcome
         assert "; 128 MiB of its tensors were freed" in str(error).splitlines()[0]
     assert "rank 1: 128 MiB of its tensors were freed" in error._render_traceback_()
-    lab.run("more = live_bytes() - before, len(mine) == 2**20")
-    assert lab.pull("more", "all") == [(0, True)] * 2
+    # What a test before has left may be freed meanwhile.
+    lab.run("more = live_bytes() - before <= 0, len(mine) == 2**20")
+    assert lab.pull("more", "all") == [(True, True)] * 2
 
 
 def test_the_tensors_of_an_interrupted_cell_are_freed_too(lab: Lab) -> None:

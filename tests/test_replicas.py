@@ -5,7 +5,7 @@ import torch
 
 from labkit import Lab
 from labkit.notebook.runs.run import Run
-from labkit.rank.telemetry.replica_fingerprints import fingerprints
+from labkit.strategies.model.fingerprints import fingerprints
 
 CELL = """
 import torch.nn.functional as F

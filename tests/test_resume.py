@@ -400,7 +400,7 @@ def refused(tmp_path: Path, **options: Any) -> str:
     asked = RunOptions(**{"checkpoint": tmp_path / "kept", **options})
 
     def plan() -> None:
-        check_options(strategy, asked, device="cpu")
+        check_options(strategy, asked, device="cpu", world_size=2)
         plan_checkpoints(asked)
 
     with pytest.raises(ValueError, match=r"\S") as raised:

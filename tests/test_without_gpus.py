@@ -32,6 +32,7 @@ from labkit.rank.measuring import memory
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
+from labkit.strategies.model.shards import norm_of_parts
 from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import read_if_here
 from labkit.strategies.zero.config import bucket_elements
@@ -558,20 +559,36 @@ def test_the_norm_of_offloaded_shards_is_that_of_the_whole(
         SHARDED.replace(
             "    optimizer.step()",
             "    shards = [p.grad for p in model.parameters()]\n"
-            "    mesh = data_parallel_axes(shards[0].device_mesh)\n"
-            "    found = norm_of_shards(shards, mesh, device).item()\n"
+            "    found = norm_of_parts(shards, device).item()\n"
             "    whole = [each.full_tensor() for each in shards]\n"
             "    expected = torch.nn.utils.get_total_norm(whole).item()\n"
             "    optimizer.step()",
         ).replace(
             "net =",
-            "from labkit.strategies.fsdp import data_parallel_axes, norm_of_shards\n"
-            "net =",
+            "from labkit.strategies.model.shards import norm_of_parts\nnet =",
         ),
         live=False,
     )
     assert lab.pull("found", "all") == pytest.approx(lab.pull("expected", "all"))
     assert lab.pull("found") > 0
+
+
+def test_the_norm_of_parts_keeps_range_and_precision(lab: Lab) -> None:
+    doubles = [torch.tensor([1.0, 1e-9], dtype=torch.float64)]
+    assert torch.equal(
+        norm_of_parts(doubles, torch.device("cpu")),
+        torch.nn.utils.get_total_norm(doubles),
+    )
+    lab.run(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "from labkit.strategies.model.shards import norm_of_parts\n"
+        "mesh = init_device_mesh('cpu', (world_size,))\n"
+        "large = distribute_tensor(torch.full((4,), 1e19), mesh, [Shard(0)])\n"
+        "found = norm_of_parts([large], device)"
+    )
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, torch.tensor(2e19))
 
 
 @pytest.mark.parametrize("is_synchronized", [False, True])

@@ -1,5 +1,6 @@
 """What labkit takes of torch.distributed that is private: groups, meshes, rpc."""
 
+import logging
 import sys
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -126,6 +127,17 @@ def wait_for(tensor: torch.Tensor) -> None:
     torch.ops._c10d_functional.wait_tensor(tensor)
 
 
+def as_plain_output(tensor: torch.Tensor) -> torch.Tensor:
+    """What a DTensor's `to_local()` gave as a tensor like others, without a copy.
+
+    It is a view of a DTensor, which autograd does not let a loop change in place, and
+    may be on its way still, in a subclass that waits when it is used.
+    """
+    if torch.is_inference_mode_enabled():
+        return tensor.clone()
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
+
+
 # ---- meshes and DTensor ----
 
 
@@ -162,7 +174,7 @@ def flattened(mesh: Any) -> Any:
 def forget_shardings() -> None:
     """Forget DTensor's results with meshes of before: it finds them for any mesh that
     is equal to one."""
-    # It takes 0.8 s to load, which an engine without meshes has no use for.
+    # It takes 0.8 s to load: not where only the names of this module are wanted.
     from torch.distributed.tensor import debug
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
@@ -180,6 +192,28 @@ def local_part(tensor: Any) -> Any:
     `to_local()` is an operator: this is called while others are in the middle.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def quiet_redistribution() -> None:
+    """Have torch not warn that shards along two axes are gathered one after the other:
+    nothing else can be done of shards of split layers."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.setLevel(logging.ERROR)
+
+
+NLL_BACKWARD = (
+    torch.ops.aten.nll_loss_backward.default,
+    torch.ops.aten.nll_loss2d_backward.default,
+)
+LOG_SOFTMAX_BACKWARD = torch.ops.aten._log_softmax_backward_data.default
+"""Operators that `loss_parallel` computes of DTensors by itself."""
+
+
+@GATE.needs("torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers")
+def handlers_of_dtensor() -> dict[Any, Callable[..., Any]]:
+    """What computes an operator of DTensors by itself, as within `loss_parallel`."""
+    found: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return found
 
 
 # ---- torch.distributed.rpc ----

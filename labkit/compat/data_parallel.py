@@ -1,8 +1,11 @@
 """What labkit takes of DDP and FSDP2 that is private: the state of a step."""
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +35,28 @@ def begin_reduction(ddp: Any) -> None:
     if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
         call_after_backward(ddp.reducer._delay_all_reduce)
         ddp._static_graph_delay_allreduce_enqueued = True
+
+
+@GATE.needs(
+    f"{_DDP}._get_ddp_logging_data",
+    "torch.distributed:_compute_bucket_assignment_by_size",
+)
+def buckets_of(ddp: Any, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of `parameters`, those that require gradients, by DDP's bucket.
+
+    In the order of sending. In the first step DDP has other buckets than later, when it
+    knows in which order gradients come.
+    """
+    ddp.logger.set_runtime_stats_and_log()  # which its forward would do
+    told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    if told:
+        return [list(map(int, bucket.split())) for bucket in told.split(",")]
+    caps = [sys.maxsize]
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        first: int = dist._DEFAULT_FIRST_BUCKET_BYTES
+        caps = [first, ddp.bucket_bytes_cap]
+    found, _ = dist._compute_bucket_assignment_by_size(list(parameters), caps)
+    return [list(bucket) for bucket in reversed(found)]
 
 
 @GATE.needs(f"{_DDP}._sync_buffers")

@@ -195,13 +195,14 @@ def drop_trace(coordinator: Any) -> None:
 
 
 @GATE.needs("deepspeed.utils.groups:_WORLD_GROUP")
-def forget_world_group(is_alive: Callable[[Any], bool] = lambda group: False) -> None:
-    """Have DeepSpeed make its copy of the default group again, unless it is alive.
+def forget_world_group() -> None:
+    """Have DeepSpeed make its copy of the default group again, when it needs it next.
 
-    It keeps groups from one `initialize` to the next.
+    It keeps the copy from one `initialize` to the next. Making one is collective: call
+    this on all ranks, whatever each of them has.
     """
     groups: Any = sys.modules.get("deepspeed.utils.groups")
-    if groups is not None and not is_alive(groups._WORLD_GROUP):
+    if groups is not None:
         groups._WORLD_GROUP = None
 
 

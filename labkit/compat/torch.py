@@ -31,22 +31,30 @@ with GATE.imports():
     from torch._subclasses.fake_tensor import is_fake as is_fake
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.dropout import _DropoutNd as DropoutBase
     from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+    from torch.overrides import TorchFunctionMode
+    from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._python_dispatch import (
         _get_current_dispatch_mode as current_dispatch_mode,
     )
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
     )
+    from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = [
     "BatchNormBase",
     "DisableTorchFunctionSubclass",
+    "DropoutBase",
     "FakeTensorMode",
     "NormBase",
     "SpectralNorm",
@@ -57,13 +65,64 @@ __all__ = [
     "is_functorch_wrapped",
     "is_traceable_wrapper_subclass",
     "no_dispatch",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
     "will_execute",
+    "without_modes",
 ]
 
 _LOADER = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+
+
+# ---- what is set for a thread ----
+
+
+class ThreadSettings:
+    """Gradients, autocast and modes of this thread, as they are now.
+
+    An interrupt can come in the `__exit__` that would end one of them.
+    """
+
+    def __init__(self) -> None:
+        self._has_grad = torch.is_grad_enabled()
+        self._has_cache = torch.is_autocast_cache_enabled()
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        }
+        self._nesting = _autocast_nesting()
+        self._num_modes = [len(stack()) for stack, _ in _MODES]
+
+    def restore(self) -> None:
+        """Set what has been left, as it was."""
+        torch.set_grad_enabled(self._has_grad)
+        torch.set_autocast_cache_enabled(self._has_cache)
+        for kind, (is_enabled, dtype) in self._autocast.items():
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+        if not self._nesting:
+            torch.clear_autocast_cache()  # of weights that have changed since
+        for (stack, kind), before in zip(_MODES, self._num_modes, strict=True):
+            while len(modes := stack()) > before:
+                # Not its own, which may do more: print what it has counted.
+                kind.__exit__(modes[-1], None, None, None)
+
+
+def _autocast_nesting() -> int:
+    nesting: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting - 1
+
+
+_MODES: tuple[tuple[Callable[[], list[Any]], Any], ...] = (
+    (_get_current_dispatch_mode_stack, TorchDispatchMode),
+    (_get_current_function_mode_stack, TorchFunctionMode),
+)
 
 
 # ---- processes ----
@@ -108,6 +167,13 @@ def is_profiled() -> bool:
     return enabled
 
 
+@GATE.needs("torch._C:_current_graph_task_id")
+def is_within_backward() -> bool:
+    """Whether a backward pass runs in this thread: torch tells its hooks alone."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
 @GATE.needs("torch:Tensor._backward_hooks", "torch:Tensor._post_accumulate_grad_hooks")
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether something waits for a tensor's gradient: hooks can be added, not seen."""
@@ -115,8 +181,40 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
 
 
+@GATE.needs("torch.nn:Module._forward_hooks")
+def num_hooks(module: Any) -> int:
+    """Of a module's forward and backward passes: hooks can be added, not seen."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return sum(len(getattr(module, n)) for n in (*names, "_backward_pre_hooks"))
+
+
 BOOKKEEPING = ("_backward_hooks", "_version")
 """Attributes of a tensor that autograd reads, and no user computes with."""
+
+
+@GATE.needs("torch:Tensor._version")
+def num_changes(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, as autograd counts it."""
+    return int(tensor._version)
+
+
+@GATE.needs("torch.optim.lr_scheduler:LRScheduler.step")
+def note_step_taken(optimizer: torch.optim.Optimizer) -> None:
+    """Have schedulers know that a step was taken, which another process takes: they
+    warn of an optimizer that they are ahead of."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+HOOKS_OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer with what the user has called around its step."""
+
+
+@GATE.needs(*(f"torch.optim:Optimizer.{name}" for name in HOOKS_OF_STEP))
+def call_step_hooks(optimizer: torch.optim.Optimizer, *, is_before: bool) -> None:
+    """Do what torch does before, or after, a step that another process takes."""
+    hooks = getattr(optimizer, HOOKS_OF_STEP[0 if is_before else 1])
+    for hook in list(hooks.values()):
+        hook(optimizer, (), {})
 
 
 # ---- autograd ----

@@ -3,22 +3,33 @@
 import time
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.compat.torch import TorchDispatchMode
 from labkit.course.collectives import Traffic
 from labkit.course.exercise import Verdict
 from labkit.course.exercise import of_all_ranks
+from labkit.data import ByteWindows
+from labkit.data import digits
+from labkit.data import text
+from labkit.models import GPT
+from labkit.models import mlp
+from labkit.models import next_token_loss
 
 NUM_SAMPLES, BATCH_SIZE = 1438, 64
 WORLD_SIZES = (2, 3, 4, 8)
+BYTES_READ, LOSS_TO_BEAT = 65_536, 2.5
 
 Deal = Callable[[int, int, int, int, int], list[list[int]]]
 
@@ -127,7 +138,8 @@ def time_calls(
 class StepClock:
     """Notes what this rank does when in a step, as `timelines.draw_lanes` draws it.
 
-    The clock is the host's: on a GPU it sees when work is handed to it.
+    The clock is the host's: all ranks have the same, and on a GPU it sees when work is
+    handed to it.
     """
 
     def __init__(self) -> None:
@@ -138,7 +150,7 @@ class StepClock:
         """Begin a step, on all ranks together."""
         self.blocks.clear()
         dist.barrier()
-        self._zero = self._last = time.perf_counter()
+        self._last = time.perf_counter()
 
     def lap(self, label: str) -> None:
         """What was computed since the last lap is `label`."""
@@ -154,7 +166,7 @@ class StepClock:
         )
 
     def _note(self, lane: str, label: str, began: float, ended: float) -> None:
-        self.blocks.append((lane, label, began - self._zero, ended - self._zero))
+        self.blocks.append((lane, label, began, ended))
 
 
 def best_bucket(bucket_cap_mb: float) -> Verdict:
@@ -186,6 +198,152 @@ def best_bucket(bucket_cap_mb: float) -> Verdict:
         to_beat="3 messages, none with more than 60%, the last with at most 10%",
         is_beaten=len(sent) <= 3 and largest <= 0.6 and last <= 0.1,
     )
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this rank sends in collectives, as rings send them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            share = (dist.get_world_size() - 1) / dist.get_world_size()
+            name = func.overloadpacket.__name__
+            whole = 1 if "reduce_scatter" in name or "alltoall" in name else 0
+            payload = sum(each.nbytes for each in _tensors_in(args[whole]))
+            times = {"send": 1.0, "recv_": 0.0, "allreduce_": 2 * share}
+            self.num_bytes += payload * times.get(name, share)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value if isinstance(value, list | tuple) else []
+    return [tensor for part in parts for tensor in _tensors_in(part)]
+
+
+Average = Callable[[torch.Tensor, dict[Any, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What came of a training in which gradients were averaged in some way."""
+
+    accuracy: float
+    """On the test set."""
+    share: float
+    """Of the bytes that DDP sends."""
+    are_equal: bool
+    """Whether all ranks have the same weights."""
+
+
+def train_with(average: Average, *, epochs: int = 20) -> Sent:
+    """Train a perceptron on the digits, on all ranks, with SGD and no momentum.
+
+    In every step `average(gradient, memory)` is called with this rank's gradient, all
+    parameters in one flat tensor, and a dict of its own that it may write to; it
+    returns the mean over the ranks, or what it makes of it.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    images, labels = (each.to(device) for each in digits().tensors)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = mlp().to(device)
+    parameters, memory = list(model.parameters()), dict[Any, Any]()
+    num_bytes, num_steps = 0.0, 0
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(images), generator=generator).to(device)
+        for batch in order.split(64)[:-1]:
+            mine = batch[rank::num_ranks]
+            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            found = torch.autograd.grad(loss, parameters)
+            gradient = torch.cat([each.flatten() for each in found])
+            whole = gradient.nbytes
+            with SentBytes() as sent:
+                mean = average(gradient, memory)
+            num_bytes += sent.num_bytes
+            num_steps += 1
+            parts = mean.split([parameter.numel() for parameter in parameters])
+            with torch.no_grad():
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.sub_(part.view_as(parameter))
+    images, labels = (each.to(device) for each in digits("test").tensors)
+    accuracy = (model(images).argmax(1) == labels).float().mean().item()
+    of_ranks = of_all_ranks(sum(p.double().sum().item() for p in parameters))
+    ddp = 2 * whole * (num_ranks - 1) / num_ranks * num_steps
+    return Sent(accuracy, num_bytes / ddp, len(set(of_ranks)) == 1)
+
+
+def ninety_at_five_percent(average: Average) -> Verdict:
+    """Judge a way of averaging gradients, as `train_with` takes it."""
+    found = train_with(average)
+    share = max(of_all_ranks(found.share))
+    accuracy = min(of_all_ranks(found.accuracy))
+    return Verdict(
+        measured=f"{accuracy:.0%} of the test set right, at {share:.1%} of DDP's bytes",
+        to_beat="90% right, at 5.0% of the bytes",
+        is_beaten=accuracy >= 0.9 and share <= 0.05,
+        complaint=""
+        if found.are_equal
+        else "the ranks do not get the same mean, so they end with different weights",
+    )
+
+
+def lower_loss(batch_size: int, rate: Callable[[float], float]) -> Verdict:
+    """Judge a batch size, of all ranks, and `rate(progress)`, the learning rate at a
+    `progress` from 0 to 1: a small GPT reads as many bytes as every other answer's,
+    and its loss is that on text which it has not read."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sequence = 32
+    num_steps = BYTES_READ // (batch_size * sequence) if batch_size > 0 else 0
+    if batch_size < num_ranks or not num_steps:
+        most = BYTES_READ // sequence
+        return Verdict(
+            complaint=f"a batch has {batch_size} samples; choose from {num_ranks}, one "
+            f"for each rank, to {most}, with which there is a single step"
+        )
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT(context=sequence, dim=64, num_layers=1).to(device)
+    adamw = torch.optim.AdamW(model.parameters())
+    train, test = (text(None, sequence, split) for split in ("train", "test"))
+    order = torch.Generator().manual_seed(0)
+    for step in range(num_steps):
+        adamw.param_groups[0]["lr"] = float(rate(step / num_steps))
+        rows = torch.randint(len(train), (batch_size,), generator=order).tolist()
+        mine = rows[rank::num_ranks]
+        share = len(mine) / batch_size
+        (share * _loss_of(model, train, mine, device)).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        adamw.step()
+        adamw.zero_grad()
+    with torch.no_grad():
+        loss = _loss_of(model, test, range(0, len(test), 16), device).item()
+    # Of all ranks alike, but where their learning rates are not.
+    losses = [f"{each:.2f}" for each in of_all_ranks(loss)]
+    return Verdict(
+        measured=f"a loss of {losses[0]} on new text after {num_steps} steps",
+        to_beat=f"{LOSS_TO_BEAT:.2f}",
+        is_beaten=loss <= LOSS_TO_BEAT,
+        complaint="" if len(set(losses)) == 1 else "the ranks end with other weights",
+    )
+
+
+def _loss_of(
+    model: nn.Module, source: ByteWindows, rows: Iterable[int], device: str
+) -> torch.Tensor:
+    pairs = zip(*(source[row] for row in rows), strict=True)
+    x, y = (torch.stack(each).to(device) for each in pairs)
+    return next_token_loss(model(x), y)
 
 
 def _model_with_gradients(sizes: tuple[int, ...], rank: int) -> nn.Module:

@@ -17,6 +17,7 @@ from labkit.compat.data_parallel import whole_of
 from labkit.course.exercise import Verdict
 from labkit.estimate.arguments import cross_entropy
 from labkit.estimate.plans import Plan
+from labkit.estimate.rows import Row
 from labkit.models import GPT
 from labkit.models import next_token_loss
 from labkit.strategies import find_strategy
@@ -47,9 +48,9 @@ def plan_of(size: str) -> Plan:
 
 def needed_bytes(size: str, strategy: str, num_gpus: int) -> float:
     """Bytes of a rank, in `prepare` or in a step on one sequence of 2,048 tokens."""
-    plan, value = plan_of(size), find_strategy(strategy)
-    step = plan.memory(value, num_gpus, batch_size=num_gpus)["total_peak"]
-    return max(step, plan.setup(value, num_gpus))
+    plan, row = plan_of(size), Row(find_strategy(strategy), num_gpus)
+    step = plan.memory(row, batch_size=num_gpus)["total_peak"]
+    return max(step, plan.setup(row))
 
 
 def memory_by_gpus(

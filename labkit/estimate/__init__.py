@@ -5,6 +5,8 @@ data: that gives the bytes of activations, temporaries and gradients at every mo
 What each strategy keeps and gathers is added by arithmetic.
 """
 
+import itertools
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 from functools import partial
@@ -15,10 +17,12 @@ import torch
 from torch import nn
 
 from labkit.checks import check_count
+from labkit.estimate.advice import LEFT_OUT
 from labkit.estimate.advice import SETUP_PEAK
 from labkit.estimate.advice import needed
 from labkit.estimate.advice import refusal
 from labkit.estimate.advice import what_can_fit
+from labkit.estimate.advice import what_is_left_out
 from labkit.estimate.advice import what_would_fit
 from labkit.estimate.arguments import batch_of
 from labkit.estimate.arguments import check
@@ -27,14 +31,15 @@ from labkit.estimate.arguments import cross_entropy
 from labkit.estimate.arguments import guessed_input
 from labkit.estimate.arguments import inputs_of
 from labkit.estimate.arguments import optimizer_class
-from labkit.estimate.plans import STRATEGIES
 from labkit.estimate.plans import Plan
+from labkit.estimate.rows import STRATEGIES
+from labkit.estimate.rows import is_grid
+from labkit.estimate.rows import rows_of
 from labkit.estimate.trace import Loss
 from labkit.estimate.trace import Optimizer
 from labkit.estimate.trace import UntraceableError
 from labkit.options import documented
 from labkit.records import COMPONENTS
-from labkit.strategies import find_strategy
 from labkit.train_options import TrainOptions
 
 if TYPE_CHECKING:
@@ -60,8 +65,13 @@ def estimate(
     activation_checkpointing: bool = False,
     device: str = "cpu",
     device_bytes: float | None = None,
+    strategies: Collection[str] | None = None,
 ) -> "pd.DataFrame":
     """Predict the memory of the fullest rank under every strategy.
+
+    A strategy with a grid of ranks has a row for each by which `model` can be divided,
+    called as a magic line has it: "tensor --mesh dp=2,tp=4". `pipeline` is as `fit`
+    runs it, with the default schedule and microbatches.
 
     Workspaces inside of kernels, and what the device and its communication libraries
     keep for themselves, are not in it.
@@ -90,6 +100,8 @@ def estimate(
         The kind of the ranks' devices: "cpu" or "cuda".
     device_bytes : float, optional
         Memory of a rank's device, in bytes, to compare with.
+    strategies : collection of str, optional
+        Those to predict, as a magic line has them; by default all.
 
     Returns
     -------
@@ -97,7 +109,8 @@ def estimate(
         Bytes by (world_size, strategy). The columns are `labkit.records.COMPONENTS`,
         each at its greatest within a step, as in `Run.memory`; "setup_peak", the most
         that `prepare` needs; and with `device_bytes` "fits": True, False, or None for
-        what is not known without `x`.
+        what is not known without `x`. Its `attrs["left_out"]` has the rows by which
+        `model` cannot be divided, with the reason.
 
     Raises
     ------
@@ -130,17 +143,25 @@ def estimate(
         activation_checkpointing,
         device,
     )
-    rows = {
-        (world_size, strategy): {
-            **plan.memory(find_strategy(strategy), world_size, batch_size),
-            SETUP_PEAK: plan.setup(find_strategy(strategy), world_size),
-        }
-        for world_size in world_sizes
-        for strategy in STRATEGIES
-    }
+    rows: dict[tuple[int, str], dict[str, float]] = {}
+    left_out: dict[tuple[int, str], str] = {}
+    for row in itertools.chain.from_iterable(map(rows_of, world_sizes)):
+        place = row.world_size, row.words
+        if strategies is not None and row.words not in strategies:
+            continue
+        try:
+            rows[place] = plan.memory(row, batch_size) | {SETUP_PEAK: plan.setup(row)}
+        except ValueError as error:
+            if not is_grid(row.strategy):
+                raise
+            left_out[place] = str(error)
+    if not rows:
+        unknown = f"none of {', '.join(strategies or ())} is a row of this table"
+        raise ValueError(next(iter(left_out.values()), unknown))
     columns = [*COMPONENTS, SETUP_PEAK]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
     table.index = pd.MultiIndex.from_tuples(rows, names=["world_size", "strategy"])
+    table.attrs[LEFT_OUT] = left_out
     known = [name for name in COMPONENTS if table[name].notna().all()]
     table = table.round().astype(dict.fromkeys(known, "int64"))
     if device_bytes is not None:
@@ -241,4 +262,5 @@ def forecast(
             **changes,
         )
         sentences = [advice, says]
-    return table, " ".join(filter(None, [*sentences, refusal(model)]))
+    sentences += [refusal(model), what_is_left_out(table)]
+    return table, " ".join(filter(None, sentences))

@@ -8,7 +8,9 @@ from typing import Any
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.estimate.plans import STRATEGIES
+from labkit.estimate.rows import STRATEGIES
+from labkit.estimate.rows import WITH_MESH
+from labkit.estimate.rows import strategy_of
 from labkit.records import format_bytes
 from labkit.strategies import find_strategy
 from labkit.strategies.unsupported import check_supported
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SETUP_PEAK = "setup_peak"
+LEFT_OUT = "left_out"
 
 
 def needed(table: "pd.DataFrame") -> "pd.Series[Any]":
@@ -36,54 +39,63 @@ def what_would_fit(
 ) -> str:
     """One sentence or two: what fits at the least world size, and what would.
 
-    `estimate_with(accumulate=K)` and `estimate_with(activation_checkpointing=True)`
-    give the table with that option changed.
+    `estimate_with(accumulate=K, strategies=S)` and
+    `estimate_with(activation_checkpointing=True, strategies=S)` give the table of some
+    strategies with that option changed.
     """
     world_sizes = sorted(set(table.index.get_level_values("world_size")))
     world_size = world_sizes[0]
 
     def fitting(found: "pd.DataFrame", num_ranks: int = world_size) -> list[str]:
         peaks = needed(found).loc[num_ranks]
-        return [name for name in STRATEGIES if peaks[name] <= device_bytes]
+        return [name for name in peaks.index if peaks[name] <= device_bytes]
 
     fits = fitting(table)
     here = f"{world_size} rank{'s' * (world_size > 1)} of {format_bytes(device_bytes)}"
-    if len(fits) == len(STRATEGIES):
+    names = [*table.loc[world_size].index]
+    if len(fits) == len(names):
         return f"On {here} every strategy fits."
     least = needed(table).loc[world_size].astype(float)
     says = [
-        f"On {here} {listed(fits)} fit{'s' * (len(fits) == 1)}."
+        f"On {here} {named(fits)} fit{'s' * (len(fits) == 1)}."
         if fits
         else f"On {here} nothing fits: {least.idxmin()} needs least, "
         f"{format_bytes(least.min())}."
     ]
     steps = table.loc[world_size]["total_peak"]
-    if late := [n for n in STRATEGIES if n not in fits and steps[n] <= device_bytes]:
+    if late := [n for n in names if n not in fits and steps[n] <= device_bytes]:
         says.append(
-            f"A step under {listed(late)} would fit, but prepare needs up to "
+            f"A step under {named(late)} would fit, but prepare needs up to "
             f"{format_bytes(least[late].max())}: a part of the model is whole on a "
             "rank before it is sharded."
         )
     # Nobody asks on several ranks how one of them could do all the work.
     sought = {
-        name
-        for name in STRATEGIES
-        if world_size == 1 or not find_strategy(name).is_single
+        name for name in names if world_size == 1 or not strategy_of(name).is_single
     }
     lacking = sought - set(fits)
     ways = []
 
     def note(way: str, found: list[str]) -> None:
-        if gained := [name for name in found if name in lacking]:
-            ways.append(f"{way} {listed(gained)} would")
+        # On more ranks a strategy may have meshes that it has not on these.
+        strategies = {strategy_of(name).name for name in lacking}
+        if gained := [
+            name
+            for name in found
+            if name in lacking
+            or (name not in names and strategy_of(name).name in strategies)
+        ]:
+            ways.append(f"{way} {named(gained)} would")
             lacking.difference_update(gained)
 
     if lacking and not activation_checkpointing:
-        found = fitting(estimate_with(activation_checkpointing=True))
+        found = fitting(
+            estimate_with(activation_checkpointing=True, strategies=lacking)
+        )
         note("with --activation-checkpointing", found)
     times = 2 * accumulate
     while lacking and times <= batch_size // world_size:
-        found = fitting(estimate_with(accumulate=times))
+        found = fitting(estimate_with(accumulate=times, strategies=lacking))
         note(f"with --accumulate {times}", found)
         times *= 2
     for more in world_sizes[1:]:
@@ -103,11 +115,11 @@ def what_can_fit(table: "pd.DataFrame", device_bytes: float) -> str:
     says = []
     for world_size in sorted(set(table.index.get_level_values("world_size"))):
         least = table.loc[world_size]["total_peak"]
-        large = [name for name in STRATEGIES if least[name] > device_bytes]
+        large = [name for name in least.index if least[name] > device_bytes]
         here = f"{world_size} rank{'s' * (world_size > 1)}"
         here += f" of {format_bytes(device_bytes)}"
         says.append(
-            f"On {here} {listed(large)} cannot fit."
+            f"On {here} {named(large)} cannot fit."
             if large
             else f"On {here} the model states fit under every strategy."
         )
@@ -126,6 +138,30 @@ def refusal(model: nn.Module) -> str:
         return ""
     first = next(iter(errors.values()))
     return f"As it is, {listed([*errors])} cannot train it: {first}."
+
+
+def what_is_left_out(table: "pd.DataFrame") -> str:
+    """Which strategies have no row, and why; "" where all have one."""
+    says = []
+    left_out: dict[tuple[int, str], str] = table.attrs[LEFT_OUT]
+    for name in STRATEGIES:
+        found = {size: why for (size, words), why in left_out.items() if words == name}
+        if found:
+            why = next(iter(found.values())).partition(": ")[0]
+            ranks = f"rank{'s' * (max(found) > 1)}"
+            says.append(
+                f"{name} is left out on {listed([*map(str, found)])} {ranks}: {why}."
+            )
+    return " ".join(says)
+
+
+def named(rows: Sequence[str]) -> str:
+    """ "a, b and c --mesh dp=4,tp=2 or dp=2,tp=4": as a magic line has them."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        strategy, word, mesh = row.partition(WITH_MESH)
+        found.setdefault(strategy + word, []).append(mesh)
+    return listed([name + " or ".join(meshes) for name, meshes in found.items()])
 
 
 def listed(names: Sequence[str]) -> str:

@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Protocol
 
 from torch import nn
 
+from labkit.estimate.rows import Row
+from labkit.estimate.rows import Sizes
 from labkit.estimate.trace import NOTHING
 from labkit.estimate.trace import Inputs
 from labkit.estimate.trace import Loss
@@ -17,13 +20,11 @@ from labkit.estimate.trace import Trace
 from labkit.estimate.trace import trace_step
 from labkit.estimate.trace import trace_update
 from labkit.records import COMPONENTS
-from labkit.strategies import STRATEGIES as TABLE
 from labkit.strategies import Strategy
 from labkit.strategies.prepared import DTYPES
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import units
-
-STRATEGIES = [name for name, each in TABLE.items() if each.forecast]
+from labkit.strategies.relay.stages import Stages
 
 Memory = dict[str, float]
 
@@ -32,17 +33,19 @@ class Forecast(Protocol):
     """What a module that `Strategy.forecast` names has."""
 
     def memory(
-        self, plan: "Plan", trace: Trace, ranks: int, strategy: Strategy
+        self, plan: "Plan", samples: int, sizes: Sizes, strategy: Strategy
     ) -> Memory:
-        """Bytes of the fullest rank in a step, by component."""
+        """Bytes of the fullest rank in a step, by component, with so many samples at
+        a time, on a mesh of these sizes."""
 
-    def setup(self, plan: "Plan", ranks: int, strategy: Strategy) -> float:
+    def setup(self, plan: "Plan", sizes: Sizes, strategy: Strategy) -> float:
         """Bytes at the peak of `prepare`."""
 
 
 def load(strategy: Strategy) -> Forecast:
     """What predicts the memory of `strategy`."""
-    forecast: Forecast = import_module(f"labkit.estimate.{strategy.forecast}")
+    place = f"labkit.estimate.techniques.{strategy.forecast}"
+    forecast: Forecast = import_module(place)
     return forecast
 
 
@@ -62,7 +65,19 @@ class Plan:
         precision: str,
         activation_checkpointing: bool,
         device: str,
+        *,
+        updates_together: bool = True,
     ) -> None:
+        """Without `updates_together` the optimizer takes one parameter after the
+        other, also where it would take all at once."""
+        self.model = model
+        self.divided: dict[int, Plan] = {}
+        """Those of this model's parts, by their number."""
+        self._given = (
+            *(inputs, loss_fn, optimizer, accumulate, precision),
+            *(activation_checkpointing, device),
+        )
+        self._updates_together = updates_together
         self.accumulate = accumulate
         self.width = DTYPES[precision].itemsize
         """Bytes of an element in what is computed."""
@@ -70,7 +85,7 @@ class Plan:
         self.is_cpu = self.device_type == "cpu"
         self._optimizer = optimizer
         self._device = device
-        self._trace: Callable[..., Trace] = lambda **step: NOTHING
+        self._trace: Callable[..., list[Trace]] = lambda **step: [NOTHING]
         if inputs is not None:
             self._trace = partial(
                 trace_step,
@@ -82,6 +97,7 @@ class Plan:
                 device=device,
             )
         self._traces: dict[tuple[int, bool], Trace] = {}
+        self._stages: dict[tuple[int, int], list[Trace]] = {}
         self._updates: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
         parameters = list(model.parameters())
         self.shapes = [tuple(p.shape) for p in parameters]
@@ -103,26 +119,62 @@ class Plan:
         )
         """Elements of the module that has most parameters of its own."""
 
-    def memory(self, strategy: Strategy, world_size: int, batch_size: int) -> Memory:
-        """Bytes of the fullest rank in a step, by component."""
-        ranks = 1 if strategy.is_single else world_size
-        samples = -(-batch_size // (ranks * self.accumulate))
-        key = (samples, strategy.is_partitioned and self.width < 4)
-        if key not in self._traces:
-            self._traces[key] = self._trace(batch_size=samples, casts_model=key[1])
-        return load(strategy).memory(self, self._traces[key], ranks, strategy)
+    def of_part(self, model: nn.Module) -> "Plan":
+        """The same step of `model`, a rank's part of this one."""
+        return Plan(model, *self._given, updates_together=False)
 
-    def setup(self, strategy: Strategy, world_size: int) -> float:
+    def memory(self, row: Row, batch_size: int) -> Memory:
+        """Bytes of the fullest rank in a step, by component."""
+        samples = -(-batch_size // (row.num_shares * self.accumulate))
+        return load(row.strategy).memory(self, samples, row.sizes, row.strategy)
+
+    def setup(self, row: Row) -> float:
         """Bytes at the peak of `prepare`, in which the model comes a part at a time
         and whole, and is sharded then."""
-        ranks = 1 if strategy.is_single else world_size
-        return load(strategy).setup(self, ranks, strategy)
+        return load(row.strategy).setup(self, row.sizes, row.strategy)
+
+    def trace(self, samples: int, *, casts_model: bool = False) -> Trace:
+        """A step of `samples`. Below fp32 either the model is cast, or its operators
+        are (autocast)."""
+        key = (samples, casts_model and self.width < 4)
+        if key not in self._traces:
+            [self._traces[key]] = self._trace(batch_size=samples, casts_model=key[1])
+        return self._traces[key]
+
+    def trace_stages(self, samples: int, stages: Stages) -> list[Trace]:
+        """A step of `samples`, as each of `stages` sees it."""
+        key = (samples, stages.num_stages)
+        if key not in self._stages:
+            stage_of = dict(zip(stages.names, stages.stage_of, strict=True))
+            found = self._trace(
+                batch_size=samples, casts_model=False, stage_of=stage_of
+            )
+            is_known = len(found) > 1  # else without input
+            self._stages[key] = found if is_known else found * stages.num_stages
+        return self._stages[key]
 
     def update(self, shapes: Shapes) -> tuple[int, int]:
         key = tuple(map(tuple, shapes))
         if key not in self._updates:
-            self._updates[key] = trace_update(shapes, self._optimizer, self._device)
+            self._updates[key] = trace_update(
+                shapes, self._optimizer, self._device, together=self._updates_together
+            )
         return self._updates[key]
+
+    def arrival(self, kept: Sequence[float]) -> float:
+        """Bytes at the peak where a block comes whole, and its parameters leave so
+        many elements each before the next one comes.
+
+        Source: `labkit.strategies.model.materialize`.
+        """
+        whole, parts = [0.0] * self.num_units, [0.0] * self.num_units
+        for unit, size, rest in zip(self.units, self.sizes, kept, strict=True):
+            whole[unit] += 4 * size
+            parts[unit] += 4 * rest
+        order = [*range(1, self.num_units), 0]  # the root comes last
+        so_far = itertools.accumulate(parts[unit] for unit in order)
+        peaks = (k + whole[u] for k, u in zip(so_far, order, strict=True))
+        return self.buffers + max(peaks)
 
     def trainable_of(self, shapes: Shapes) -> Shapes:
         pairs = zip(shapes, self.trainable, strict=True)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
 from contextlib import nullcontext
@@ -65,6 +66,12 @@ class Trace:
     entered: list[int] = field(default_factory=list)
     """The blocks in the order of the forward pass."""
     activations: float = 0
+    received: float = 0
+    """Bytes of what layers of this stage get from the stage before it."""
+    returned: float = 0
+    """Bytes of the model's output."""
+    in_loss: float = 0
+    """The most bytes that the loss function adds to them."""
 
     def peak(self, extra: Callable[[Moment], float] = lambda moment: 0.0) -> float:
         """The greatest sum of what is alive and what `extra` adds to it."""
@@ -76,38 +83,57 @@ NOTHING = Trace([Moment(0, 0, 0, is_backward=False)], activations=math.nan)
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the bytes of live storages that operators returned, as StepProbe does.
+    """Counts the bytes of live storages that operators returned, as StepProbe does, by
+    the stage that computes them.
 
     Source: `torch.distributed._tools.mem_tracker` does likewise by category.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], note: Callable[[int], None]):
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor],
+        note: Callable[[int], None],
+        num_stages: int = 1,
+        stage_now: Callable[[], int | None] = lambda: 0,
+    ) -> None:
+        """`stage_now` tells which one computes; None for the last of those whose
+        tensors an operator takes, and for the first where there are none."""
         super().__init__()
         self._known = {storage_key(storage_of(tensor)) for tensor in known}
-        self._alive: dict[int, tuple[int, Any]] = {}
+        self._alive: dict[int, tuple[int, int, Any]] = {}
         self._note = note
-        self.total = 0
+        self._stage_now = stage_now
+        self.totals = [0] * num_stages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        stage = self._stage_now()
+        if stage is None:
+            stage = max(map(self.stage_of, tree_leaves(args)), default=0)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._see(storage_of(leaf))
-        self._note(self.total)
+                self._see(storage_of(leaf), stage)
+        self._note(stage)
         return out
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def stage_of(self, leaf: Any) -> int:
+        """The stage that has computed a tensor; the first for what is none."""
+        if not isinstance(leaf, torch.Tensor):
+            return 0
+        return self._alive.get(storage_key(storage_of(leaf)), (0, 0))[1]
+
+    def _see(self, storage: torch.UntypedStorage, stage: int) -> None:
         key = storage_key(storage)
         if key not in self._known and key not in self._alive:
-            self.total += storage.nbytes()
+            self.totals[stage] += storage.nbytes()
             reference = weakref.ref(storage, partial(self._forget, key))
-            self._alive[key] = storage.nbytes(), reference
+            self._alive[key] = storage.nbytes(), stage, reference
 
     def _forget(self, key: int, reference: Any) -> None:
-        num_bytes, _ = self._alive.pop(key)
-        self.total -= num_bytes
+        num_bytes, stage, _ = self._alive.pop(key)
+        self.totals[stage] -= num_bytes
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -141,21 +167,43 @@ def trace_step(
     casts_model: bool,
     activation_checkpointing: bool,
     device: str,
-) -> Trace:
-    """A forward and backward pass on `batch_size` samples, without data.
+    stage_of: Mapping[str, int] | None = None,
+) -> list[Trace]:
+    """A forward and backward pass on `batch_size` samples, without data, as each stage
+    sees it: `stage_of` has the stages of layers, by name. By default there is one.
 
     Below fp32 either the model is cast, or its operators (autocast).
 
     Raises UntraceableError where the model, or the loss, raises anything.
     """
-    trace = Trace()
     is_low = dtype is not torch.float32
-    now = {"unit": 0, "backward": 0}
+    stage_of = stage_of or {}
+    last = max(stage_of.values(), default=0)
+    finished: list[int] = []
+    entered: list[int] = []
+    traces = [Trace(finished=finished, entered=entered) for _ in range(1 + last)]
+    now: dict[str, Any] = {"unit": 0, "stage": None, "backward": False}
+    left = last
+    """The stage whose layer was computed last, in a backward pass."""
 
-    def note(total: int) -> None:
-        trace.moments.append(
-            Moment(now["unit"], total, len(trace.finished), bool(now["backward"]))
+    def stage_now() -> int | None:
+        nonlocal left
+        if now["backward"]:
+            # What is between layers there is of the one that it goes on from.
+            left = left if now["stage"] is None else now["stage"]
+            return left
+        found: int | None = now["stage"]
+        return found
+
+    def note(stage: int) -> None:
+        traces[stage].moments.append(
+            Moment(now["unit"], watch.totals[stage], len(finished), now["backward"])
         )
+
+    def receive(stage: int, layer: nn.Module, args: Any) -> None:
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.Tensor) and watch.stage_of(leaf) < stage:
+                traces[stage].received += leaf.numel() * leaf.element_size()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = fake_copy(model, device, dtype if is_low and casts_model else None)
@@ -175,11 +223,16 @@ def trace_step(
         for index, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
-                    partial(_finish, trace.finished, index)
+                    partial(_finish, finished, index)
                 )
         for unit, block in enumerate(blocks(fake), 1):
-            _follow(block, unit, now, trace.entered)
-        watch = _Watch([*parameters, *fake.buffers()], note)
+            _follow(block, now, "unit", unit, 0)
+            block.register_forward_pre_hook(partial(_enter, entered, unit))
+        for name, stage in stage_of.items():
+            layer = fake.get_submodule(name)
+            layer.register_forward_pre_hook(partial(receive, stage))
+            _follow(layer, now, "stage", stage, None)
+        watch = _Watch([*parameters, *fake.buffers()], note, 1 + last, stage_now)
         autocast = torch.autocast(device, dtype) if is_low else nullcontext()
         with running(inputs), watch:
             if is_low and casts_model:
@@ -188,13 +241,23 @@ def trace_step(
                 output = fake(*args, **kwargs)
             if is_low:
                 output = cast_floats(output, torch.float32)
+            before, begin = watch.totals[last], len(traces[last].moments)
             loss = loss_fn(output)
+            since = [moment.others for moment in traces[last].moments[begin:]]
+            traces[last].in_loss = max(since, default=before) - before
+            traces[last].returned = sum(
+                leaf.numel() * leaf.element_size()
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, torch.Tensor)
+            )
             del output
-            now["backward"] = 1
-            trace.activations = watch.total
+            now["backward"] = True
+            for stage, trace in enumerate(traces):
+                trace.activations = watch.totals[stage]
             loss.backward()
-            note(watch.total)
-    return trace
+            for stage in range(1 + last):
+                note(stage)
+    return traces
 
 
 @contextmanager
@@ -224,18 +287,22 @@ def _finish(finished: list[int], index: int, parameter: torch.Tensor) -> None:
     parameter.grad = None  # how it is kept is for the strategy to say
 
 
+def _enter(entered: list[int], unit: int, block: nn.Module, args: Any) -> None:
+    entered.append(unit)
+
+
 def _follow(
-    block: nn.Module, unit: int, now: dict[str, int], entered: list[int]
+    block: nn.Module, now: dict[str, Any], key: str, number: int, outside: int | None
 ) -> None:
-    """Keep the number of the block that is computed, in both directions."""
+    """Have `now[key]` be `number` while `block` is computed, in both directions."""
 
     def begin(gradient: Any = None) -> None:
-        now["unit"] = unit
+        now[key] = number
 
     def end(gradient: Any = None) -> None:
         # This block's input is another's output, whose hook may have run before.
-        if now["unit"] == unit:
-            now["unit"] = 0
+        if now[key] == number:
+            now[key] = outside
 
     def on_gradient(tensors: Any, hook: Callable[[Any], None]) -> None:
         for tensor in tree_leaves(tensors):
@@ -244,7 +311,6 @@ def _follow(
 
     def enter(module: nn.Module, args: Any) -> None:
         begin()
-        entered.append(unit)
         on_gradient(args, end)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -256,16 +322,21 @@ def _follow(
 
 
 def trace_update(
-    shapes: Shapes, optimizer: Optimizer | None, device: str
+    shapes: Shapes, optimizer: Optimizer | None, device: str, *, together: bool = True
 ) -> tuple[int, int]:
-    """Bytes of the optimizer's state for fp32 parameters, and of its temporaries."""
+    """Bytes of the optimizer's state for fp32 parameters, and of its temporaries.
+
+    Without `together` one parameter is updated after the other, also on a GPU.
+    """
     kind: Any = optimizer or torch.optim.AdamW
     given: dict[str, Any] = {}
     if isinstance(kind, torch.optim.Optimizer):
         given, kind = kind.defaults, type(kind)
     taken = inspect.signature(kind).parameters
     given = {key: value for key, value in given.items() if key in taken}
-    if device == "cuda" and "foreach" in taken and not given.get("fused"):
+    if not together and "foreach" in taken:
+        given["foreach"] = False
+    elif device == "cuda" and "foreach" in taken and not given.get("fused"):
         # What it is there by default: all tensors at once, with their temporaries.
         given["foreach"] = given.get("foreach") is not False
     if "foreach" not in taken or given.get("foreach"):
@@ -291,7 +362,11 @@ def _trace_update(
     updates.step()  # makes the state
     states = list(optimizer_tensors(updates))
     gradients = [p.grad for p in parameters if p.grad is not None]
-    with _Watch([*parameters, *gradients, *states], temporaries.append):
+    watch = _Watch(
+        [*parameters, *gradients, *states],
+        lambda stage: temporaries.append(watch.totals[stage]),
+    )
+    with watch:
         updates.step()
     unique = {storage_key(storage_of(s)): storage_of(s) for s in states}
     return sum(s.nbytes() for s in unique.values()), max(temporaries)

@@ -375,14 +375,15 @@ def ready_line(lab: Lab) -> str:
 
 def to_read(table: pd.DataFrame) -> pd.DataFrame:
     """A table of runs as words: numbers of three digits, bytes in a unit that suits
-    most of them, the optional parts of a rank's memory only where there are any."""
+    most of them, what is optional (parts of a rank's memory, theory) only where it is
+    there."""
     in_bytes = [
         name
         for name in (*COMPONENTS, "wire_bytes", "wire_bytes_theory")
         if name in table and table[name].fillna(0.0).any()
     ]
-    unused = [name for name in (*COMPONENTS,) if name in table if name not in in_bytes]
-    shown = table.drop(columns=unused).astype(object)
+    optional = {*COMPONENTS, "wire_bytes_theory"}.intersection(table.columns)
+    shown = table.drop(columns=optional.difference(in_bytes)).astype(object)
     for name in in_bytes:
         unit, called = memory_unit(float(table[name].max()))
         shown[name] = [three_digits(value / unit) for value in table[name]]

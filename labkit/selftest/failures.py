@@ -1,13 +1,13 @@
 """Checks of what fails, each caused for real."""
 
 import contextlib
-import os
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from labkit import timeouts
 from labkit.lab import Lab
@@ -174,8 +174,10 @@ def killed_while_restarting(bench: Bench) -> Measured:
             while time.monotonic() < deadline:
                 pid = lab.status()["pid"].tolist()[last]
                 if pid != former:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(psutil.Error):
+                        process = psutil.Process(pid)
+                        process.kill()
+                        process.wait(GETS_THERE_S)
                     return
 
         thread = threading.Thread(target=kill_the_next, daemon=True)

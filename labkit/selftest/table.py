@@ -49,6 +49,7 @@ CHECKS = {
                 f"{name} against one process",
                 partial(training.strategy, name),
                 120.0,  # the first under ZeRO loads DeepSpeed
+                num_ranks=2 if strategy.server else 1,
             )
             for name, strategy in STRATEGIES.items()
             if not (strategy.is_by_hand or strategy.is_single)

@@ -1,6 +1,7 @@
 """The strategies of `%%dist_train`: each a value, with what the others ask of it."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from importlib import import_module
@@ -9,6 +10,8 @@ from typing import Any
 
 from labkit import theory as formulas
 from labkit.checks import check_choice
+from labkit.strategies.mesh.sizes import DATA_PARALLEL
+from labkit.strategies.mesh.sizes import sizes_of_axes
 from labkit.theory import Theory
 
 if TYPE_CHECKING:
@@ -27,10 +30,17 @@ class Strategy:
     variant: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What distinguishes it from others of the same technique."""
     axes: tuple[str, ...] = ()
-    """Of its device mesh, as `labkit.strategies.mesh` names them; none where a rank
-    trains alone, or the cell makes its own."""
-    takes_mesh: bool = False
-    """`--config` may have the sizes of the mesh."""
+    """Of its device mesh, as `labkit.strategies.mesh.sizes` names them; none where a
+    rank trains alone, ranks serve others, or the cell makes its own."""
+    outer_axes: tuple[str, ...] = ()
+    """Axes that its mesh has as well where `--mesh` names them."""
+    divide: str | None = None
+    """Module and class of what divides the model before that, along another axis than
+    those of data parallelism: a `labkit.strategies.prepared.Division`."""
+    across: str | None = None
+    """As `technique`, in its place where the mesh has axes of data parallelism."""
+    options: tuple[str, ...] = ()
+    """Those of `labkit.train_options.TrainOptions` that are not for every strategy."""
     theory: Theory = formulas.UNKNOWN
     """What it should hold and send."""
     forecast: str | None = None
@@ -39,6 +49,8 @@ class Strategy:
     """Runs on rank 0 alone, as if it were the whole world."""
     is_partitioned: bool = False
     """A rank updates a part of the parameters."""
+    has_whole_parameters: bool = False
+    """Where a rank has a parameter, it has the whole of it."""
     is_sharded: bool = False
     """A rank has only a part of them, but where a pass needs the whole."""
     has_own_gradients: bool = False
@@ -50,19 +62,57 @@ class Strategy:
     takes_compiled: bool = True
     """The model may come from torch.compile."""
 
+    server: str | None = None
+    """Module and class of what its last ranks run in place of the cell, if they serve
+    the others."""
+
     @property
     def is_by_hand(self) -> bool:
         """The cell does all of it."""
         return self.technique is None
 
-    def load(self) -> "type[Prepared]":
-        """The class that prepares a model for this strategy."""
+    def mesh_sizes(self, mesh: str | None, world_size: int) -> dict[str, int]:
+        """The axes of a run's mesh and their sizes, outermost first, of what `--mesh`
+        says; none where a rank trains alone. ValueError for one that cannot be."""
+        return sizes_of_axes(self.name, self.axes, self.outer_axes, mesh, world_size)
+
+    def server_ranks(self, num_servers: int, world_size: int) -> range:
+        """The ranks that serve the others, if any do. ValueError where none is left to
+        train."""
+        if self.server is None:
+            return range(0)
+        if num_servers >= world_size:
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            raise ValueError(
+                f"{self.name} with --servers {num_servers} on {ranks} has no worker "
+                f"left: start more ranks, as by %dist_start -n {num_servers + 1}, or "
+                "give fewer servers"
+            )
+        return range(world_size - num_servers, world_size)
+
+    def load_server(self) -> Any:
+        """The class of which `server` is the name."""
+        assert self.server is not None
+        return load(self.server)
+
+    def load(self, mesh_axes: Sequence[str] | None = ()) -> "type[Prepared]":
+        """The class that prepares a model for it, on a mesh of these axes."""
         assert self.technique is not None
-        # Loaded here, on a rank: the notebook reads the table without torch.
-        module, name = self.technique.split(":")
+        has_data_parallelism = any(axis in DATA_PARALLEL for axis in mesh_axes or ())
         technique: type[Prepared]
-        technique = getattr(import_module(f"labkit.strategies.{module}"), name)
+        technique = load(
+            self.across
+            if self.across is not None and has_data_parallelism
+            else self.technique
+        )
         return technique
+
+
+def load(place: str) -> Any:
+    """What a technique's "module:name" stands for. It is loaded on a rank, when it is
+    needed: the notebook reads the table without torch."""
+    module, name = place.split(":")
+    return getattr(import_module(f"labkit.strategies.{module}"), name)
 
 
 def _zero(stage: int, description: str, technique: str) -> Strategy:
@@ -72,6 +122,7 @@ def _zero(stage: int, description: str, technique: str) -> Strategy:
         technique,
         variant={"stage": stage},
         axes=("dp_shard",),
+        options=("mesh",),
         theory=formulas.zero(stage),
         forecast="zero",
         is_partitioned=True,
@@ -88,7 +139,7 @@ def _fully_sharded(name: str, description: str, *axes: str) -> Strategy:
         description,
         "fsdp:FSDP",
         axes=axes,
-        takes_mesh=True,
+        options=("mesh",),
         theory=formulas.FULLY_SHARDED,
         forecast="fully_sharded",
         is_partitioned=True,
@@ -113,6 +164,7 @@ STRATEGIES = {
             "a replica on every rank, gradients averaged (DistributedDataParallel)",
             "ddp:DDP",
             axes=("dp_replicate",),
+            options=("mesh", "comm", "average_every", "average_after"),
             theory=formulas.REPLICATED,
             forecast="replicated",
         ),
@@ -141,9 +193,56 @@ STRATEGIES = {
             "sharded within groups of ranks, replicated across them (fully_shard)",
             *("dp_replicate", "dp_shard"),
         ),
+        Strategy(
+            "tensor",
+            "a part of every layer on every rank, which have the same samples; with dp "
+            "fully sharded across them (parallelize_module)",
+            "tensor.technique:TensorParallel",
+            axes=("tp",),
+            outer_axes=("dp_replicate", "dp_shard"),
+            divide="tensor.split:Split",
+            across="fsdp:FSDP",
+            options=("mesh",),
+            theory=formulas.SPLIT,
+            forecast="tensor",
+            is_partitioned=True,
+            is_sharded=True,
+            differentiates_twice=False,
+            takes_complex=False,
+            takes_compiled=False,
+        ),
+        Strategy(
+            "pipeline",
+            "consecutive layers on consecutive ranks, through which batches pass in "
+            "microbatches; with dp replicas of that (torch.distributed.pipelining)",
+            "pipeline.technique:Pipeline",
+            axes=("pp",),
+            outer_axes=("dp_replicate",),
+            options=("mesh", "microbatches", "schedule"),
+            theory=formulas.STAGES,
+            forecast="pipeline",
+            is_partitioned=True,
+            has_whole_parameters=True,
+            is_sharded=True,
+            differentiates_twice=False,
+            takes_compiled=False,
+        ),
+        Strategy(
+            "parameter_server",
+            "some ranks keep the parameters and step, the others push gradients",
+            "parameter_server.worker:Worker",
+            options=("servers", "asynchronous", "staleness"),
+            theory=formulas.PARAMETER_SERVER,
+            forecast="parameter_server",
+            server="parameter_server.server:Server",
+        ),
         Strategy("raw", "nothing is done for you: the cell wraps the model itself"),
     )
 }
+
+
+SPECIAL_OPTIONS = {name for each in STRATEGIES.values() for name in each.options}
+"""Those that only some strategies take."""
 
 
 def find_strategy(name: str) -> Strategy:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +36,9 @@ from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.materialize import release
+from labkit.strategies.model.shards import check_parts
+from labkit.strategies.model.shards import hand_to_optimizer
+from labkit.strategies.model.shards import shapes_of_parts
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
@@ -57,8 +59,9 @@ class FSDP(Prepared):
     Where the mesh has an axis of replicas, too (`hsdp`), gradients are also all-reduced
     along it: the all-gathers stay on the fast links of one host.
 
-    `--config` takes the arguments of `fully_shard`; with replicas `"mesh": (2, 4)`
-    stands for 2 of 4 shards each. Without it half of the ranks make one.
+    `--config` takes the arguments of `fully_shard`; with replicas
+    `--mesh dp_replicate=2,dp_shard=4` stands for 2 of 4 shards each. Without it half of
+    the ranks make one.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023;
     `torch.distributed.fsdp.fully_shard`.
@@ -72,12 +75,12 @@ class FSDP(Prepared):
         for name, parameter in self.module.named_parameters():
             check_hooks(name, parameter)
         patch_dtensor()
-        known = list(inspect.signature(fully_shard).parameters)[1:]
+        known = set(inspect.signature(fully_shard).parameters) - {"module", "mesh"}
         check_keys(self.options.config, known, "fully_shard")
-        settings = dict(self.options.config)
-        settings.pop("mesh", None)  # which has made this one
         assert self.mesh is not None
         mesh = data_parallel_axes(self.mesh)
+        assert mesh is not None
+        self._mesh = mesh
         self.num_shards = mesh.size(-1)
         if mesh.ndim > 1:
             self.replica_group *= self.num_shards
@@ -86,12 +89,16 @@ class FSDP(Prepared):
             self.scaler = torch.amp.GradScaler(self.device.type)
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
         self._root: Any = apply_fsdp(
-            self.module, mesh, device=self.device, dtype=self.dtype, **settings
+            self.module,
+            mesh,
+            device=self.device,
+            dtype=self.dtype,
+            **self.options.config,
         )
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
-        self._shapes = {n: local_part(p).shape for n, p in self._shards.items()}
-        self._hand_shards_to_optimizer(whole)
+        self._shapes = shapes_of_parts(self._shards)
+        hand_to_optimizer(self.optimizer, whole, self._shards)
         init_root(self._root)
         self._groups = list(groups(self.module))
         self._parts = [part for group in self._groups for part in group.fsdp_params]
@@ -118,15 +125,12 @@ class FSDP(Prepared):
     def check_layout(self) -> None:
         for name, shard in self._shards.items():
             check_hooks(name, shard)
-            if local_part(shard).shape != self._shapes[name]:
-                raise UnsupportedLoopError(
-                    f"the loop replaced this rank's shard of {name} by a tensor of "
-                    f"shape {tuple(local_part(shard).shape)}: some in-place "
-                    "functions, such as torch.nn.init.eye_, do not work on sharded "
-                    "parameters. Call them before prepare, or use ddp"
-                )
+        check_parts(self._shards, self._shapes)
 
     def replicas(self) -> dict[str, torch.Tensor]:
+        if self.division is not None:
+            whole = {n: self._shards[n] for n in sorted(self.division.whole)}
+            return self.counted() | {n: local_part(t) for n, t in whole.items()}
         if self.num_shards == self.peers.size:
             return self.counted()
         shards = {name: local_part(shard) for name, shard in self._shards.items()}
@@ -144,6 +148,8 @@ class FSDP(Prepared):
         return found
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        if self.division is not None:
+            self.division.begin_backward(roots)
         ours = set(map(id, used))
         flags = [id(whole_of(part)) in ours for part in self._parts]
         # A group is reduced where any of its parameters is reached.
@@ -160,12 +166,6 @@ class FSDP(Prepared):
     def step(self, closure: Closure | None = None) -> Norm | None:
         self.note_step()
         return super().step(closure)
-
-    def norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if all(local_part(g).device.type == self.device.type for g in gradients):
-            return super().norm_of(gradients)
-        assert self.mesh is not None
-        return norm_of_shards(gradients, data_parallel_axes(self.mesh), self.device)
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
@@ -185,21 +185,6 @@ class FSDP(Prepared):
     def facts(self) -> ModelFacts:
         regathered = sum(map(num_regathered, groups(self.module)))
         return replace(super().facts(), num_regathered=round(regathered))
-
-    def _hand_shards_to_optimizer(self, whole: dict[nn.Parameter, str]) -> None:
-        """Put the shards in the place of the whole parameters, and shard the state."""
-        shards = self._shards
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            group["params"] = [
-                shards[whole[p]] if p in whole else p for p in group["params"]
-            ]
-        for parameter, name in whole.items():
-            if parameter in state:
-                state[shards[name]] = {
-                    key: shard_like(value, shards[name])
-                    for key, value in state.pop(parameter).items()
-                }
 
 
 def apply_fsdp(
@@ -229,7 +214,7 @@ def apply_fsdp(
     for part, tensors in parts(model, units(model)):  # the whole comes last
         for tensor in tensors:
             move(tensor, device)
-            broadcast(tensor.detach(), mesh)  # as DDP and DeepSpeed do
+            broadcast(local_part(tensor.detach()), mesh)  # as DDP and DeepSpeed do
         special = at_root if part is model else {}
         root = fully_shard(part, mesh=mesh, **{**settings, **special})
         release(tensors, part)
@@ -344,24 +329,3 @@ def num_regathered(group: Any) -> float:
     from_ranks = group.post_forward_mesh_info.shard_mesh_size
     share = (1 - 1 / from_ranks) / (1 - 1 / num_shards) if num_shards > 1 else 1.0
     return share * sum(map(whole_size, group.fsdp_params))
-
-
-def norm_of_shards(
-    gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device
-) -> torch.Tensor:
-    """The norm of gradients that are sharded along the last axis of `mesh`, and lie on
-    the CPU: NCCL sums what is on `device` alone. Collective."""
-    norms = [torch.linalg.vector_norm(local_part(each)) for each in gradients]
-    square = torch.zeros((), device=device)
-    if norms:
-        square += torch.stack(norms).float().square().sum().to(device)
-    dist.all_reduce(square, group=mesh.get_group(-1))
-    return square.sqrt()
-
-
-def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A state tensor sharded as its parameter is; a step count stays as it is."""
-    assert isinstance(parameter, DTensor)
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

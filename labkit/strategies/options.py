@@ -20,6 +20,7 @@ from labkit.compat.torch import NormBase
 from labkit.compat.torch import undo_compile
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.prepared import blocks
 
 Undo = Callable[[], None]
@@ -36,6 +37,9 @@ def checkpoint_activations(model: nn.Module) -> list[Undo]:
 
 def _checkpointed(plain: Forward) -> Forward:
     def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in args):
+            return plain(block, *args, **kwargs)  # for its shapes: nothing is kept
+
         def compute(*args: Any) -> Any:  # no `partial`: dynamo skips them
             return plain(block, *args, **kwargs)
 
@@ -98,7 +102,7 @@ class BatchNorm(BatchNormBase):
     is_synchronized = False
     was_synchronized = False
     """Whether it stands for a SyncBatchNorm."""
-    group: ClassVar[dist.ProcessGroup | None] = None
+    peers: ClassVar[Peers | None] = None
     """The ranks whose samples are in the batch of the run; None for all."""
     counts_here = True
     """Whether this rank's samples are in the batch, and are no stand-in: see
@@ -167,15 +171,19 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=BatchNorm.group)
-        return total
+        return sum_over_ranks(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total, group=BatchNorm.group)
-        return total
+        return sum_over_ranks(gradient)
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    if BatchNorm.peers is not None:
+        return BatchNorm.peers.all_reduce(x.clone())
+    total = x.clone()
+    dist.all_reduce(total, group=dist.group.WORLD)
+    return total
 
 
 def own_forward(module: nn.Module) -> bool:

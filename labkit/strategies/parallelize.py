@@ -7,7 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.strategies import Strategy
+from labkit.strategies import load
 from labkit.strategies.autograd.backward import release_former
+from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import Undo
 from labkit.strategies.options import checkpoint_activations
@@ -27,9 +29,11 @@ def parallelize(
     *,
     note: Callable[[str], None],
     undo: list[Undo],
+    roles: Roles | None = None,
 ) -> Prepared:
     """`model` and `optimizer` under `strategy`, changed in place. May be collective.
 
+    With `roles` some ranks serve the others, of which this is one.
     Every collective is taken along the axis of `mesh` that it belongs to; without a
     mesh there is none.
 
@@ -56,8 +60,15 @@ def parallelize(
     if options.compile:
         undo += compile_blocks(model)
     release_former(model.parameters())
-    prepared = strategy.load()(strategy, model, optimizer, mesh, device, options)
+    division = None
+    if strategy.divide is not None:
+        division = load(strategy.divide)(model, optimizer, mesh, device, options)
+        options = division.options
+    technique = strategy.load(None if mesh is None else mesh.mesh_dim_names)
+    prepared = technique(strategy, model, optimizer, mesh, device, options, roles)
     prepared.note = note
     undo.append(prepared.close)
-    BatchNorm.group = prepared.peers.own_group
+    if division is not None:
+        undo += division.attach(prepared)
+    BatchNorm.peers = prepared.peers
     return prepared

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
 from labkit.compat.torch import forget_unscaling
+from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map_only
+from labkit.records import Averages
 from labkit.records import ModelFacts
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
@@ -34,8 +37,11 @@ from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.mesh.device_mesh import part_of_model
 from labkit.strategies.mesh.peers import peers_on
+from labkit.strategies.mesh.peers import team_on
+from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model import states
 from labkit.strategies.model.materialize import give_values
+from labkit.strategies.model.shards import norm_of_parts
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
@@ -48,6 +54,27 @@ Tensors = Iterable[torch.Tensor | int | None]
 
 Score = Callable[[nn.Module, Any], dict[str, torch.Tensor]]
 """Computes a model's scores of a batch, by name: "loss", and metrics."""
+
+
+class Division(Protocol):
+    """Of a model's layers along an axis other than those of data parallelism."""
+
+    options: TrainOptions
+    """What it leaves of the options for the strategy of the parts."""
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The names of parameters that are the same on all ranks along that axis."""
+
+    def attach(self, prepared: "Prepared") -> list[Callable[[], None]]:
+        """See to the parts as `prepared` trains them; returns what ends that."""
+
+    def begin_backward(self, roots: Roots) -> None:
+        """A backward pass begins that gives gradients to the model. Collective."""
+
+    def facts(self, facts: ModelFacts) -> ModelFacts:
+        """Those of a rank's part, with what they send along that axis."""
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,16 +100,21 @@ class Prepared:
         mesh: DeviceMesh | None,
         device: torch.device,
         options: TrainOptions,
+        roles: Roles | None = None,
     ) -> None:
-        """Without a mesh the model is this rank's alone."""
+        """Without a mesh the model is this rank's alone. With `roles` some ranks
+        serve it."""
         self.strategy = strategy
         self.module = module
         self.optimizer = optimizer
         self.mesh = mesh
-        self.peers = peers_on(mesh, device)
+        self.peers = peers_on(mesh, device) if roles is None else roles.peers
         """The ranks whose samples give a step of this model."""
+        self.team = team_on(mesh, device) if roles is None else roles.peers
+        """The ranks that must do alike: these, and those with other parts of it."""
         self.device = device
         self.options = options
+        self.roles = roles
         self.dtype = DTYPES[options.precision]
         self.scaler: torch.amp.GradScaler | None = None
         """Scales an fp16 loss, so that small gradients do not vanish."""
@@ -92,11 +124,18 @@ class Prepared:
         """Ranks that share one copy of what this strategy shards."""
         self.replica_group = part_of_model(mesh)
         """Ranks of the same group hold replicas of each other."""
+        self.division: Division | None = None
+        """Of the model along other axes, before this strategy got it."""
         self.is_reached = False
         """Whether a backward pass has given gradients to this model since its last
         step; only of what follows them."""
+        self.steps_to_measure: list[int] = []
+        """Steps of the run that send another number of bytes than those before."""
         self.note: Callable[[str], None] = lambda text: None
         """Has a sentence shown under the run."""
+        self.loss_weight = 1.0
+        """What the loss of the batch at hand is multiplied by, before its backward
+        pass: see `labkit.rank.data.dealing.Share`."""
         self.num_batches = 0
         """That the loop has been given."""
         self._num_steps = self._stepped_with = 0
@@ -110,8 +149,10 @@ class Prepared:
         self.given_parameters = parameters
         self._pattern: list[bool] = []
         self._accumulators: list[tuple[nn.Parameter, Any]] = []
-        self._num_parameters = sum(p.numel() for p in parameters)
-        self._num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        # Of layers that are split those of this rank's parts.
+        self._sizes = {n: local_part(p).numel() for n, p in module.named_parameters()}
+        self._num_parameters = sum(self._sizes.values())
+        self._trainable = {n for n, p in module.named_parameters() if p.requires_grad}
         # Now, for the strategy may put others in the place of the parameters.
         self._names = states.parameter_names(module, optimizer)
         self.place()
@@ -159,9 +200,11 @@ class Prepared:
 
     # ---- what `fit` asks for ----
 
-    def train_batch(self, score: Score, batch: Any) -> None:
-        """The forward and backward pass of a batch, or of a microbatch of it."""
+    def train_batch(self, score: Score, batch: Any) -> torch.Tensor | None:
+        """The forward and backward pass of a batch, or of a microbatch of it. Its loss,
+        where it is not what one backward pass has begun with."""
         score(self.module, batch)["loss"].backward()
+        return None
 
     def eval_batch(self, score: Score, batch: Any) -> dict[str, torch.Tensor]:
         """The scores of a batch, by name."""
@@ -194,7 +237,7 @@ class Prepared:
             self.route.take(),
             zlib.crc32(bytes(alike)),
         ]
-        some, same = agree(used, facts, self.peers)
+        some, same = agree(used, facts, self.team)
         is_same_batch, is_same_step, *same = same
         has_same_settings, had_same_settings, is_same_route, is_alike = same
         if not is_same_batch:
@@ -260,13 +303,18 @@ class Prepared:
         parameters = list(self.updated())
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self.norm_of(gradients)
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if self.division is None:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            return read_if_here(norm)
+        # Their meshes differ: a kernel for several takes parts of one alone.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in map(local_part, gradients):
+            gradient.mul_(scale.to(gradient.device))
         return read_if_here(norm)
 
     def norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of whole gradients, of which these are this rank's. Collective."""
-        norm = nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm_of_parts(gradients, self.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forget_unscaling()
@@ -276,6 +324,18 @@ class Prepared:
         """Within it the optimizer's groups hold what it has state of."""
         return contextlib.nullcontext()
 
+    @property
+    def is_one_model(self) -> bool:
+        """Whether ranks have one model, and not each its own for some steps."""
+        return True
+
+    def unite(self, *, with_optimizer: bool = False) -> None:
+        """Make one model of those of the ranks, where each has its own. Collective."""
+
+    def averages(self) -> Averages | None:
+        """What was sent to make one model of them."""
+        return None
+
     def memory(self) -> dict[str, Tensors]:
         """The tensors that hold this rank's model states right now, by component."""
         return {
@@ -284,15 +344,33 @@ class Prepared:
             "optimizer_state": optimizer_tensors(self.optimizer),
         }
 
+    @property
+    def seconds_waited(self) -> float:
+        """For messages of single ranks, so far."""
+        return 0.0 if self.roles is None else self.roles.channel.seconds_waited
+
     def facts(self) -> ModelFacts:
         """What theory computes the model states from."""
         state = sum(
             t.numel() * t.element_size() for t in optimizer_tensors(self.optimizer)
         )
-        per_element = state / max(1, sum(tensor.numel() for tensor in self.updated()))
-        return ModelFacts(
-            self._num_parameters, self._num_trainable, per_element, self.num_shards
+        kept = self.optimizer.state
+        # Of parameters that were always frozen an optimizer keeps nothing.
+        trained = [t for t in self.updated() if t.requires_grad or t in kept]
+        found = ModelFacts(
+            self._num_parameters,
+            self.num_trainable(),
+            state / max(1, sum(tensor.numel() for tensor in trained)),
+            self.num_shards,
         )
+        return found if self.division is None else self.division.facts(found)
+
+    def num_trainable(self) -> int:
+        """Elements of parameters that are trained: also of those that the loop has
+        unfrozen, or freezes for a while, as a critic's in the actor's step."""
+        named = self.module.named_parameters()
+        self._trainable |= {name for name, p in named if p.requires_grad}
+        return sum(self._sizes.get(name, 0) for name in self._trainable)
 
     def updated(self) -> Iterable[torch.Tensor]:
         """What the optimizer updates on this rank."""
@@ -302,6 +380,10 @@ class Prepared:
         """Those that a step would be taken with, as far as the loop has had hands on
         them."""
         return [p.grad for p in self.updated() if p.grad is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """What else there is to plot of the last step, by name."""
+        return {}
 
     def replicas(self) -> dict[str, torch.Tensor]:
         """By name, what must be equal on all ranks of this rank's replica group."""
@@ -360,6 +442,10 @@ class Prepared:
             found["scaler"] = self.scaler.state_dict()
         return found
 
+    def resume(self, values: Mapping[str, Any]) -> None:
+        """The loop is where it was when `settings` gave `values`: set what is no state
+        of model or optimizer, as what random numbers begin with."""
+
     def restore_scaler(self, values: Mapping[str, Any]) -> None:
         """Set the loss scaler, if there is one, to what was saved of one."""
         if self.scaler is not None and values.get("scaler"):
@@ -369,6 +455,9 @@ class Prepared:
     def release(self) -> None:
         """Let go of the model, which is prepared again."""
         unfollow(self)
+
+    def finish(self) -> None:
+        """The run ends well, on all ranks. Collective."""
 
     def close(self) -> None:
         """Take back what only this run needed of the model."""
@@ -405,11 +494,13 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's state."""
+    """The tensors of an optimizer's state; also those in lists, as LBFGS has."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 yield value
+            elif isinstance(value, list | tuple | dict):
+                yield from (x for x in tree_leaves(value) if torch.is_tensor(x))
 
 
 def check_keys(config: Mapping[str, Any], known: Iterable[str], taker: str) -> None:

@@ -22,9 +22,10 @@ def check_supported(
         check_embeddings(model, strategy.name)
     if not strategy.is_partitioned:
         return
-    check_complex(model, strategy, precision)
-    check_dtypes(model, strategy)
-    if scalars := scalar_parameters(model):
+    if not strategy.has_whole_parameters:
+        check_complex(model, strategy, precision)
+        check_dtypes(model, strategy)
+    if not strategy.has_whole_parameters and (scalars := scalar_parameters(model)):
         raise UnsupportedLoopError(
             f"{scalars[0]} is a parameter without a dimension, which "
             f"{strategy.name} cannot divide among ranks: give it one, as "

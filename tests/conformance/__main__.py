@@ -11,6 +11,7 @@ from labkit import Lab
 
 from .document import head
 from .document import page
+from .document import page_with
 from .table import ALL_STRATEGIES
 from .table import LOOPS
 from .table import OPTIONS
@@ -31,8 +32,10 @@ def main() -> None:
     parser.add_argument("--loops", type=words, default=list(LOOPS))
     parser.add_argument("--strategies", type=words, default=ALL_STRATEGIES)
     parser.add_argument("--options", type=words, default=list(OPTIONS))
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path, help="every cell, one a line")
     parser.add_argument("--out", type=Path, help="the page with the whole table")
+    parser.add_argument("--onto", type=Path, help="the page that gets these strategies")
     given = parser.parse_args()
     began = time.monotonic()
     cells: list[Cell] = []
@@ -41,7 +44,7 @@ def main() -> None:
         for place in ROW
         if place[0] in given.strategies and place[1] in given.options
     ]
-    with runs_in_memory(), Lab(num_ranks=2, group_timeout_s=60) as lab:
+    with runs_in_memory(), Lab(num_ranks=given.ranks, group_timeout_s=60) as lab:
         warm_up(lab)
         print(head(given.strategies), flush=True)
         for loop in given.loops:
@@ -54,6 +57,8 @@ def main() -> None:
                         print(json.dumps(asdict(cell)), file=file)
     if given.out:
         given.out.write_text(page(cells))
+    if given.onto:
+        given.onto.write_text(page_with(given.onto.read_text(), cells))
     print(dict(Counter(cell.kind for cell in cells)))
     print(f"{len(cells)} runs in {time.monotonic() - began:.0f} s")
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .table import ALL_STRATEGIES
+from .table import LOOPS
 from .table import MARKS
 from .table import OPTIONS
-from .table import ROW
 from .table import Cell
 from .table import Place
 from .table import row
@@ -41,9 +42,9 @@ inside a library that does not say what to write instead (`B`), and no hang (`H`
 Each place in the table has four marks, one for each of: {options}.
 
 The table leaves out loops whose result has to differ once a batch is divided among
-ranks: a loss over the batch as a whole (in-batch negatives, mixup by a permutation, the
-statistics of BatchNorm without `--sync-batchnorm`), and random numbers that the loop
-draws after `prepare`. These differ from rank to rank on purpose, so that dropout does.
+ranks: a loss over the batch as a whole (in-batch negatives, mixup by a permutation),
+and random numbers that the loop draws after `prepare`. These differ from rank to rank
+on purpose, so that dropout does.
 
 `STRATEGY` in a message below stands for the strategy of the run. `make conformance`
 writes this page.
@@ -55,17 +56,72 @@ def page(cells: Sequence[Cell]) -> str:
     by_loop: dict[str, list[Cell]] = {}
     for cell in cells:
         by_loop.setdefault(cell.loop, []).append(cell)
-    totals = Counter(cell.kind for cell in cells)
+    rows = [row(loop, found) for loop, found in by_loop.items()]
+    refused = sentences(cell for cell in cells if cell.kind == "refused")
+    noted = sentences(cell for cell in cells if cell.kind == "noted")
+    return written(rows, refused, noted)
+
+
+def page_with(old: str, cells: Sequence[Cell]) -> str:
+    """The page `old` with these cells' strategies added, or in place of their columns,
+    and with a row for each loop that is new.
+
+    Sentences that these strategies alone said before, and say no more, stay: the whole
+    table has to be run for that.
+    """
+    head_line, *lines = [line for line in old.splitlines() if line.startswith("| ")]
+    strategies = head_line.strip("| ").split(" | ")[1:]
+    rows = []
+    on_page = {loop: columns for loop, *columns in map(columns_of, lines)}
+    for cell in cells:
+        on_page.setdefault(cell.loop, [""] * len(strategies))
+    for loop, columns in sorted(on_page.items()):
+        marks = dict(zip(strategies, columns, strict=True))
+        fresh: dict[str, str] = {}
+        for cell in cells:
+            if cell.loop == loop:
+                before = fresh.get(cell.strategy, "")
+                fresh[cell.strategy] = before + MARKS[cell.kind]
+        marks |= fresh
+        rows.append(f"| {' | '.join([loop, *marks.values()])} |")
+    found = {}
+    for kind in ("Refused", "Noted"):
+        part = old.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+        found[kind] = {
+            said: dict.fromkeys(loops.split(", "))
+            for said, loops in re.findall(r"^- (.+)\n  \((.+)\)$", part, re.MULTILINE)
+        }
+        now = sentences(cell for cell in cells if cell.kind == kind.lower())
+        for said, loops in now.items():
+            there = found[kind].setdefault(said, {}) | loops
+            found[kind][said] = {loop: None for loop in LOOPS if loop in there}
+    return written(rows, found["Refused"], found["Noted"], marks)
+
+
+def columns_of(line: str) -> list[str]:
+    return line.strip("| ").split(" | ")
+
+
+def written(
+    rows: Sequence[str],
+    refused: Mapping[str, Iterable[str]],
+    noted: Mapping[str, Any],
+    strategies: Iterable[str] = ALL_STRATEGIES,
+) -> str:
+    names = {mark: kind for kind, mark in MARKS.items()}
+    totals = Counter(
+        names[m] for r in rows for m in r.partition(" | ")[2] if m in names
+    )
     lines = [
         _INTRODUCTION.format(options=", ".join(title(name) for name in OPTIONS)),
-        f"{len(by_loop)} loops, {len(cells)} runs: "
+        f"{len(rows)} loops, {totals.total()} runs: "
         + ", ".join(f"{totals[kind]} {kind}" for kind in MARKS if totals[kind])
         + ".",
         "",
-        head(ALL_STRATEGIES),
-        *(row(loop, found) for loop, found in by_loop.items()),
-        *listed("Refused", [cell for cell in cells if cell.kind == "refused"]),
-        *listed("Noted", [cell for cell in cells if cell.kind == "noted"]),
+        head(strategies),
+        *rows,
+        *listed("Refused", refused),
+        *listed("Noted", noted),
     ]
     return "\n".join(lines) + "\n"
 
@@ -83,23 +139,23 @@ def head(strategies: Iterable[str]) -> str:
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
-def listed(heading: str, cells: Iterable[Cell]) -> list[str]:
-    """Each sentence once, with the loops to which it was said."""
+def sentences(cells: Iterable[Cell]) -> dict[str, dict[str, None]]:
+    """What was said, with the loops to which it was."""
     loops: dict[str, dict[str, None]] = {}
     for cell in cells:
         said = without_strategy(cell.said, cell.strategy)
         if len(said) > MAX_SAID:  # a library's, which names places on the machine
             said = said[:300] + " ..."
-        loops.setdefault(said, {})[cell.loop] = None
+        loops.setdefault(without_links(said), {})[cell.loop] = None
+    return loops
+
+
+def listed(heading: str, loops: Mapping[str, Iterable[str]]) -> list[str]:
+    """Each sentence once, with the loops to which it was said."""
     if not loops:
         return []
-    return [
-        f"\n## {heading}\n",
-        *(
-            f"- {without_links(said)}\n  ({', '.join(names)})"
-            for said, names in loops.items()
-        ),
-    ]
+    lines = [f"- {said}\n  ({', '.join(names)})" for said, names in loops.items()]
+    return [f"\n## {heading}\n", *lines]
 
 
 def without_strategy(said: str, strategy: str) -> str:
@@ -118,8 +174,13 @@ def without_links(said: str) -> str:
 
 def marks_on_page(loop: str) -> dict[Place, str]:
     """What the page says of a loop, by strategy and option."""
-    for line in PAGE.read_text().splitlines():
-        name, *columns = line.strip("| ").split(" | ")
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    strategies = next(columns for name, *columns in lines if name == "loop")
+    for name, *columns in lines:
         if name == loop:
-            return dict(zip(ROW, "".join(columns), strict=True))
+            return {
+                (strategy, option): mark
+                for strategy, marks in zip(strategies, columns, strict=True)
+                for option, mark in zip(OPTIONS, marks, strict=True)
+            }
     raise LookupError(f"{PAGE.name} has no row for {loop}; write it: make conformance")

@@ -54,6 +54,12 @@ torch.save(
 )
 """
 
+FREEZE = """
+from labkit.rank.group.recovery import freeze_libraries
+
+freeze_libraries()
+"""
+
 MARKS = {
     "right": "✓",
     "refused": "r",
@@ -190,7 +196,7 @@ def warm_up(lab: Lab) -> None:
     """
     for strategy in ALL_STRATEGIES:
         run_cell(lab, "plain", strategy, "plain")
-    lab.run("import gc; gc.collect(); gc.freeze()")
+    lab.run(FREEZE)
 
 
 def row(loop: str, cells: Iterable[Cell]) -> str:

@@ -17,7 +17,8 @@ from labkit.notebook.plots.style import use_title
 
 MIB = 2**20
 Moments = Sequence[tuple[str, Sequence[int]]]
-"""What a moment is called, and the bytes that each unit has in full then."""
+"""The pass and the block of a moment, as "forward 3", and the bytes that each unit has
+in full then."""
 
 
 def draw_units(num_ranks: int, num_units: int, gathered: int) -> RunFigure:
@@ -56,7 +57,7 @@ def draw_gathered(runs: Mapping[str, tuple[Sequence[str], Moments]]) -> RunFigur
     """For each title, the units as rows and the moments of a step as columns: dark
     where a rank has the unit's parameters in full."""
     rows = [len(units) for units, _ in runs.values()]
-    height = sum(0.27 * count + 1.2 for count in rows)
+    height = sum(0.27 * count + 1.05 for count in rows)
     figure = RunFigure(figsize=(8.2, height), dpi=100, facecolor="white")
     top = height
     for (title, (units, moments)), count in zip(runs.items(), rows, strict=True):
@@ -77,7 +78,19 @@ def draw_gathered(runs: Mapping[str, tuple[Sequence[str], Moments]]) -> RunFigur
         axes.grid(visible=True, which="minor", axis="y", color="#e5e5e5", lw=0.8)
         axes.tick_params(which="minor", length=0)
         names = [name for name, _ in moments]
-        axes.set_xticks(range(len(names)), names, rotation=55, ha="right", fontsize=8)
+        words, numbers = zip(*map(str.split, names), strict=True)
+        axes.set_xticks(range(len(names)), numbers)
+        for word in dict.fromkeys(words):
+            places = [place for place, each in enumerate(words) if each == word]
+            axes.text(
+                sum(places) / len(places),
+                -0.42 / tall,
+                word,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                fontsize=SMALL,
+                color=INK,
+            )
         use_title(axes, title)
-        top -= 1.2 + tall
+        top -= 1.05 + tall
     return figure

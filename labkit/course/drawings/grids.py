@@ -102,6 +102,39 @@ def draw_ring(num_ranks: int) -> RunFigure:
     return figure
 
 
+def draw_compressions() -> RunFigure:
+    """One gradient, 6 x 10, as it is sent in four ways: what arrives of it, and below
+    how many bytes that takes."""
+    generator = np.random.default_rng(4)
+    rows, columns = generator.normal(size=(6, 1)), generator.normal(size=(1, 10))
+    whole = rows @ columns + 0.45 * generator.normal(size=(6, 10))
+    left = np.linalg.svd(whole)[0][:, :1]
+    least = np.sort(np.abs(whole), axis=None)[-6]
+    ways = {
+        "whole": (whole, "60 numbers: 240 bytes"),
+        "rounded (bf16)": (np.round(whole * 2) / 2, "60 of half the size: 120"),
+        "factors (PowerSGD)": (left @ left.T @ whole, "6 + 10 numbers: 64"),
+        "largest (top-k)": (
+            np.where(np.abs(whole) >= least, whole, 0.0),
+            "6 numbers and places: 48",
+        ),
+    }
+    figure = RunFigure(figsize=(9.6, 2.0), dpi=100, facecolor="white")
+    panels = figure.subplots(1, len(ways))
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.14, top=0.86, wspace=0.1)
+    limit = float(np.abs(whole).max())
+    for axes, (title, (arrives, caption)) in zip(panels, ways.items(), strict=True):
+        axes.imshow(arrives, cmap="PuOr", vmin=-limit, vmax=limit)
+        axes.set_xticks(np.arange(-0.5, 10), labels=[])
+        axes.set_yticks(np.arange(-0.5, 6), labels=[])
+        axes.grid(color="white", lw=1.0)
+        axes.tick_params(length=0)
+        axes.set_title(title, fontsize=10, color=INK, loc="left")
+        axes.set_xlabel(caption, fontsize=9, color=INK)
+        axes.spines[:].set_visible(False)
+    return figure
+
+
 def ring_turns(num_ranks: int) -> list[dict[tuple[int, int], tuple[int, ...]]]:
     """Whose numbers are in the part of a rank, by (rank, part), before a ring's first
     turn and after each.

@@ -1,5 +1,7 @@
 """Draws boxes and arrows: who talks to whom, and who holds what."""
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
 
 GREY = "#777777"
+DIVIDED = {"pp": 0, "dp_shard": 1, "tp": 2}
+"""What axes of a mesh divide of (layers, rows, columns)."""
 STAGES = (
     # name, DeepSpeed's word, which of parameters, gradients and optimizer are whole
     ("baseline", "ddp", (True, True, True)),
@@ -107,6 +111,84 @@ def draw_data_parallel_step(num_ranks: int) -> RunFigure:
             draw_arrow(axes, (start, at), (end, at), colour)
         _write(axes, 7.45, at + 0.16, "$g$", ha="center")
     return _figure_of(axes)
+
+
+def draw_server(num_workers: int) -> RunFigure:
+    """Workers that push gradients to a server and pull parameters, beside the ring of
+    an all-reduce."""
+    axes = _canvas(10.4, 3.1)
+    width = 1.45
+    left = [0.2 + (width + 0.25) * worker for worker in range(num_workers)]
+    middle = (left[0] + left[-1] + width) / 2
+    server = colour_of(num_workers)
+    _write(axes, 0.2, 2.9, "a server and its workers", weight="bold")
+    text = "the last rank, a server: parameters $w$,\noptimizer, its state"
+    draw_box(axes, middle - 1.55, 1.95, 3.1, 0.65, text, server)
+    for worker, x in enumerate(left):
+        colour, at = colour_of(worker), x + width / 2
+        text = f"rank {worker}\nforward, backward"
+        draw_box(axes, x, 0.15, width, 0.65, text, colour)
+        to = middle + 0.55 * (at - middle)
+        draw_arrow(axes, (at - 0.1, 0.82), (to - 0.1, 1.92), colour)
+        draw_arrow(axes, (to + 0.12, 1.92), (at + 0.12, 0.82), server)
+        _write(axes, (at + to) / 2 - 0.36, 1.3, f"$g_{{{worker}}}$", size=9)
+        _write(axes, (at + to) / 2 + 0.22, 1.3, "$w$", size=9)
+    _write(axes, 6.6, 2.9, "an all-reduce: all ranks alike", weight="bold")
+    places = _around(8.1, 1.35, 0.95, num_workers + 1)
+    for rank, centre in enumerate(places):
+        after = places[(rank + 1) % len(places)]
+        _link(axes, centre, after, colour_of(rank))
+        axes.add_patch(Circle(centre, 0.19, fc=colour_of(rank), ec="none", zorder=3))
+        axes.text(*centre, str(rank), color="white", ha="center", va="center", zorder=4)
+    return _figure_of(axes)
+
+
+def draw_meshes(meshes: Mapping[str, Mapping[str, int]]) -> RunFigure:
+    """What each rank holds of two layers, and which samples it sees, by mesh.
+
+    Parameters
+    ----------
+    meshes : mapping of str to mapping of str to int
+        The sizes of a mesh's axes, outermost first, under a title.
+    """
+    num_ranks = max(prod(sizes.values()) for sizes in meshes.values())
+    panel, height, cell = 2.7, 0.66, 0.115
+    top = height * num_ranks + 0.15
+    axes = _canvas(panel * len(meshes), top + 0.4)
+    for place, (title, sizes) in enumerate(meshes.items()):
+        left = panel * place
+        _write(axes, left + 0.2, top + 0.2, title, size=9, weight="bold")
+        for rank in range(prod(sizes.values())):
+            held, part, num_parts = held_by(sizes, rank)
+            y = top - height * (rank + 1) + 0.12
+            _write(axes, left + 0.2, y + 2 * cell, f"{rank}", color=colour_of(rank))
+            for layer, row, column in np.ndindex(held.shape):
+                x = left + 0.45 + cell * (5 * layer + column)
+                at = x, y + cell * (3 - row)  # the first row is at the top
+                colour = colour_of(rank) if held[layer, row, column] else "#E8E8E8"
+                axes.add_patch(Rectangle(at, cell, cell, fc=colour, ec="white", lw=0.6))
+            told = f"samples {part + 1}/{num_parts}" if num_parts > 1 else "all samples"
+            _write(axes, left + 0.6 + 9 * cell, y + 2 * cell, told, size=9)
+    return _figure_of(axes)
+
+
+def held_by(sizes: Mapping[str, int], rank: int) -> tuple[np.ndarray, int, int]:
+    """Which of (2 layers, 4 rows, 4 columns) a rank of this mesh holds, which part of a
+    batch it sees, and of how many.
+
+    `pp` divides layers, `dp_shard` rows, `tp` columns; `dp` and `dp_replicate` samples
+    alone.
+    """
+    places = np.unravel_index(rank, tuple(sizes.values()))
+    held, part, num_parts = np.ones((2, 4, 4), dtype=bool), 0, 1
+    for (name, size), place in zip(sizes.items(), places, strict=True):
+        if name.startswith("dp"):
+            part, num_parts = part * size + int(place), num_parts * size
+        if name in DIVIDED:
+            along = np.moveaxis(held, DIVIDED[name], 0)  # a view
+            own = np.arange(len(along)) * size // len(along) == place
+            along[~own] = False
+    return held, part, num_parts
 
 
 def draw_zero_stages(
@@ -232,7 +314,7 @@ def _figure_of(axes: Axes) -> RunFigure:
 def _write(
     axes: Axes, x: float, y: float, text: str, *, size: float = 10, **more: Any
 ) -> None:
-    axes.text(x, y, text, fontsize=size, color=INK, va="center", **more)
+    axes.text(x, y, text, **{"fontsize": size, "color": INK, "va": "center", **more})
 
 
 def _around(x: float, y: float, radius: float, count: int) -> list[tuple[float, float]]:

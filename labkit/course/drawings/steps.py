@@ -49,7 +49,8 @@ def draw_stages(
 
     `held` has for each rank, by stage and model state, what was measured.
     """
-    figure = RunFigure(figsize=(8.2, 3.2), dpi=100, facecolor="white")
+    width = 9.6 if held else 8.2  # names below the bars need room
+    figure = RunFigure(figsize=(width, 3.2), dpi=100, facecolor="white")
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     formula = bytes_per_parameter(world_size, is_mixed=is_mixed)

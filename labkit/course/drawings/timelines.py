@@ -1,7 +1,10 @@
 """Draws what runs are in time: losses, distances, lanes, times against sizes."""
 
+import re
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from matplotlib.ticker import NullLocator
 from matplotlib.ticker import ScalarFormatter
 
 from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.schedule_plot import COLOURS as PASS_COLOURS
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import style_axes
@@ -230,15 +234,17 @@ def draw_lanes(
     """What each rank does when, in a lane for each kind of work.
 
     A block is its lane, what is written in it where there is room, and the seconds at
-    which it begins and ends. Blocks of a lane that overlap are drawn below each other.
+    which it begins and ends, on one clock; the first begins at 0. Blocks of a lane that
+    overlap are drawn below each other.
     """
+    first = min(b[2] for blocks in blocks_by_rank for b in blocks)
     lanes = list(dict.fromkeys(b[0] for blocks in blocks_by_rank for b in blocks))
     num_lanes = len(lanes) * len(blocks_by_rank)
     figure = RunFigure(figsize=(10.4, 0.9 + 0.42 * num_lanes), dpi=100)
     figure.set_facecolor("white")
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
-    latest = max(b[3] for blocks in blocks_by_rank for b in blocks)
+    latest = max(b[3] for blocks in blocks_by_rank for b in blocks) - first
     names: list[str] = []
     for rank, blocks in enumerate(blocks_by_rank):
         colour = np.array(to_rgb(colours[rank % len(colours)]))
@@ -257,7 +263,7 @@ def draw_lanes(
                 placed.append((row, label, began, ended))
             height = 0.8 / max(1, len(rows))
             for row, label, began, ended in placed:
-                left, width = 1e3 * began, 1e3 * (ended - began)
+                left, width = 1e3 * (began - first), 1e3 * (ended - began)
                 pale = 0.45 * colour + 0.55 if place else colour
                 low = y - 0.4 + row * height
                 axes.add_patch(
@@ -307,6 +313,94 @@ def draw_overlap(num_ranks: int) -> RunFigure:
     return figure
 
 
+def draw_passes(
+    passes: Mapping[str, Sequence[Sequence[Any]]],
+) -> RunFigure:
+    """When each rank had which microbatch: by title the passes of all ranks, each as
+    (kind, rank, microbatch, began, ended) in seconds. All panels have one scale."""
+    heights = [len({each[1] for each in rows}) for rows in passes.values()]
+    figure = RunFigure(figsize=(8.8, sum(0.75 + 0.36 * n for n in heights)), dpi=100)
+    figure.set_facecolor("white")
+    figure.set_layout_engine("constrained")
+    grid = figure.subplots(
+        len(passes),
+        1,
+        sharex=True,
+        squeeze=False,
+        height_ratios=[1 + n for n in heights],
+    )
+    firsts = [min(each[3] for each in rows) for rows in passes.values()]
+    ends = [max(each[4] for each in rows) for rows in passes.values()]
+    longest = max(end - first for first, end in zip(firsts, ends, strict=True))
+    for axes, (title, rows), first, end in zip(
+        grid[:, 0], passes.items(), firsts, ends, strict=True
+    ):
+        ranks = sorted({each[1] for each in rows})
+        for kind, rank, microbatch, began, ended in rows:
+            left, width = 1e3 * (began - first), 1e3 * (ended - began)
+            colour = PASS_COLOURS[kind]
+            axes.barh(rank, width, 0.8, left, color=colour, ec="white", lw=0.8)
+            if (ended - began) * 55 > longest:
+                middle = (left + width / 2, rank)
+                axes.text(*middle, microbatch, ha="center", va="center", **_TINY, c="w")
+        busy = sum(each[4] - each[3] for each in rows) / len(ranks)
+        waits = f"{title}: ranks wait {1 - busy / (end - first):.0%} of the time"
+        style_axes(axes, "", "")
+        axes.set_title(waits, loc="left", fontsize=10, color=INK)
+        axes.set(xlim=(0, 1.01e3 * longest), ylim=(len(ranks) - 0.5, -0.5))
+        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+        axes.grid(visible=False, axis="y")
+    grid[-1, 0].set_xlabel("time (ms)", fontsize=10, color=INK)
+    handles = [Rectangle((0, 0), 1, 1, color=each) for each in PASS_COLOURS.values()]
+    figure.legend(
+        handles,
+        [f"{kind} pass of a microbatch" for kind in PASS_COLOURS],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def draw_pipelines(num_ranks: int, num_microbatches: int) -> RunFigure:
+    """A schematic: a batch that passes through all stages whole, and one that does in
+    microbatches."""
+    from labkit.course.layers import timetable  # imports torch
+
+    panels = {}
+    for title, number in {
+        "the whole batch": 1,
+        f"{num_microbatches} microbatches": num_microbatches,
+    }.items():
+        order = [(kind, n) for kind in PASS_COLOURS for n in range(number)]
+        found = timetable([order] * num_ranks, pass_s=num_microbatches / number)
+        panels[title] = [astuple(each) for each in found]
+    return _without_scale(draw_passes(panels))
+
+
+def draw_order(
+    order: Callable[[int, int, int], Sequence[tuple[str, int]]],
+    num_ranks: int,
+    num_microbatches: int,
+) -> RunFigure:
+    """The passes of ranks of which each has `order(rank, num_ranks, num_microbatches)`,
+    as ("forward", 0), ("backward", 0), ...; ValueError where they wait forever."""
+    from labkit.course.layers import timetable  # imports torch
+
+    orders = [order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    title = f"{num_ranks} ranks, {num_microbatches} microbatches"
+    return _without_scale(
+        draw_passes({title: [astuple(each) for each in timetable(orders)]})
+    )
+
+
+def _without_scale(figure: RunFigure) -> RunFigure:
+    figure.axes[-1].set_xticks([])
+    figure.axes[-1].set_xlabel("time (no scale)")
+    return figure
+
+
 def draw_speed_up(
     widths: Sequence[int], speed_ups: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> RunFigure:
@@ -329,4 +423,99 @@ def draw_speed_up(
     panels[0].set_ylabel("times as fast as one rank", fontsize=10, color=INK)
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def draw_busiest(
+    size: float, measured: Mapping[str, tuple[int, float]], most_ranks: int = 32
+) -> RunFigure:
+    """Bytes that the busiest rank sends and receives in a step, by formula, against the
+    number of ranks; `measured` are those of runs, by name.
+
+    `size` are the bytes of the gradients. Of S servers each has 1/S of them.
+    """
+    figure = RunFigure(figsize=(8.2, 3.6), dpi=100, facecolor="white")
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    ranks = np.arange(2, most_ranks + 1)
+    lines = {
+        "parameter server, 1 server": 2 * (ranks - 1),
+        "parameter server, 4 servers": np.where(
+            ranks > 4, np.maximum(2.0, 2 * (ranks - 4) / 4), np.nan
+        ),
+        "all-reduce, as a ring": 4 * (ranks - 1) / ranks,
+    }
+    for place, (name, line) in enumerate(lines.items()):
+        axes.plot(ranks, line, lw=2, label=name, color=RANK_COLOURS[place])
+    for place, (name, (num_ranks, num_bytes)) in enumerate(measured.items()):
+        times = num_bytes / size
+        marker = MARKERS[place % len(MARKERS)]
+        axes.plot(num_ranks, times, marker, color=INK, ms=7, label=f"measured: {name}")
+    style_axes(axes, "number of ranks", "bytes in and out of the busiest rank")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g} P")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+WINDOW = 20
+
+
+def loss_by_time(history: pd.DataFrame) -> pd.DataFrame:
+    """The losses of all ranks in the order of time, each the mean of the last ones:
+    seconds and loss."""
+    found = history.dropna(subset=["loss"]).sort_values("seconds")
+    smooth = found["loss"].rolling(WINDOW, min_periods=WINDOW).mean()
+    return found.assign(loss=smooth)[["seconds", "loss"]].dropna()
+
+
+def seconds_to(history: pd.DataFrame, loss: float) -> float:
+    """When the loss was first as low as that; infinite where it never was."""
+    found = loss_by_time(history)
+    return float(found[found["loss"] <= loss]["seconds"].min(skipna=True) or np.inf)
+
+
+def draw_losses_by_time(
+    histories: Mapping[str, pd.DataFrame], loss: float
+) -> RunFigure:
+    """The loss of runs against time, and when each first comes down to `loss`."""
+    figure = RunFigure(figsize=(7.4, 3.4), dpi=100, facecolor="white")
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    axes.axhline(loss, color="#999999", lw=1, ls="--")
+    for place, (name, history) in enumerate(histories.items()):
+        found, colour = loss_by_time(history), RANK_COLOURS[place]
+        axes.plot(found["seconds"], found["loss"], lw=2, label=name, color=colour)
+        axes.plot(seconds_to(history, loss), loss, "o", ms=7, color=colour)
+    style_axes(axes, "time (s)", "loss")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def draw_writing(losses: pd.Series, samples: Mapping[int, str]) -> RunFigure:
+    """The loss by step, and beside it what the model wrote before some of the steps."""
+    figure = RunFigure(figsize=(10.4, 0.36 * len(samples) + 1.5), dpi=100)
+    figure.set_facecolor("white")
+    figure.set_layout_engine("constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 2.1))
+    left.plot(losses.index, losses, lw=1.5, color="#999999")
+    style_axes(left, "step", "loss")
+    right.set_axis_off()
+    right.set(xlim=(0, 1), ylim=(len(samples) + 0.5, -0.7))
+    for x, title in ((0, "step"), (0.09, "loss"), (0.18, "it writes")):
+        right.text(x, -0.3, title, fontsize=9, weight="bold", color=INK)
+    for row, (step, text) in enumerate(samples.items()):
+        loss, colour = losses.loc[step], RANK_COLOURS[row % len(RANK_COLOURS)]
+        left.plot(step, loss, "o", ms=6, color=colour)
+        shown = re.sub(r"[^ -~]", "·", text)
+        right.text(0, row + 0.6, f"{step}", fontsize=9, weight="bold", color=colour)
+        right.text(0.09, row + 0.6, f"{loss:.2f}", fontsize=9, color=INK)
+        right.text(
+            *(0.18, row + 0.6, shown),
+            fontsize=8.5,
+            color=INK,
+            family="monospace",
+            parse_math=False,
+        )
     return figure

@@ -420,6 +420,11 @@ class Cluster:
                 ename, evalue, _, engine = error.elist[0]
                 if ename == "ValueError":  # of what the user gave: the rank is well
                     raise ValueError(evalue) from None
+                if ename == "EngineError":  # the controller knows before the system
+                    known = self._client.ids
+                    gone = [r for r in ranks if self._engine_ids[r] not in known]
+                    who = format_ranks(gone or ranks)
+                    raise RankDiedError(f"{who} died a moment ago") from None
                 where = format_ranks(
                     r for r in ranks if self._engine_ids[r] == engine["engine_id"]
                 )
@@ -430,7 +435,11 @@ class Cluster:
         """Like `call`, but does not wait: ipyparallel's AsyncResult."""
         self._check([self._engines[rank] for rank in ranks])
         engines = [self._engine_ids[rank] for rank in ranks]
-        return self._client[engines].apply_async(call_by_name, function, args)
+        try:
+            view = self._client[engines]
+        except (IndexError, ipyparallel.error.NoEnginesRegistered):
+            raise RankDiedError(f"{format_ranks(ranks)} died a moment ago") from None
+        return view.apply_async(call_by_name, function, args)
 
     def _wait(
         self,

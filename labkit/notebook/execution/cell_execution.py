@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import Future
@@ -91,7 +92,9 @@ class CellExecution:
         *,
         listener: CellListener | None = None,
         hang_after_s: float = 0.0,
+        other_codes: Mapping[int, str] | None = None,
     ) -> None:
+        """`other_codes` are those of ranks that run something in the cell's place."""
         self.stop_policy = StopPolicy()
         self.is_stopping = False
         """Whether the ranks were asked to stop at the same step: no failure."""
@@ -99,6 +102,7 @@ class CellExecution:
         """What failed in this process meanwhile; the ranks were stopped for it."""
         self._cluster = cluster
         self._code = code
+        self._other_codes = other_codes or {}
         self._ranks = ranks
         self._listener = listener or CellListener()
         self._watch = HangDetector(
@@ -229,7 +233,8 @@ class CellExecution:
             events.put((rank, kind, content))
 
         with contextlib.suppress(RankDiedError):  # a moment ago
-            future = self._cluster.execute(rank, self._code, self._spec, post)
+            code = self._other_codes.get(rank, self._code)
+            future = self._cluster.execute(rank, code, self._spec, post)
             future.add_done_callback(lambda done: post("reply", done.result()))
 
     def _stop_where_due(self) -> None:
@@ -322,7 +327,8 @@ class CellExecution:
         death = self._cluster.death(rank)
         where = ""
         if death.line is not None:
-            lines = self._code.splitlines()[death.line - 1 :]
+            code = self._other_codes.get(rank, self._code)
+            lines = code.splitlines()[death.line - 1 :]
             where = f"line {death.line}: {lines[0].strip()}" if lines else ""
         return Outcome(
             rank=rank,

@@ -14,6 +14,7 @@ from labkit.checks import check_hang_after
 from labkit.checks import check_run_name
 from labkit.checks import check_seed
 from labkit.checks import check_timeout
+from labkit.checks import slow_rank
 from labkit.notebook.live import VIEWS
 from labkit.options import check_values
 from labkit.options import flag_of
@@ -21,6 +22,8 @@ from labkit.options import option
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_of
+from labkit.strategies import SPECIAL_OPTIONS
+from labkit.strategies import STRATEGIES
 from labkit.strategies import Strategy
 from labkit.train_options import TrainOptions
 
@@ -104,8 +107,10 @@ class RunOptions(TrainOptions):
         return TrainOptions(**self.for_message())
 
 
-def check_options(strategy: Strategy, options: RunOptions, *, device: str) -> None:
-    """ValueError unless `options` can be with this strategy and device.
+def check_options(
+    strategy: Strategy, options: RunOptions, *, device: str, world_size: int
+) -> None:
+    """ValueError unless `options` can be with this strategy, device and ranks.
 
     `device` is "cpu" or "cuda".
     """
@@ -124,6 +129,65 @@ def check_options(strategy: Strategy, options: RunOptions, *, device: str) -> No
                 )
     if strategy.technique is None:
         check_plain(strategy.name, options)
+    check_special(strategy, options)
+    check_comm(options)
+    servers = strategy.server_ranks(options.servers, world_size)
+    strategy.mesh_sizes(options.mesh, world_size - len(servers))
+    check_asynchronous(options)
+    if options.slow is not None:
+        rank, _ = slow_rank(options.slow)
+        num_workers = 1 if strategy.is_single else world_size - len(servers)
+        if rank >= num_workers:
+            last = num_workers - 1
+            those = f"ranks 0 to {last} do" if last else "rank 0 alone does"
+            raise ValueError(
+                f"--slow {options.slow}: there is no rank {rank} that trains; {those}"
+            )
+
+
+def check_asynchronous(options: RunOptions) -> None:
+    """ValueError for what goes with `--asynchronous` alone, or not with it."""
+    if options.staleness is not None and not options.asynchronous:
+        raise ValueError(
+            "--staleness goes with --asynchronous: without it all workers take a step "
+            "together, and none is ahead"
+        )
+    if options.asynchronous and options.sync_batchnorm:
+        raise ValueError(
+            "--sync-batchnorm makes every forward pass wait for all workers, which "
+            "--asynchronous is there to avoid; leave out one of the two"
+        )
+
+
+def check_special(strategy: Strategy, options: RunOptions) -> None:
+    """ValueError for an option that is for other strategies alone."""
+    plain = TrainOptions()
+    for name in sorted(SPECIAL_OPTIONS.difference(strategy.options)):
+        if getattr(options, name) != getattr(plain, name):
+            takers = [each.name for each in STRATEGIES.values() if name in each.options]
+            raise ValueError(
+                f"{flag_of(name)} is for {', '.join(takers)}, and {strategy.name} has "
+                "nothing that it could set; leave it out"
+            )
+
+
+def check_comm(options: RunOptions) -> None:
+    """ValueError for ways of sending less that do not go with other options."""
+    if options.average_after is not None and options.average_every is None:
+        raise ValueError(
+            "--average-after STEP says when --average-every K begins; give that as well"
+        )
+    if options.comm is not None and options.average_every is not None:
+        raise ValueError(
+            f"--comm {options.comm} is about gradients, and with --average-every "
+            "parameters are sent in their place; leave out one of the two"
+        )
+    if options.comm in ("powersgd", "topk") and options.precision == "fp16":
+        raise ValueError(
+            f"--comm {options.comm} keeps gradients that it has not sent for the next "
+            "step, and --precision fp16 scales those of each step differently; choose "
+            "--precision bf16, or --comm fp16"
+        )
 
 
 def check_plain(strategy: str, options: RunOptions) -> None:
@@ -139,7 +203,7 @@ def check_plain(strategy: str, options: RunOptions) -> None:
         )
     plain = TrainOptions().for_message()
     for name, value in options.for_message().items():
-        if value != plain[name]:
+        if value != plain[name] and name != "slow":
             raise ValueError(
                 f"{strategy} leaves everything to the cell, so {flag_of(name)} is for "
                 "the cell to do"

@@ -27,6 +27,7 @@ from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
 from labkit.records import FUNCTION_NAME
+from labkit.records import SERVE_NAME
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
@@ -81,6 +82,8 @@ class Training:
         self._group = group
         everyone = list(group.everyone)
         self._targets = [0] if request.strategy.is_single else everyone
+        num_servers = request.options.servers
+        self._servers = request.strategy.server_ranks(num_servers, len(self._targets))
         self._config = serialization.dumps(dict(request.options.config))
         self._function: Packed | None = None
         if callable(request.work):
@@ -97,7 +100,8 @@ class Training:
         on disk."""
         request = self._request
         self._send_work()
-        collector = Collector(self._targets, self._first_step or 0)
+        workers = [rank for rank in self._targets if rank not in self._servers]
+        collector = Collector(workers, self._first_step or 0, servers=self._servers)
         strategy = request.strategy.name
         options = request.options
         self.run = Run(
@@ -173,6 +177,7 @@ class Training:
             self._targets,
             listener=RunListener(self.run, self._view),
             hang_after_s=self._request.options.hang_after,
+            other_codes=dict.fromkeys(self._servers, f"{SERVE_NAME}()"),
         )
 
     def _wait(self) -> Wait:

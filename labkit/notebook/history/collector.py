@@ -14,6 +14,7 @@ from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
 from labkit.records import RECORD
 from labkit.records import STEP_TAKEN
+from labkit.records import Averages
 from labkit.records import Batch
 from labkit.records import Measurement
 from labkit.records import Moments
@@ -32,8 +33,17 @@ class Collector:
     A run that resumes from a checkpoint begins at `first_step`.
     """
 
-    def __init__(self, ranks: Sequence[int], first_step: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        first_step: int = 0,
+        *,
+        servers: Sequence[int] = (),
+    ) -> None:
         self.ranks = list(ranks)
+        """That run the cell, and take steps."""
+        self.servers = list(servers)
+        """That serve them: they have no records, and are measured."""
         self.progress = dict.fromkeys(ranks, Progress())
         self.steps = dict.fromkeys(ranks, first_step)
         self.num_records = dict.fromkeys(ranks, 0)
@@ -41,8 +51,12 @@ class Collector:
         """Records up to the last one that came, by their sequence numbers."""
         self.lost = dict.fromkeys(ranks, 0)
         """Records that never came, by their sequence numbers."""
-        self.measurements: dict[int, list[Measurement]] = {rank: [] for rank in ranks}
+        self.measurements: dict[int, list[Measurement]] = {
+            rank: [] for rank in (*ranks, *servers)
+        }
         """Of the steps that were measured, in order."""
+        self.averages: dict[int, Averages] = {}
+        """What ranks have sent between the steps that were measured."""
         self.replica_notes: dict[int, ReplicaNotes] = {}
         self.notes: list[str] = []
         """What ranks said of the cell's loop, each sentence once."""
@@ -158,13 +172,17 @@ class Collector:
             if before <= num_records
         }
 
-    def add_report(self, rank: int, report: Measurement | ReplicaNotes | Note) -> None:
+    def add_report(
+        self, rank: int, report: Measurement | Averages | ReplicaNotes | Note
+    ) -> None:
         """Take what a rank measured in one step, or says of the loop."""
         if isinstance(report, Measurement):
             measured = self.measurements[rank]
             if measured:  # one step's moments are enough to draw
                 measured[-1] = replace(measured[-1], moments=Moments())
             measured.append(report)
+        elif isinstance(report, Averages):
+            self.averages[rank] = report
         elif isinstance(report, ReplicaNotes):
             self.replica_notes[rank] = report
         elif report.text not in self.notes:

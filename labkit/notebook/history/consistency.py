@@ -75,6 +75,14 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def one_of_each_place(notes: Mapping[int, ReplicaNotes]) -> dict[int, ReplicaNotes]:
+    """Those of one rank of each that have the same samples, by rank."""
+    found: dict[int, tuple[int, ReplicaNotes]] = {}
+    for rank, note in notes.items():
+        found.setdefault(rank if note.place is None else note.place, (rank, note))
+    return dict(found.values())
+
+
 def is_buffer(name: str) -> bool:
     return name.startswith(BUFFER)
 
@@ -85,6 +93,7 @@ def data_mismatches(
     """Epochs whose samples the ranks do not share as they should."""
     found = []
     ranks = format_ranks(notes)
+    notes = one_of_each_place(notes)
     for draws in zip(*(note.draws for note in notes.values()), strict=False):
         first = draws[0]
         num_drawn = sum(draw.num_drawn for draw in draws)
@@ -113,6 +122,7 @@ def seed_mismatches(
     notes: Mapping[int, ReplicaNotes], *, is_by_hand: bool
 ) -> list[str]:
     """Ranks that draw the same random numbers after `prepare`."""
+    notes = one_of_each_place(notes)
     seeds = {note.seed for note in notes.values()}
     is_prepared = any(note.names for note in notes.values())
     if is_by_hand or not is_prepared or len(seeds) == len(notes):

@@ -289,8 +289,11 @@ class Curves:
         return self._curves.get((rank, metric)) or Curve()
 
     def num_steps(self, rank: int) -> int:
-        """Steps that the rank has taken."""
-        return self._collector.steps[rank]
+        """Steps that the rank has taken from its first record on: a run that resumes
+        does not begin at 0."""
+        records = self._collector.records(rank)
+        first = int(records["step"][0]) if len(records) else 1
+        return self._collector.steps[rank] - first + 1
 
     def spread(self, metric: str) -> np.ndarray:
         """(5, n): step, least, median, greatest and mean over the ranks."""

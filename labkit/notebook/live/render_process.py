@@ -27,8 +27,8 @@ from labkit.records import Batch
 if TYPE_CHECKING:
     import pandas as pd
 
+    from labkit.notebook.history.marks import Mark
     from labkit.notebook.live.unsent import New
-    from labkit.notebook.plots.marks import Mark
     from labkit.notebook.plots.run_plot import RunPlot
 
 NICENESS = 19

@@ -2,6 +2,7 @@
 
 import math
 from typing import TYPE_CHECKING
+from typing import Any
 
 from labkit.records import COMPONENTS
 from labkit.strategies import recorded_strategy
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 MODEL_STATES = COMPONENTS[:4]
 REST = "activations, buffers"
+SLANTED: Any = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+"""Labels that end at their bars."""
 COLUMNS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -88,7 +91,7 @@ class Forecast:
         shown = (self.table[[*columns]] / unit).rename(columns=columns)
         is_known = self.table["activations_peak"].notna()
         shown = shown.map(three_digits)
-        shown["peak"] = shown["peak"].where(is_known, "> " + shown["peak"])
+        shown["peak"] = shown["peak"].where(is_known, ">" + shown["peak"])
         words = {True: "yes", False: "no", None: "?"}
         shown["fits"] = [words[fits] for fits in self.table["fits"]]
         shown.columns.name = name
@@ -109,12 +112,14 @@ class Forecast:
 
         colours = {**PART_COLOURS, REST: PART_COLOURS["activations_peak"]}
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
-        num_panels = len(world_sizes)
-        figure = RunFigure(
-            figsize=(max(7.2, 1.6 + 3.4 * num_panels), 3.3), dpi=100, facecolor="white"
+        num_bars = [len(self.table.loc[size]) for size in world_sizes]
+        width = max(7.2, 2.85 + 0.42 * sum(num_bars))
+        figure = RunFigure(figsize=(width, 3.5), dpi=100, facecolor="white")
+        figure.subplots_adjust(0.72 / width, 0.26, 1 - 1.9 / width, 0.85, wspace=0.1)
+        rows: Any = figure.subplots(
+            *(1, len(num_bars)), sharey=True, squeeze=False, width_ratios=num_bars
         )
-        figure.subplots_adjust(left=0.1, right=0.76, top=0.84, bottom=0.22)
-        panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
+        panels = rows[0]
         peaks = self.table["total_peak"]
         # `single` has the whole batch: its bar may be cut, not flatten the others.
         names = peaks.index.get_level_values(1)
@@ -135,7 +140,10 @@ class Forecast:
                     panel.text(place, top, f"{peak:.3g}", ha="center", fontsize=7)
             if is_limit_seen:  # far above the bars it would flatten them
                 panel.axhline(limit, color="#333333", ls="--", lw=1.2, label="device")
-            panel.set_xticks(range(len(here)), here.index, rotation=45, fontsize=8)
+            labels = [
+                name.replace("_", "\n").replace(" --mesh ", "\n") for name in here.index
+            ]
+            panel.set_xticks(range(len(here)), labels, fontsize=8, **SLANTED)
             panel.tick_params(axis="y", labelsize=8)
             panel.set_ylim(0, top)
             noun = "rank" if world_size == 1 else "ranks"

@@ -1,4 +1,4 @@
-"""Draws memory by component as stacked bars."""
+"""Draws bytes as stacked bars: memory by component, gradients by bucket."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import style_axes
+from labkit.notebook.plots.style import use_title
 from labkit.records import PARTS
 from labkit.records import memory_unit
 from labkit.records import significant
@@ -28,6 +31,8 @@ PART_COLOURS = {
 }
 WORTH_DRAWING = 0.005
 """Of all: a part that is nowhere more is left out."""
+LETTER = 0.0105
+"""The width of a letter, as a share of a picture of buckets."""
 PART_LABELS = {
     "optimizer_state": "optimizer state",
     "master_parameters": "fp32 master copy",
@@ -98,3 +103,36 @@ def stack_peaks(axes: Axes, table: pd.DataFrame) -> None:
             )
     axes.set_ylim(0, 1.12 * max(1e-6, totals.max() / unit))
     put_legend_beside(axes, is_reversed=True)
+
+
+def plot_buckets(table: pd.DataFrame) -> RunFigure:
+    """A bar for each bucket of `table`, which is as of `Run.buckets`: the gradients in
+    it, with the names of those that have room for one."""
+    sizes = table.groupby("bucket")["num_bytes"].sum()
+    unit, name = memory_unit(float(sizes.max()))
+    height = 0.9 + 0.32 * len(sizes)
+    figure = RunFigure(figsize=(8.8, height), dpi=100, facecolor="white")
+    axes = figure.add_axes((0.1, 0.55 / height, 0.87, (height - 0.85) / height))
+    longest = float(sizes.max()) / unit
+    for bucket in sizes.index.to_list():
+        rows = table[table["bucket"] == bucket]
+        left = 0.0
+        for place, row in enumerate(rows.itertuples()):
+            width = float(row.num_bytes) / unit
+            colour = RANK_COLOURS[place % 2]
+            axes.barh(bucket, width, 0.7, left, color=colour, alpha=0.55, ec="white")
+            if width > LETTER * len(str(row.parameter)) * longest:
+                axes.text(
+                    *(left + width / 2, bucket, str(row.parameter)),
+                    ha="center",
+                    va="center",
+                    fontsize=SMALL,
+                    color=INK,
+                )
+            left += width
+    style_axes(axes, f"gradients ({name})", "bucket")
+    use_title(axes, "what DDP sends together, the first bucket first")
+    axes.set_yticks(sizes.index.to_list())
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    return figure

@@ -18,7 +18,7 @@ from labkit.notebook.history.curves import Curves
 from labkit.notebook.history.curves import Points
 from labkit.notebook.history.curves import is_noisy
 from labkit.notebook.history.curves import smooth
-from labkit.notebook.plots.marks import Mark
+from labkit.notebook.history.marks import Mark
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import WARNING_INK

@@ -12,10 +12,10 @@ from matplotlib.patches import Patch
 
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.marks import Mark
 from labkit.notebook.plots.figure import Palette
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.figure import to_png
-from labkit.notebook.plots.marks import Mark
 from labkit.notebook.plots.panel import Limits
 from labkit.notebook.plots.panel import Panel
 from labkit.notebook.plots.panel import style_of_mark
@@ -225,7 +225,7 @@ class RunPlot:
             handle.set(linestyle=style_of(len(handles))["ls"], label=line.get_label())
             handles.append(handle)
         if any(panel.has_range for panel in self.panels.values()):
-            label = "least to greatest"
+            label = "lowest to highest"
             handles.append(Patch(color=loss.band.get_facecolor(), label=label))
         if any(panel.has_middle for panel in self.panels.values()):
             label = "median" if loss.is_band else "mean"

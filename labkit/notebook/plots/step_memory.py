@@ -18,7 +18,7 @@ from labkit.records import memory_unit
 from labkit.records import significant
 
 STATES = COMPONENTS[:4]
-CHARACTER = 0.022
+CHARACTER = 0.026
 """The width of a letter above the axes, as a share of theirs."""
 
 
@@ -106,7 +106,7 @@ def _write_beside(axes: Axes, heights: dict[str, float]) -> None:
 def draw_components(
     axes: Axes, memory: pd.DataFrame, theory: pd.Series | None, others: float
 ) -> None:
-    """A bar for each component at its greatest, one below it for what theory says.
+    """A bar for the most of each component, one below it for what theory says.
 
     `memory` has bytes by rank and component: the bar is that of the rank with most, a
     thin line goes from the least to the most. `others` are bytes of tensors that are
@@ -124,15 +124,21 @@ def draw_components(
     greatest = max([high for high, _ in rows.values()] + [*expected.values(), 1.0])
     unit, name = memory_unit(greatest)
     style_axes(axes, name, "")
-    use_title(axes, "each at its greatest" + "; pale: theory" * any(expected.values()))
-    for place, (part, (high, low)) in enumerate(rows.items()):
+    ranges = {
+        part: (low / unit, high / unit)
+        for part, (high, low) in rows.items()
+        if high - low > 0.01 * greatest
+    }
+    said_by = "; pale: theory" * any(expected.values())
+    use_title(axes, "by component" + said_by + "; line: all ranks" * bool(ranges))
+    for place, (part, (high, _)) in enumerate(rows.items()):
         colour, said = PART_COLOURS[part], expected[part]
         thickness, centre = (0.4, place + 0.2) if said else (0.6, place)
         axes.barh(centre, high / unit, thickness, color=colour)
         if said:
             axes.barh(place - 0.2, said / unit, 0.4, color=colour, alpha=0.4)
-        if high - low > 0.01 * greatest:
-            axes.hlines(centre, low / unit, high / unit, color="black", lw=1.2)
+        if part in ranges:
+            axes.hlines(centre, *ranges[part], color="black", lw=1.2)
         axes.annotate(
             f"{significant(high / unit)}",
             (max(high, said) / unit, centre),
@@ -142,7 +148,8 @@ def draw_components(
             fontsize=SMALL,
             color=INK,
         )
-    labels = [PART_LABELS.get(part, part) for part in rows]
+    names = PART_LABELS | {"activations_peak": "activations kept"}
+    labels = [names.get(part, part) for part in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_xlim(0, 1.16 * greatest / unit)
     axes.set_ylim(-0.6, len(rows) - 0.4)

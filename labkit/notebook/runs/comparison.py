@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from labkit.notebook.history.thinning import thin
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.memory_bars import stack_peaks
+from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
@@ -20,6 +22,8 @@ from labkit.records import PARTS
 from labkit.records import memory_unit
 from labkit.records import shorten
 
+WIDE = 10
+"""So many times as many bytes are seen on a log scale."""
 _COLUMNS = (
     "run",
     "strategy",
@@ -46,7 +50,8 @@ def compare_runs(runs: Sequence[Run]) -> pd.DataFrame:
 
 def _row(run: Run) -> dict[str, Any]:
     memory, comm = run.memory, run.comm
-    by_rank = comm.groupby("rank")[["wire_bytes", "seconds"]].sum()
+    # Seconds that nobody measured stay unknown, and are not 0.
+    by_rank = comm.groupby("rank")[["wire_bytes", "seconds"]].sum(min_count=1)
     row: dict[str, Any] = {
         "run": run.name,
         "strategy": run.strategy,
@@ -66,10 +71,11 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def plot_comparison(runs: Sequence[Run]) -> RunFigure:
-    """Loss against step and against time, memory at its peak, steps/s and bytes."""
+    """Loss against step, time and bytes sent; memory at its peak, steps/s, bytes."""
     figure = RunFigure(figsize=(11.0, 6.4), dpi=100, facecolor="white")
-    by_step = figure.add_axes((0.065, 0.6, 0.37, 0.33))
-    by_time = figure.add_axes((0.505, 0.6, 0.33, 0.33), sharey=by_step)
+    by_step = figure.add_axes((0.065, 0.6, 0.225, 0.33))
+    by_time = figure.add_axes((0.345, 0.6, 0.225, 0.33), sharey=by_step)
+    by_bytes = figure.add_axes((0.625, 0.6, 0.225, 0.33), sharey=by_step)
     memory = figure.add_axes((0.065, 0.13, 0.31, 0.32))
     speed = figure.add_axes((0.575, 0.13, 0.165, 0.32))
     wire = figure.add_axes((0.815, 0.13, 0.165, 0.32))
@@ -85,8 +91,16 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     style_axes(by_time, "seconds since the first step", "")
     use_title(by_time, "loss by time")
-    by_time.legend(
-        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=SMALL
+    by_time.xaxis.set_major_locator(MaxNLocator(5))
+    plot_by_bytes(by_bytes, runs)
+    handles, labels = by_step.get_legend_handles_labels()
+    by_bytes.legend(
+        handles,
+        labels,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=SMALL,
     )
     stack_peaks(memory, pd.DataFrame([_at_peak(run) for run in runs]))
     use_title(memory, "memory of a rank at its peak")
@@ -119,6 +133,35 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
         for tick in axes.get_xticklabels():
             tick.set(rotation=35, horizontalalignment="right", rotation_mode="anchor")
     return figure
+
+
+def plot_by_bytes(axes: Axes, runs: Sequence[Run]) -> None:
+    """Loss against the bytes that a rank has sent, of the runs that send any; on a log
+    scale where some send many times as much as others."""
+    curves = {}
+    for place, run in enumerate(runs):
+        losses = run.mean_loss().merge(run.sent_bytes, on="step")
+        losses = losses[losses["num_bytes"] > 0]
+        if len(losses):
+            curves[place] = losses
+    ends = [float(each["num_bytes"].iloc[-1]) for each in curves.values()]
+    unit, name = memory_unit(max(ends, default=0.0))
+    for place, losses in curves.items():
+        x = losses["num_bytes"].to_numpy() / unit
+        x, y = thin(x, losses["loss"].to_numpy())
+        axes.plot(x, y, lw=1.6, **style_of(place))
+    style_axes(axes, f"{name} sent by a rank so far", "")
+    use_title(axes, "loss by bytes")
+    if ends and max(ends) > WIDE * min(ends):
+        axes.set_xscale("log")
+    if not ends:
+        axes.text(
+            *(0.5, 0.5, "no run sends anything"),
+            transform=axes.transAxes,
+            ha="center",
+            fontsize=SMALL,
+            color=INK,
+        )
 
 
 def _at_peak(run: Run) -> dict[str, float]:

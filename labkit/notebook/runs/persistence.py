@@ -23,7 +23,9 @@ from labkit.notebook.runs import run_files
 from labkit.notebook.runs.progress import status_line
 from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
+from labkit.options import check_values
 from labkit.records import COMPONENTS
+from labkit.records import Averages
 from labkit.records import CheckpointPlan
 from labkit.records import Measurement
 from labkit.records import Outcome
@@ -179,6 +181,8 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
 
 def _take_outcome(run: Run, outcome: Outcome) -> None:
     collector, rank = run.collector, outcome.rank
+    if rank in collector.servers:  # which keep no records
+        return
     has_died = outcome.status in ("died", "restarted")
     if run.folder is not None and (
         has_died
@@ -247,6 +251,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "seconds": run.elapsed(),
         "world_size": run.world_size,
         "ranks": collector.ranks,
+        "servers": collector.servers,
         "options": run.options.for_message(),
         "log_scale": run.log_scale,
         **run.info,
@@ -256,6 +261,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "lost": collector.lost,
         "mismatches": run.mismatches,
         "notes": run.notes,
+        "averages": {rank: asdict(a) for rank, a in collector.averages.items()},
         "measurements": {
             rank: [asdict(each) for each in measured]
             for rank, measured in collector.measurements.items()
@@ -268,12 +274,14 @@ def open_run(folder: Path) -> Run:
     with run_files.reading(folder):
         info = run_files.read_info(folder)
         options = parse(TrainOptions, info["options"])
+        check_values(options)
+        servers = parse(list[int], info.get("servers", []), "servers")
         first_step = parse(int | None, info.get("resumed_from"), "resumed_from")
         run = Run(
             info["name"],
             info["strategy"],
             parse(str, info["code"], "code"),
-            Collector(info["ranks"], first_step or 0),
+            Collector(info["ranks"], first_step or 0, servers=servers),
             options,
             folder=folder,
             log_scale=parse(bool, info.get("log_scale", False), "log_scale"),
@@ -302,7 +310,7 @@ def take(run: Run, info: dict[str, Any]) -> None:
         raise ValueError(f"{len(ranks)} ranks with {len(restarts)} restarts")
     measurements = {
         rank: parse(list[Measurement], info["measurements"][str(rank)], "measurements")
-        for rank in ranks
+        for rank in (*ranks, *collector.servers)
     }
     for each in chain.from_iterable(measurements.values()):
         if missing := set(COMPONENTS) - set(each.memory):
@@ -328,6 +336,10 @@ def take(run: Run, info: dict[str, Any]) -> None:
     )
     collector.notes = notes
     collector.measurements = measurements
+    averages = parse(dict[str, Averages], info.get("averages", {}), "averages")
+    collector.averages = {
+        rank: averages[str(rank)] for rank in ranks if str(rank) in averages
+    }
     if has_ended:
         collector.progress = progress
         collector.steps, collector.lost = counts["steps"], counts["lost"]

@@ -4,10 +4,10 @@ import math
 
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.curves import MEMORY
+from labkit.notebook.history.marks import Mark
 from labkit.notebook.history.pace import seconds_a_step
 from labkit.notebook.history.pace import steps_per_s
 from labkit.notebook.history.stragglers import find_straggler
-from labkit.notebook.plots.marks import Mark
 from labkit.notebook.runs.record import RunRecord
 from labkit.rank_spec import format_ranks
 from labkit.records import significant
@@ -48,7 +48,7 @@ def progress_line(run: RunRecord) -> str:
         parts.append(f"step {in_epoch}/{progress.steps_per_epoch} of the epoch")
     else:
         parts.append(f"step {step}")
-    parts += rates(run.collector, RECENT_STEPS if is_running else None)
+    parts += rates(run, RECENT_STEPS if is_running else None)
     if not is_running:
         parts.append(duration(run.seconds, digits=1))
     elif total:
@@ -98,19 +98,23 @@ def planned_steps(run: RunRecord) -> int | None:
     return None
 
 
-def rates(collector: Collector, num_steps: int | None) -> list[str]:
-    """Steps, samples and tokens a second of all ranks together, where known."""
-    rate = steps_per_s(collector, num_steps=num_steps)
+def rates(run: RunRecord, num_steps: int | None) -> list[str]:
+    """Steps, samples and tokens a second of all ranks together, where known.
+
+    Ranks among which layers are divided have the same samples, which count once.
+    """
+    rate = steps_per_s(run.collector, num_steps=num_steps)
     if rate is None:
         return []
     parts = [f"{significant(rate)} steps/s"]
-    curves = collector.curves
+    num_alike = max((model.num_parts for model in run.models), default=1)
+    curves = run.collector.curves
     with curves.lock:
         curves.update()
         for metric in ("samples", "tokens"):
             count = curves.per_step(metric)
             if count is not None:
-                parts.append(f"{significant(rate * count)} {metric}/s")
+                parts.append(f"{significant(rate * count / num_alike)} {metric}/s")
     return parts
 
 
@@ -144,7 +148,8 @@ def troubles(collector: Collector) -> list[str]:
 def duration(seconds: float, *, digits: int = 0) -> str:
     """A time to read: "45 s", "1 min 20 s", "2 h 5 min", "3 d 4 h"."""
     if digits and seconds < 60:
-        return f"{seconds:.{digits}f} s"
+        # "0.0 s" would be no time at all.
+        return f"{seconds:.{digits + (seconds < 0.05)}f} s"
     whole = math.ceil(seconds)
     for unit, name, part, part_name in (
         (86_400, "d", 3600, "h"),

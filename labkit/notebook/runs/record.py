@@ -3,12 +3,14 @@
 import math
 import time
 from dataclasses import KW_ONLY
+from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.json_files import parse
@@ -24,6 +26,7 @@ from labkit.records import PHASES
 from labkit.records import Collective
 from labkit.records import ModelFacts
 from labkit.records import Outcome
+from labkit.records import Pass
 from labkit.strategies import recorded_strategy
 from labkit.train_options import TrainOptions
 
@@ -82,8 +85,8 @@ class RunRecord:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
-        return len(self.collector.ranks)
+        """The number of ranks, with those that serve others."""
+        return len(self.collector.ranks) + len(self.collector.servers)
 
     @property
     def resumed_from(self) -> int | None:
@@ -201,7 +204,9 @@ class RunRecord:
 
         The columns are count, payload_bytes, wire_bytes (what the rank sends in a ring)
         and seconds, for which each collective is waited for where it begins; NaN in a
-        loop that does all by itself, where none is waited for.
+        loop that does all by itself, where none is waited for. With
+        `--average-every` the averages are in it as their mean over all steps of the
+        run (of those after `--average-after`), so a count may be a fraction.
         """
         rows = [
             {"rank": rank, **vars(collective)}
@@ -209,8 +214,78 @@ class RunRecord:
             for collective in (measured[-1].collectives if measured else [])
         ]
         names = ["rank", *(each.name for each in fields(Collective))]
+        for rank, sent in self.collector.averages.items():
+            means = {
+                name: value / max(1, sent.num_steps)
+                for name, value in vars(sent).items()
+                if name != "num_steps"
+            }
+            rows.append({"rank": rank, "kind": "all_reduce", **means})
         table = pd.DataFrame(rows, columns=names).set_index(["rank", "kind"])
-        return table.astype({"seconds": float})
+        table = table.astype({"seconds": float})
+        if self.collector.averages:
+            return table.groupby(["rank", "kind"]).sum()
+        return table
+
+    @property
+    def sent_bytes(self) -> pd.DataFrame:
+        """Bytes in collectives up to each step, of the rank that sends most.
+
+        One row per step of this run: step and num_bytes, which it has sent so far. A
+        step that was not measured counts as the one that was measured before it, and
+        with `--average-every` every step for its share. Empty where none was measured.
+        """
+        steps = np.arange(self.resumed_from or 0, self.num_steps) + 1
+        greatest = np.zeros(len(steps))
+        for rank, measured in self.collector.measurements.items():
+            if not measured:
+                continue
+            rates = [sum(c.wire_bytes for c in m.collectives) for m in measured]
+            places = np.searchsorted([m.step for m in measured], steps, "right") - 1
+            sent = np.array(rates, float)[places.clip(min=0)]
+            if averages := self.collector.averages.get(rank):
+                is_alone = steps > (self.options.average_after or 0)
+                sent += is_alone * averages.wire_bytes / max(1, averages.num_steps)
+            greatest = np.maximum(greatest, sent.cumsum())
+        is_known = any(self.collector.measurements.values())
+        table = pd.DataFrame({"step": steps, "num_bytes": greatest})
+        return table if is_known else table.iloc[:0]
+
+    @property
+    def buckets(self) -> pd.DataFrame:
+        """The gradients that DDP sends together, as in the last measured step.
+
+        One row for each parameter, in the order of sending: bucket, parameter and
+        num_bytes, of its gradient. Empty under a strategy that has none.
+        """
+        rows = [
+            {"bucket": number, "parameter": name, "num_bytes": size}
+            for model in self.models
+            for number, bucket in enumerate(model.buckets)
+            for name, size in zip(bucket.names, bucket.sizes, strict=True)
+        ]
+        return pd.DataFrame(rows, columns=["bucket", "parameter", "num_bytes"])
+
+    @property
+    def schedule(self) -> pd.DataFrame:
+        """When each microbatch passed through each stage, in the batch before the last
+        measured step; of runs of `fit` under `pipeline`.
+
+        One row for each pass: rank, kind ("forward" or "backward"), stage, microbatch,
+        began and ended, in seconds from the first of them.
+        """
+        rows = [
+            {"rank": rank, **asdict(each)}
+            for rank, measured in self.collector.measurements.items()
+            for model in (measured[-1].models if measured else [])
+            for each in model.passes
+        ]
+        columns = ["rank", *(each.name for each in fields(Pass))]
+        table = pd.DataFrame(rows, columns=columns)
+        began = table["began"].min()
+        table["began"] -= began
+        table["ended"] -= began
+        return table.sort_values(["rank", "began"], ignore_index=True)
 
     @property
     def theory(self) -> dict[str, float]:

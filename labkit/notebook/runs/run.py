@@ -216,6 +216,53 @@ class Run(RunRecord):
             plot.add_memory(memory, self.peak_moments())
         return plot.figure
 
+    def plot_buckets(self) -> "RunFigure":
+        """Plot the gradients that DDP sends together.
+
+        Returns
+        -------
+        RunFigure
+            A matplotlib Figure that displays itself.
+
+        Raises
+        ------
+        ValueError
+            For a run of which no buckets are known.
+        """
+        from labkit.notebook.plots.memory_bars import plot_buckets
+
+        if self.buckets.empty:
+            raise ValueError(
+                f"{self.name} ({self.strategy}) has no buckets: a run under ddp has "
+                "them, from its first step on and without --average-every"
+            )
+        return plot_buckets(self.buckets)
+
+    def plot_schedule(self) -> "RunFigure":
+        """Plot which microbatch each rank had when, and the time that ranks waited.
+
+        Returns
+        -------
+        RunFigure
+            A matplotlib Figure that displays itself.
+
+        Raises
+        ------
+        ValueError
+            For a run of which no schedule is known.
+        """
+        from labkit.notebook.plots.schedule_plot import plot_schedule
+
+        if self.schedule.empty:
+            raise ValueError(
+                f"{self.name} ({self.strategy}) has no schedule: a run of fit under "
+                "pipeline has one after some steps, ten at most, where each batch has "
+                "microbatches of equal size, no fewer than there are stages. In a loop "
+                "of your own autograd orders the backward passes, and none is timed by "
+                "itself"
+            )
+        return plot_schedule(self.schedule, self.options.schedule)
+
     def status_line(self) -> str:
         """Report progress and problems in one line.
 

@@ -86,6 +86,8 @@ class RankLoader:
         self._before_batch = before_batch
         self._on_batch = on_batch
         self._on_end = on_end
+        self.before_evaluation: Callable[[], None] = lambda: None
+        """Called before each pass through a share of another dataset."""
         self.on_evaluated: Callable[[], None] = lambda: None
         """Called after each pass through a share of another dataset."""
         self.refuse: Callable[[UnsupportedLoopError], None] = lambda refusal: None
@@ -159,7 +161,9 @@ class RankLoader:
         >>> dist.all_reduce(correct)
         """
         peers = self.batches.dealer.peers
-        return ShareLoader(dataset, batch_size, peers, self.on_evaluated)
+        return ShareLoader(
+            dataset, batch_size, peers, self.before_evaluation, self.on_evaluated
+        )
 
     def __iter__(self) -> Iterator[Any]:
         if not is_in_main_thread():

@@ -49,9 +49,11 @@ class ShareLoader:
         source: Dataset[Any] | DataLoader[Any],
         batch_size: int | None,
         peers: Peers,
+        on_begin: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end()` is called after each pass, on every rank."""
+        """`on_begin()` is called before each pass and `on_end()` after it, on every
+        rank."""
         if isinstance(source, DataLoader):
             check_loader(source, batch_size)
         else:
@@ -73,6 +75,7 @@ class ShareLoader:
                 "rank, with a plain DataLoader"
             )
         self._device = peers.device
+        self._on_begin = on_begin
         self._on_end = on_end
         self._loader = DataLoader(
             dataset,
@@ -88,6 +91,7 @@ class ShareLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self._on_begin()
         for batch in self._loader:
             yield to_device(batch, self._device)
         self._on_end()

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.checks import slow_rank
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import refuse_cells
+from labkit.compat.torch import ThreadSettings
 from labkit.messages import message
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.hints import add_hint
@@ -30,6 +32,7 @@ from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.group.spawned import send_definitions
 from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
+from labkit.rank.measuring.serving import Serving
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
 from labkit.rank.telemetry.exceptions import clear_frames
@@ -43,15 +46,20 @@ from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
+from labkit.rank.training.observers import Observer
+from labkit.rank.training.observers import Slowing
 from labkit.rank.training.session import Session
 from labkit.rank.training.stop_point import StopPoint
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
+from labkit.records import SERVE_NAME
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
+from labkit.strategies import Strategy
 from labkit.strategies import find_strategy
+from labkit.strategies.mesh.roles import Roles
 from labkit.train_options import TrainOptions
 
 TRAINING_NAMES = ("prepare", "fit", "log")
@@ -71,10 +79,14 @@ class CellRunner:
         self.function: Any = None
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
+        self._is_serving = False
+        """Whether this rank serves others in the place of the cell."""
         self._depth = 0
         """Of cells: one may run another, by `get_ipython().run_cell`."""
         # What belongs to the cell that runs, or to its training run.
         self._spec: CellSpec | None = None
+        self._torch_settings = ThreadSettings()
+        """As a cell finds them: one that fails leaves none behind."""
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
         self._session: Session | None = None
@@ -131,11 +143,13 @@ class CellRunner:
         if self._depth > 1:
             return
         self._begin_error = self._shown_error = None
+        self._is_serving = False
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if KEY not in metadata:
             return
         self._spec = spec = CellSpec(**metadata[KEY])
         self._interrupts.begin(spec.number)
+        self._torch_settings = ThreadSettings()
         self._set_names()
         self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
@@ -227,10 +241,12 @@ class CellRunner:
         notebook waits for the outcome. The first error there was."""
         steps: list[Callable[[], Any]] = [
             lambda: self.shell.user_ns.pop(FUNCTION_NAME, None),
+            lambda: self.shell.user_ns.pop(SERVE_NAME, None),
             self.group.restore_environment,
             self._console.restore,
             *([self.group.end_rpc] if error is not None else []),
             self._contexts.close,
+            *([self._torch_settings.restore] if error is not None else []),
             *([emitter.close] if emitter is not None else []),
             self._console.end_cell,
         ]
@@ -250,7 +266,7 @@ class CellRunner:
                 "status": self._status(error),
                 "ename": type(error).__name__,
                 "evalue": "\n".join([safe_str(error), *notes_of(error)]),
-                "where": where_in_cell(error, cell_numbers(self.shell)),
+                "where": self._where(error),
             }
         lost = why_lost(self.group.device)
         if lost and error is None:  # what a kernel did was not waited for in the cell
@@ -267,6 +283,11 @@ class CellRunner:
             lost_device=lost,
             **ended,
         )
+
+    def _where(self, error: BaseException) -> str:
+        """The line of the cell that failed; "" on a rank that does not run it."""
+        is_here = not self._is_serving
+        return where_in_cell(error, cell_numbers(self.shell)) if is_here else ""
 
     def _note_shown(self, error: BaseException) -> None:
         """A traceback that IPython shows is a failure, also if the cell continues."""
@@ -306,12 +327,23 @@ class CellRunner:
             self._contexts.enter_context(self.group.alone())
             world_size = 1
             self.shell.user_ns["world_size"] = world_size
+        options = TrainOptions(**spec.options, config=self.config)
+        servers = strategy.server_ranks(options.servers, world_size)
+        roles: Roles | None = None
+        if servers:
+            roles = self._contexts.enter_context(self.group.divided(servers))
+            if rank in servers:
+                self._serve(strategy, roles, options)
+                return {}
+            world_size = len(roles.workers)
+            self.shell.user_ns["world_size"] = world_size
         self._emitter = Emitter(
             lambda batch: self._publish("batch", batch),
             journal=Journal(spec.folder, rank),
         )
         self._stop_point = StopPoint()
         plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
+        slowing = self._slowing(options)
         session = Session(
             strategy,
             self._emitter,
@@ -319,18 +351,43 @@ class CellRunner:
             world_size=world_size,
             device=self.group.device,
             seed=spec.seed,
-            options=TrainOptions(**spec.options, config=self.config),
+            options=options,
             checkpoints=plan,
+            roles=roles,
             report=lambda report: self._publish("report", report),
-            observers=[self._stop_point],
+            observers=[self._stop_point, *slowing],
         )
         self._session = session
+        if slowing:
+            session.note(
+                f"--slow {options.slow}: rank {rank} sleeps after each backward pass"
+            )
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in TRAINING_NAMES}
         names |= checkpoint_names(Checkpoints(session.prepared))
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
+
+    def _slowing(self, options: TrainOptions) -> list[Observer]:
+        """What makes this rank slow, if it is to be."""
+        if options.slow is None:
+            return []
+        rank, factor = slow_rank(options.slow)
+        is_this_one = rank == self.placement.rank
+        return [Slowing(factor, self.group.device)] if is_this_one else []
+
+    def _serve(self, strategy: Strategy, roles: Roles, options: TrainOptions) -> None:
+        """Serve the others in the place of the cell."""
+        self.function = None
+        self._is_serving = True
+        self.shell.user_ns[SERVE_NAME] = Serving(
+            strategy,
+            roles,
+            self.group.device,
+            options,
+            lambda report: self._publish("report", report),
+        )
 
     def _refusal(self) -> BaseException | None:
         """Raised in the cell by the next signal; None where that is an interrupt."""

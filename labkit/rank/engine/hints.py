@@ -23,6 +23,12 @@ IN_PARTS = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, zero1, "
     "zero2 or zero3, under which such loops work unchanged"
 )
+MIXED_LIST = (
+    "some parameters are in parts (DTensors) and others whole, or in other parts, and "
+    "torch's functions for lists of tensors take no mix of these. In place of "
+    "nn.utils.clip_grad_norm_ write --clip NORM on the magic line; do other things for "
+    "one parameter at a time"
+)
 PARTIAL_SUMS = (
     "if this is parameter.grad: with --accumulate it is None between the microbatches "
     "of a step, because it is not complete yet. Skip parameters whose grad is None, or "
@@ -54,6 +60,18 @@ FUNCTIONAL = (
     "If the loop ends in loss.backward(), use ddp, zero1 or zero2; if torch.func "
     "computes the gradients, use single"
 )
+FUNCTIONAL_ON_PARTS = (
+    "the ranks that share a layer's parts sum them with collectives, which torch.func "
+    "(functional_call, vmap, grad, jacrev) cannot transform. If the loop ends in "
+    "loss.backward(), use ddp, zero1 or zero2; if torch.func computes the gradients, "
+    "use single"
+)
+ON_OTHER_STAGES = (
+    "under pipeline a tensor between layers is on the rank whose stage computes it; "
+    "the others know its shape alone. A function of your own of such tensors, as a "
+    "torch.autograd.Function, has to be in a layer: in a module with parameters, or "
+    "one of a torch.nn.Sequential. Or use ddp"
+)
 UNFROZEN = (
     "if the loop has unfrozen a parameter that was frozen in prepare: this strategy "
     "does not support that in bf16 or fp16. Unfreeze before prepare, in a "
@@ -69,7 +87,9 @@ HINTS = {
     r"unable to \w+ (shared memory|.*file </?torch_)|out of shared memory": (
         SHARED_MEMORY
     ),
-    "got mixed torch.Tensor and DTensor": IN_PARTS,
+    r"aten\.(_foreach_\w+|stack)\S* got mixed torch.Tensor and DTensor": MIXED_LIST,
+    "All operands in aten.* must have the same mesh": MIXED_LIST,
+    r"aten\.(?!_foreach_|stack)\S+ got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
     "on inputs with different meshes": IN_PARTS,
@@ -85,10 +105,14 @@ HINTS = {
     r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
     "Can't detach views in-place": IN_BUCKETS,
     "has no attribute 'ds_(tensor|status|id|shape)'": FUNCTIONAL,
+    "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
+    "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
+    "expected device .* but got meta": ON_OTHER_STAGES,
+    "on meta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
     "_cuda_setDevice": OTHER_DEVICE,
     "Torch not compiled with CUDA": OTHER_DEVICE,
     "Cannot access accelerator device when none": OTHER_DEVICE,

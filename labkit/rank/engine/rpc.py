@@ -1,7 +1,6 @@
 """What the notebook calls on an engine, between cells, to make it a rank."""
 
 import faulthandler
-import gc
 import importlib
 import linecache
 import os
@@ -16,6 +15,7 @@ from labkit.compat import ipython
 from labkit.compat import torch
 from labkit.rank.engine.cell_runner import CellRunner
 from labkit.rank.group.devices import why_lost
+from labkit.rank.group.recovery import freeze_libraries
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.rank.telemetry.stack_trace import recorded_call
@@ -53,10 +53,7 @@ def warm_up() -> None:
         raise RuntimeError
     except RuntimeError:
         runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
-    # What is here now stays: no collection need look at it again, nor a failed cell
-    # for tensors in it.
-    gc.collect()
-    gc.freeze()
+    freeze_libraries()
 
 
 def use_working_directory() -> None:

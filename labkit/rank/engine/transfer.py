@@ -14,6 +14,7 @@ from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map_only
 from labkit.estimate import forecast
 from labkit.rank.engine.rpc import runner
+from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import full_state_dict
 from labkit.strategies.zero.engines import is_zero
 
@@ -57,9 +58,13 @@ def is_sharded(name: str) -> bool:
     value = runner().shell.user_ns[name]
     if isinstance(value, nn.Module):
         # After a forward pass the parameters of FSDP's root are whole.
-        return is_zero(value) or any(
-            isinstance(part, FSDPModule | DTensor)
-            for part in itertools.chain(value.modules(), value.parameters())
+        return (
+            is_zero(value)
+            or pipeline_of(value) is not None
+            or any(
+                isinstance(part, FSDPModule | DTensor)
+                for part in itertools.chain(value.modules(), value.parameters())
+            )
         )
     return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
@@ -116,6 +121,8 @@ def gather_full(value: Any) -> Any:
     """
     if isinstance(value, nn.Module) and is_zero(value):
         return full_state_dict(value)
+    if isinstance(value, nn.Module) and (pipeline := pipeline_of(value)) is not None:
+        return pipeline.whole_state()
     if isinstance(value, nn.Module):
         return get_model_state_dict(
             value, options=StateDictOptions(full_state_dict=True)

@@ -31,16 +31,18 @@ from labkit.compat.c10d import replace_rendezvous
 from labkit.compat.c10d import reset_group_count
 from labkit.compat.c10d import reset_rpc_counts
 from labkit.compat.c10d import set_default_group
+from labkit.compat.deepspeed import forget_world_group
 from labkit.rank.group.aborts import Aborts
 from labkit.rank.group.recovery import FormerGroups
 from labkit.rank.group.recovery import bind_to_new_groups
-from labkit.rank.group.recovery import forget_lost_groups
 from labkit.rank.group.settings import set_variables
 from labkit.rank.group.store import LabStore
 from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.rank.telemetry.stack_trace import started_collectives
 from labkit.records import Placement
+from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.device_mesh import mesh_of
+from labkit.strategies.mesh.roles import Roles
 
 _torch_init_process_group = dist.init_process_group
 _torch_rendezvous = rendezvous_of("env")
@@ -77,13 +79,16 @@ class RankProcessGroup:
         self._store: LabStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._solo: dist.ProcessGroup | None = None
+        self._divided: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        """By the number of servers: the workers' group, and that of words."""
         self._former: FormerGroups | None = None
         self._formation = ""
         """By which the ranks tell this formation of the group from all others."""
         self._listening: set[int] = set()
         """The ports on which this process listened before the group was formed."""
         self._is_broken = False
-        self._is_alone = False
+        self._num_within: int | None = None
+        """Ranks of the world that the cell sees, where these are not all."""
         self._releasing = threading.Lock()
         self._aborts = Aborts()
         self._num_own_groups = 0
@@ -142,7 +147,7 @@ class RankProcessGroup:
     @property
     def world_size(self) -> int:
         """As the cell sees it: 1 under `single`."""
-        return 1 if self._is_alone else self.placement.world_size
+        return self._num_within or self.placement.world_size
 
     @property
     def in_place(self) -> bool:
@@ -214,8 +219,8 @@ class RankProcessGroup:
         )
         self._group = dist.group.WORLD
         assert self._group is not None
+        forget_world_group()
         bind_to_new_groups(self._former, self._group, self._variables, self._store)
-        forget_lost_groups()
         self._former = None
         self._users_groups.clear()
         connect(self._group)
@@ -249,6 +254,7 @@ class RankProcessGroup:
         if self._store is not None:
             self._store.close()
         self._group = self._solo = self._store = None
+        self._divided.clear()
 
     def _destroy(self) -> None:
         if not self.can_abort:
@@ -268,18 +274,42 @@ class RankProcessGroup:
         assert self._group is not None
         if self._solo is None:
             self._solo = group_of_one(self._group, self.timeout)
-        set_default_group(self._solo)
-        self._is_alone = True
-        os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        with self._within(self._solo, 1):
+            yield
+
+    @contextlib.contextmanager
+    def divided(self, servers: range) -> Iterator[Roles]:
+        """Make the ranks before `servers` the default group on each of them.
+        Collective, for all ranks."""
+        assert self._group is not None
+        workers = range(servers.start)
+        if len(servers) not in self._divided:
+            own: Any = dist.new_group(list(workers), timeout=self.timeout)
+            words = dist.new_group(backend="gloo") if self.can_abort else self._group
+            self._divided[len(servers)] = own, words
+        own, words = self._divided[len(servers)]
+        roles = Roles(workers, servers, Channel(self._group, words, self.device))
+        if self.placement.rank in servers:
+            yield roles
+            return
+        with self._within(own, len(workers)):
+            yield roles
+
+    @contextlib.contextmanager
+    def _within(self, group: dist.ProcessGroup, num_ranks: int) -> Iterator[None]:
+        """Have the cell see `group` as the whole world."""
+        self._num_within = num_ranks
+        os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+        set_default_group(group)
         count = num_groups_made()
         try:
             yield
         finally:
-            self._is_alone = False
-            # Groups are named by a count. One that only this rank has made leaves the
+            self._num_within = None
+            # Groups are named by a count. One that only some ranks have made leaves the
             # counts unequal: all groups have to be re-created.
             self._is_broken |= num_groups_made() != count
-            if dist.is_initialized() and dist.group.WORLD is self._solo:
+            if dist.is_initialized() and dist.group.WORLD is group:
                 set_default_group(self._group)
 
     def release(self) -> None:
@@ -343,12 +373,12 @@ class RankProcessGroup:
                 )
                 backend = "gloo"
             device_id = None
-        if self.in_place or (self._is_alone and dist.is_initialized()):
+        if self.in_place or (self._num_within == 1 and dist.is_initialized()):
             dist.destroy_process_group()
         if store is None:
             assert self._store is not None
             self._num_own_groups += 1
-            whose = "alone" if self._is_alone else "user"
+            whose = "alone" if self._num_within == 1 else "user"
             store = dist.PrefixStore(f"{whose}/{self._num_own_groups}", self._store)
             rank, world_size = here.rank, self.world_size
         _torch_init_process_group(
@@ -364,7 +394,7 @@ class RankProcessGroup:
         )
         assert dist.group.WORLD is not None
         self._users_groups.append(dist.group.WORLD)
-        forget_lost_groups()
+        forget_world_group()
 
     def _rendezvous_as_user(
         self, url: str, timeout: timedelta = c10d.default_pg_timeout, **more: Any

@@ -14,18 +14,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.compat.c10d import forget_shardings
 from labkit.compat.c10d import group_names_of
-from labkit.compat.c10d import is_alive
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import ranks_of
 from labkit.compat.c10d import set_groups_of
 from labkit.compat.data_parallel import remake_reducer
 from labkit.compat.data_parallel import reset_step
-from labkit.compat.deepspeed import forget_world_group
 
 Group = dist.ProcessGroup
 
 LOST = "(of a process group that no longer exists)"
 """The name of a mesh's group that has no successor: torch would find another's."""
+
+_later: list[Any] = []
+"""Made after the libraries were frozen: frozen only if a cell has done so."""
+
+
+def freeze_libraries() -> None:
+    """What is here now stays: no collection need look at it again, nor a failed cell
+    for tensors in it."""
+    global _later
+    gc.collect()
+    gc.freeze()
+    _later = []
 
 
 class FormerGroups:
@@ -90,8 +100,7 @@ def bind_to_new_groups(
                 holder[place] = successors.get(former.names[value], value)
     for mesh in meshes:
         rename_groups(mesh, successors)
-    if meshes:
-        forget_shardings()
+    forget_shardings()
     recover_models(found, is_group_new=True)
 
 
@@ -113,6 +122,8 @@ def recover_models(
 
 def models_and_meshes() -> list[Any]:
     """All that are alive and know of process groups."""
+    if not any(each is _later for each in gc.get_objects()):
+        gc.unfreeze()  # a cell has frozen objects: the collector does not list them
     kinds = (DistributedDataParallel, FSDPModule, DeviceMesh)
     is_one: dict[type, bool] = {}
     found = []
@@ -141,11 +152,6 @@ def rename_groups(mesh: Any, successors: Mapping[str, Group]) -> None:
         now = [successors.get(name) for name in names]
         groups = {str(g.group_name): g for g in now if g is not None}
         set_groups_of(mesh, [LOST if g is None else g.group_name for g in now], groups)
-
-
-def forget_lost_groups() -> None:
-    """Have DeepSpeed make its copy of the default group again, if that has gone."""
-    forget_world_group(is_alive)
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:

@@ -11,6 +11,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
+from labkit.rank.loop.own_gradients import gradient_use
 from labkit.rank.loop.rank_guards import lonely_use
 from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
@@ -74,6 +75,17 @@ class LoopChecks:
         )
         self.check_ownership(model, optimizer)
         self.check_rank_guards(code)
+        if self._strategy.server and self._world_size > 1:
+            self._note_gradients(code)
+
+    def _note_gradients(self, code: str) -> None:
+        if use := gradient_use(code):
+            self._note(
+                f"{use}: under {self._strategy.name} a worker has the gradient of its "
+                "own samples, and the servers average those of all workers, so what "
+                "the loop computes of it is not what one process does. To clip, give "
+                "--clip NORM, which plots the norm as well; for all else use ddp"
+            )
 
     def check_ownership(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

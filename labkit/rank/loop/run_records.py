@@ -35,6 +35,8 @@ class RunRecords:
         """Taken so far, those before a checkpoint that the run resumes from too."""
         self.first_step = 0
         """Optimizer steps that were taken before this run."""
+        self.has_logged = False
+        """Whether the cell has called `log`."""
         self._steps_by_optimizer: Counter[int] = Counter()
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
@@ -72,6 +74,7 @@ class RunRecords:
 
     def log(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """What a cell logs; ValueError for what is no scalar."""
+        self.has_logged = True
         memory_bytes = self._read_memory()
         for name, value in metrics.items():
             if step is not None:

@@ -1,6 +1,7 @@
 """Notices the losses of backward passes and the optimizers' steps in any loop."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ class LossHooks:
         """Called before a backward pass with create_graph=True."""
         self.check_optimizer: Callable[[torch.optim.Optimizer], None] = lambda o: None
         """Called before the step of an optimizer that is none of `prepare`'s."""
+        self.on_step_begins: Callable[[], None] = lambda: None
+        """Called after it."""
         self._on_step = on_step
         self._losses: list[tuple[Loss, float, int, int]] = []
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -72,11 +75,16 @@ class LossHooks:
         """Losses that there were when the step began that is under way."""
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """How many optimizers came before this one."""
-        return self._numbers.setdefault(optimizer, len(self._numbers))
+        """How many optimizers that live came before this one: a new one takes the place
+        of one that is gone."""
+        if optimizer not in self._numbers:
+            taken = set(self._numbers.values())
+            free = (number for number in itertools.count() if number not in taken)
+            self._numbers[optimizer] = next(free)
+        return self._numbers[optimizer]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that have taken a step."""
+        """Those that have taken a step, and those of `prepare`."""
         return list(self._numbers)
 
     def step(
@@ -97,6 +105,13 @@ class LossHooks:
         the next."""
         self.batch += is_first
         self.microbatch += 1
+
+    def set_loss(self, loss: torch.Tensor) -> None:
+        """Count this in place of what the backward passes of the microbatch at hand
+        have begun with."""
+        place = self.batch, self.microbatch
+        self._losses = [each for each in self._losses if each[2:] != place]
+        self._losses.append((snapshot(loss), self.weight, *place))
 
     def _report(self, optimizer: torch.optim.Optimizer) -> None:
         losses, self._losses = self._losses, []
@@ -127,6 +142,7 @@ class LossHooks:
             if not self._is_inside_step and num_steps_under_way() == 1:
                 self._num_before_step = len(self._losses)
                 self.check_optimizer(optimizer)
+                self.on_step_begins()
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kw: Any) -> None:
             if self._is_inside_step or num_steps_under_way() > 1:
@@ -167,7 +183,7 @@ class LossHooks:
             place = self.batch, self.microbatch
             self._losses.append((sum(found[1:], found[0]), self.weight, *place))
         for root, seed in zip(roots, seeds, strict=True):
-            if isinstance(root, torch.Tensor):
+            if isinstance(root, torch.Tensor) and not backward.is_part():
                 self.check_loss(root, seed)
         scaled = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
         self.on_backward(True)

@@ -72,10 +72,17 @@ class MomentLog:
 
     def enter(self, phase: str) -> None:
         """One of `records.PHASES` begins."""
-        if phase == "forward" and self._phases[-1][1] == _PHASE["step"]:
-            self._phases.pop()  # it was none: another microbatch follows
-        if self._phases[-1][1] != _PHASE[phase]:
+        begin, last = self._phases[-1]
+        if last == _PHASE["step"] and phase != "step":
+            # It was none: another microbatch has followed.
+            last = _PHASE["forward"]
+            self._phases[-1] = begin, last
+        if last != _PHASE[phase]:
             self._phases.append((time.perf_counter() - self._began, _PHASE[phase]))
+
+    def end_step(self) -> None:
+        """An optimizer has stepped; a forward pass follows, or another's step."""
+        self._phases.append((time.perf_counter() - self._began, _PHASE["forward"]))
 
     def moments(self) -> Moments:
         """The whole step, at no more than some 200 moments: of those close to each

@@ -110,7 +110,7 @@ def table_of_memory(
         probe = StepProbe(prepared, device, sees_operators=False)
         probe.start()
         probe.look(is_after_backward=True)
-        measured = probe.stop()
+        measured = probe.measurement()
         assert measured is not None
         rows = [(name, measured.memory[name]) for name in COMPONENTS[:5]]
     rows += rows_of_device(device, sum(size for _, size in rows))

@@ -1,10 +1,12 @@
 """Measures one training step: memory by component, and what went over the wire."""
 
 import itertools
+import math
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +27,9 @@ from labkit.compat.torch import current_dispatch_mode
 from labkit.compat.torch import get_unwrapped
 from labkit.compat.torch import is_fake
 from labkit.compat.torch import is_functorch_wrapped
+from labkit.compat.torch import is_profiled
 from labkit.compat.torch import is_traceable_wrapper_subclass
+from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import schema_of
 from labkit.compat.torch import sparse_parts
 from labkit.compat.torch import storage_key
@@ -58,31 +62,39 @@ class Trained(Protocol):
 
     keeps_gradients: bool
 
+    @property
+    def seconds_waited(self) -> float: ...
     def memory(self) -> dict[str, Tensors]: ...
     def facts(self) -> ModelFacts | None: ...
 
 
 class Noticed:
-    """What is known of a model that the cell trains by itself: the optimizer."""
+    """What is known of models that the cell trains by itself: the optimizers."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]]
+    ) -> None:
+        """`optimizers()` there are right now: none is kept alive."""
+        self._optimizers = optimizers
+        self.seconds_waited = 0.0
         self.keeps_gradients = len(self._parameters()) <= FEW_PARAMETERS
 
     def memory(self) -> dict[str, Tensors]:
-        """The tensors that hold its states right now, by component."""
+        """The tensors that hold their states right now, by component."""
         parameters = self._parameters()
+        state = map(optimizer_tensors, self._optimizers())
         return {
             "parameters": parameters,
             "gradients": [parameter.grad for parameter in parameters],
-            "optimizer_state": optimizer_tensors(self.optimizer),
+            "optimizer_state": itertools.chain.from_iterable(state),
         }
 
     def facts(self) -> None:
         """Theory needs more: how the cell divides what among the ranks."""
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        groups = [group for each in self._optimizers() for group in each.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
 
 
 class StepProbe(TorchDispatchMode):
@@ -105,12 +117,16 @@ class StepProbe(TorchDispatchMode):
         step: int = 0,
         sees_operators: bool = True,
         began: float | None = None,
+        give_up_s: float = math.inf,
     ) -> None:
         """Without `sees_operators` only what is looked at between them: model states,
         and on a GPU the peak. `began` is when the step did, by `time.perf_counter`, if
-        not now."""
+        not now. After `give_up_s` it looks at nothing any more: the loop has ended, and
+        what the cell goes on with would take many times as long."""
         super().__init__()
-        self._began = time.perf_counter() if began is None else began
+        now = time.perf_counter()
+        self._began = now if began is None else began
+        self._gives_up_at = now + give_up_s
         self._sees_operators = sees_operators
         self._prepared = list(prepared)
         self._waits = not any(isinstance(each, Noticed) for each in self._prepared)
@@ -119,6 +135,7 @@ class StepProbe(TorchDispatchMode):
         self._log = MomentLog()
         self._numbers: dict[int, int] = {}
         """By storage, how the log knows it."""
+        self._waited = -self._seconds_waited()
         self._peak: PeakOfStep | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
@@ -127,9 +144,11 @@ class StepProbe(TorchDispatchMode):
         self._held = dict.fromkeys(COMPONENTS, 0)
         self._collectives: dict[str, Collective] = {}
         self._num_ops = 0
-        self._is_backward = False
+        self._is_backward = self._had_backward = False
         self._keeps_gradients = any(p.keeps_gradients for p in self._prepared)
-        self._is_active = False
+        self._num_gradients = self._gradient_bytes = 0
+        """Of the backward pass that is under way, at their most."""
+        self._is_active = self._is_entered = False
         self._older: set[int] = set()
         """Storages from before the step that hold no model states: a teacher's weights,
         the batch."""
@@ -144,12 +163,15 @@ class StepProbe(TorchDispatchMode):
         self._is_active = True
         self._log.start()
         if self._sees_operators:
+            self._is_entered = True
             self.__enter__()
 
     def begin_forward(self) -> None:
         self._log.enter("forward")
 
     def begin_backward(self) -> None:
+        if not self._is_active:
+            return
         self._log.enter("backward")
         states = {
             storage_key(storage)
@@ -163,24 +185,50 @@ class StepProbe(TorchDispatchMode):
         )
         self._held["activations_peak"] = max(self._held["activations_peak"], others)
         self.look()
-        self._is_backward = True
+        self._is_backward = self._had_backward = True
 
     def end_backward(self) -> None:
         self._is_backward = False
-        self.look(is_after_backward=True)
+        if self._is_active:
+            if len(self._gradients()) < self._num_gradients:
+                # The pass itself has taken some away, as where each is stepped with.
+                found = max(self._held["gradients"], self._gradient_bytes)
+                self._held["gradients"] = found
+            self._num_gradients = self._gradient_bytes = 0
+            self.look(is_after_backward=True)
+            self._log.enter("step")
+
+    def begin_step(self) -> None:
+        """An optimizer's step begins."""
         self._log.enter("step")
 
-    def stop(self) -> Measurement | None:
-        """End the watch; None where a mode of the user's own was entered meanwhile, or
-        compiled code is running, which has to end first."""
-        self._is_active = False
+    def end_step(self) -> None:
+        """It has ended, and is not to be the last."""
+        self._log.end_step()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether there is nothing to be measured any more."""
+        return not self._is_active
+
+    def stop(self) -> bool:
+        """End the watch; False where it cannot end here: in another thread, or where a
+        mode of the user's own was entered meanwhile, or compiled code is running."""
+        if self._is_entered:
+            if current_dispatch_mode() is not self or is_called_by_compiled():
+                self._is_active = False
+                return False
+            self.__exit__(None, None, None)
+            self._is_entered = False
+        return True
+
+    def measurement(self) -> Measurement | None:
+        """What the step took, which ends here; None where it was not seen whole."""
+        if not self._is_active:
+            return None
         self._synchronize()
         seconds = time.perf_counter() - self._began
-        if self._sees_operators:
-            if current_dispatch_mode() is not self or is_called_by_compiled():
-                return None
-            self.__exit__(None, None, None)
-        self.look()
+        self.look(is_after_backward=not self._had_backward)
         if self._peak is not None:
             peak = self._peak.read()
             self._held["total_peak"] = max(self._held["total_peak"], peak)
@@ -189,10 +237,14 @@ class StepProbe(TorchDispatchMode):
             for prepared in self._prepared
             if (facts := prepared.facts()) is not None
         ]
+        self._add_waits()
         moments = self._log.moments() if self._sees_operators else Moments()
         if self._device.type == "cpu" and moments.seconds:
             peak = max(map(sum, zip(*moments.held.values(), strict=True)))
             self._held["total_peak"] = max(self._held["total_peak"], peak)
+        if not self._had_backward and moments.seconds:  # as with torch.func.grad
+            self._held["activations_peak"] = max(moments.held["activations"])
+        self._give_up()
         return Measurement(
             self._held,
             list(self._collectives.values()),
@@ -215,22 +267,25 @@ class StepProbe(TorchDispatchMode):
     ) -> Any:
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it comes again as what it is made of
+        kwargs = kwargs or {}
+        if self._is_active and time.perf_counter() > self._gives_up_at:
+            self._give_up()
+        if not self._is_active or is_without_values(args):
+            return func(*args, **kwargs)
         schema = schema_of(func)
         name = schema and schema.name
-        if self._keeps_gradients and self._is_backward and self._is_active:
+        if self._keeps_gradients and self._is_backward:
             self._look_at_gradients()  # before this operator takes the first away
-        if self._is_active and name in KINDS:
+        if name in KINDS:
             # What was computed before is the rank's own time, not the collective's.
             self._synchronize()
-        kwargs = kwargs or {}
-        if self._is_active:
-            # But what it writes to: what compiled code has made is seen here first.
-            taken = [value for key, value in kwargs.items() if key != "out"]
-            for storage in self._storages_of(tree_leaves((args, taken))):
-                if self._see(storage):
-                    key = storage_key(storage)
-                    self._older.add(key)
-                    self._log.is_taken(self._numbers[key])
+        # But what it writes to: what compiled code has made is seen here first.
+        taken = [value for key, value in kwargs.items() if key != "out"]
+        for storage in self._storages_of(tree_leaves((args, taken))):
+            if self._see(storage):
+                key = storage_key(storage)
+                self._older.add(key)
+                self._log.is_taken(self._numbers[key])
         began = time.perf_counter()
         out = func(*args, **kwargs)
         if not self._is_active:
@@ -277,16 +332,20 @@ class StepProbe(TorchDispatchMode):
         self._total = sum(sizes.values())
 
     def _look_at_gradients(self) -> None:
-        gradients = itertools.chain.from_iterable(
-            prepared.memory()["gradients"] for prepared in self._prepared
-        )
+        gradients = self._gradients()
         sizes = {}
         for storage in self._storages_of(gradients):
             self._see(storage)
             key = storage_key(storage)
             self._log.is_part(self._numbers[key], "gradients")
             sizes[key] = storage.nbytes()
-        self._held["gradients"] = max(self._held["gradients"], sum(sizes.values()))
+        self._num_gradients = max(self._num_gradients, len(gradients))
+        self._gradient_bytes = max(self._gradient_bytes, sum(sizes.values()))
+
+    def _gradients(self) -> list[Any]:
+        """Those that there are."""
+        held = (prepared.memory()["gradients"] for prepared in self._prepared)
+        return [each for each in itertools.chain(*held) if each is not None]
 
     def _components(self) -> dict[str, list[torch.Tensor | int | None]]:
         found: dict[str, list[torch.Tensor | int | None]] = {}
@@ -318,10 +377,11 @@ class StepProbe(TorchDispatchMode):
         key = storage_key(storage)
         if key in self._storages:
             return False
-        self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         self._sizes[key] = size = storage.nbytes()
         self._numbers[key] = self._log.add(size)
         self._total += size
+        # Last: an interrupt may come at any line before.
+        self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         return True
 
     def _forget(self, key: int, reference: Any) -> None:
@@ -330,6 +390,13 @@ class StepProbe(TorchDispatchMode):
         self._total -= size
         self._log.change(self._numbers.pop(key), -size)
         self._older.discard(key)
+
+    def _give_up(self) -> None:
+        """Look at nothing any more, and refer to nothing of the user's."""
+        self._is_active = False
+        self._prepared, self._log = [], MomentLog()
+        for held in (self._storages, self._sizes, self._numbers):
+            held.clear()
 
     def _alive(self) -> list[tuple[int, torch.UntypedStorage]]:
         pairs = [(key, reference()) for key, reference in [*self._storages.items()]]
@@ -363,6 +430,18 @@ class StepProbe(TorchDispatchMode):
             payload, bytes_on_the_wire(kind, payload, num_ranks), seconds
         )
 
+    def _add_waits(self) -> None:
+        """Between two ranks a message is waited for after it has begun."""
+        waited = self._waited + self._seconds_waited()
+        received = self._collectives.get("recv")
+        if waited > 0 and received is not None and received.seconds is not None:
+            seconds = received.seconds + waited
+            self._collectives["recv"] = replace(received, seconds=seconds)
+
+    def _seconds_waited(self) -> float:
+        """For messages, so far; models of one run have the same channel."""
+        return max((each.seconds_waited for each in self._prepared), default=0.0)
+
     def _synchronize(self) -> None:
         """Wait for the device, which computes what the CPU has only asked for."""
         if self._device.type == "cuda" and self._waits:
@@ -386,14 +465,37 @@ def parts(value: Any) -> Iterator[torch.Tensor]:
         yield value
 
 
-def may_enter_mode() -> bool:
-    """Whether a dispatch mode may be entered here, and left in the next step: not in a
-    thread, nor within a mode or compiled code, which would end before it does."""
-    return (
-        threading.current_thread() is threading.main_thread()
-        and current_dispatch_mode() is None
-        and not is_called_by_compiled()
-    )
+def is_without_values(args: Any) -> bool:
+    """Whether an operator is run for the shape of its result alone."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
+
+
+def is_sampled(step: int) -> bool:
+    """Whether a run's optimizer step `step`, counted from 1, is measured.
+
+    The first, in which state is made; the third, because DDP rebuilds its buckets in
+    the second; then the 10th, 30th, 100th, 300th, ..., so that it costs nothing.
+    """
+    return str(step).rstrip("0") in ("1", "3")
+
+
+def hindrance() -> str:
+    """Why a step that begins here cannot be measured, in words; "" if it can be.
+
+    A dispatch mode is entered here and left where the step ends: what is around it has
+    to end before or after both.
+    """
+    if is_profiled():
+        return "a profiler is active and would record labkit's own measurement"
+    if threading.current_thread() is not threading.main_thread():
+        return "they are taken in a thread"
+    if current_dispatch_mode() is not None:
+        return "a TorchDispatchMode of the cell's own is active"
+    if is_called_by_compiled():
+        return "they are taken in compiled code"
+    if is_within_backward():
+        return "they are taken within backward passes"
+    return ""
 
 
 def is_called_by_compiled() -> bool:

@@ -11,14 +11,19 @@ from labkit.compat.torch import BatchNormBase
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import no_dispatch
 from labkit.rank.measuring.step_profiler import parts
-from labkit.rank.telemetry.replica_fingerprints import fingerprints
 from labkit.records import BUFFER
 from labkit.strategies.autograd.agreement import agree
 from labkit.strategies.mesh.peers import Peers
+from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.prepared import Prepared
 
 NUM_STEPS = 3
 """Of a model are looked at, the first ones."""
+BATCHNORM = (
+    "BatchNorm takes the statistics of a rank's own part of each batch (of a "
+    "microbatch, with --accumulate), so the result differs from that of one process. "
+    "--sync-batchnorm takes them over the samples of all ranks"
+)
 NOT_COUNTED = ("_", "ds_", "applied_")
 """How names of attributes begin that are none of the user's."""
 
@@ -28,13 +33,13 @@ class ForwardState:
 
     A buffer that they change by a rank's own samples is soon another one on each rank.
     With `--accumulate` what they count, or move by a step, moves once for each
-    microbatch. BatchNorm is left out: `--sync-batchnorm` is for that.
+    microbatch. BatchNorm is left out, but for a note: `--sync-batchnorm` is for that.
     """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._num_left = NUM_STEPS
-        self._has_noted_repeated = False
+        self._has_noted_repeated = self._has_noted_batchnorm = False
         self._before: dict[str, Any] | None = None
         """At the end of the same step's microbatch before this one."""
         self._modules = [
@@ -57,6 +62,7 @@ class ForwardState:
         accumulate = self._prepared.options.accumulate
         if not self._num_left or num_ranks * accumulate == 1:
             return
+        self._note_batchnorm()
         buffers = self._digests()
         if accumulate > 1:
             now = buffers | self._numbers()
@@ -74,6 +80,16 @@ class ForwardState:
             BUFFER + name: torch.tensor([number], device=device)
             for name, number in buffers.items()
         }
+
+    def _note_batchnorm(self) -> None:
+        """One in eval mode takes no statistics of a batch."""
+        if not self._has_noted_batchnorm and any(
+            module.training and not getattr(module, "is_synchronized", False)
+            for module in self._prepared.module.modules()
+            if isinstance(module, BatchNormBase)
+        ):
+            self._has_noted_batchnorm = True
+            self._prepared.note(BATCHNORM)
 
     def _note_repeated(self, names: list[str]) -> None:
         if names and not self._has_noted_repeated:  # which need not be on all ranks

@@ -1,6 +1,8 @@
 """What watches a run: every observer sees the same events, and keeps its own."""
 
 import contextlib
+import functools
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -8,20 +10,22 @@ from typing import Any
 
 import torch
 
-from labkit.compat.torch import is_profiled
+from labkit import timeouts
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.measuring.step_profiler import Noticed
 from labkit.rank.measuring.step_profiler import StepProbe
 from labkit.rank.measuring.step_profiler import Trained
-from labkit.rank.measuring.step_profiler import may_enter_mode
+from labkit.rank.measuring.step_profiler import hindrance
+from labkit.rank.measuring.step_profiler import is_sampled
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.records import Averages
 from labkit.strategies.prepared import Prepared
 
-UNMEASURED = (
-    "memory and collectives were not measured in the remaining steps: a profiler "
-    "is active and would record labkit's own measurement"
-)
+UNMEASURED = "memory and collectives were not measured in the remaining steps: "
+GIVE_UP_STEPS = 100
+"""A step is not measured any more after so many times as long as the one before it
+took: to measure takes up to 40 times as long as to train."""
 
 
 class Observer:
@@ -49,8 +53,11 @@ class Observer:
     def end_backward(self) -> None:
         """It has ended, or failed."""
 
-    def optimizer_stepped(self) -> None:
-        """One of the run's optimizers has taken a step."""
+    def begin_step(self) -> None:
+        """An optimizer of the cell's own begins a step."""
+
+    def optimizer_stepped(self, number: int) -> None:
+        """The run's optimizer of this number has taken a step."""
 
     def step_taken(self, step: int) -> None:
         """The run has taken `step` steps: as many as the optimizer that has taken
@@ -70,7 +77,8 @@ class StepSampler(Observer):
     """Measures memory and collectives in some of a run's steps.
 
     A step of a loop that has its batches from labkit is measured from its first batch
-    on, one of a loop that does all by itself from the end of the step before.
+    on, until all of the loop's optimizers have stepped or it asks for another batch;
+    one of a loop that does all by itself from the end of the step before.
     """
 
     def __init__(
@@ -82,7 +90,7 @@ class StepSampler(Observer):
         report: Callable[[Any], None],
         note: Callable[[str], None],
     ) -> None:
-        """`noticed()` are the optimizers that have taken a step."""
+        """`noticed()` are the optimizers that have taken a step, or are prepared."""
         self._prepared = prepared
         self._noticed = noticed
         self._device = device
@@ -91,19 +99,25 @@ class StepSampler(Observer):
         self._probe: StepProbe | None = None
         self._is_by_hand = False
         """Whether what is measured is a step of a loop that does all by itself."""
-        self._is_spoiled = False
+        self._stepped: set[int] = set()
+        """The optimizers that have, in the step that is measured."""
         self.peak_bytes = 0
         """What tensors held at most in the step that was measured last."""
         self._step = 1
         """Which one is next."""
         self._is_due = False
+        self._hindrance = ""
+        """Why the one that is due is not measured yet, in words."""
         self._began: float | None = None
         """When the step did; None in the first of an epoch."""
+        self._seconds = math.inf
+        """That the one before it took, where that is known."""
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         self._step = step + 1
-        if self._is_spoiled:
+        if self._probe is not None and self._probe.has_given_up:
             self._stop(is_complete=False)
+        self._stop_after_steps()
         if self._began is not None:
             self._began = time.perf_counter()  # after what others do here
 
@@ -114,13 +128,23 @@ class StepSampler(Observer):
             self._begin(number, self._prepared)
 
     def _begin(self, number: int, trained: Callable[[], Sequence[Trained]]) -> None:
-        self._is_due |= is_sampled(number)
-        if self._is_due and not is_profiled():
+        self._is_due |= is_sampled(number) or number in self._steps_to_measure()
+        if self._is_due and not (because := hindrance()):
             self._is_due = False
             self._probe = StepProbe(
-                trained(), self._device, step=self._step, began=self._began
+                trained(),
+                self._device,
+                step=self._step,
+                began=self._began,
+                give_up_s=max(timeouts.GIVE_UP_S, GIVE_UP_STEPS * self._seconds),
             )
             self._probe.start()
+        elif self._is_due:
+            self._hindrance = because
+
+    def _steps_to_measure(self) -> list[int]:
+        """Those from which on a strategy sends another number of bytes."""
+        return [n for each in self._prepared() for n in each.steps_to_measure]
 
     def begin_backward(self) -> None:
         if self._probe is not None:
@@ -130,25 +154,45 @@ class StepSampler(Observer):
         if self._probe is not None:
             self._probe.end_backward()
 
-    def optimizer_stepped(self) -> None:
-        if not self._is_by_hand:
+    def begin_step(self) -> None:
+        if self._probe is not None:
+            self._probe.begin_step()
+
+    def optimizer_stepped(self, number: int) -> None:
+        if self._probe is None:
+            return
+        self._stepped.add(number)
+        if self._is_by_hand or len(self._stepped) < len(self._noticed()):
+            self._probe.end_step()
+        else:
+            self._stop(is_complete=True)
+
+    def _stop_after_steps(self) -> None:
+        """A loop with several optimizers has taken a step with some of them, and those
+        of the others are of other steps."""
+        if self._stepped and not self._is_by_hand:
             self._stop(is_complete=True)
 
     def step_taken(self, step: int) -> None:
+        now = time.perf_counter()
         self._step = step + 1
-        self._began = time.perf_counter()
+        if self._began is not None:
+            self._seconds = now - self._began
+        self._began = now
         if self._is_by_hand:  # all of its optimizers have stepped since it began
             self._stop(is_complete=True)
-        if self._probe is None and not self._prepared() and may_enter_mode():
-            self._begin(step + 1, lambda: [Noticed(each) for each in self._noticed()])
+        if self._probe is None and not self._prepared():
+            self._begin(step + 1, lambda: [Noticed(self._noticed)])
             self._is_by_hand = self._probe is not None
 
     def end_epoch(self) -> None:
+        self._stop_after_steps()
         self._began = None
 
     def end(self, step: int) -> None:
-        if self._is_due and self._probe is None:
-            self._note(UNMEASURED)
+        if self._is_due and self._probe is None and self._hindrance:
+            self._note(UNMEASURED + self._hindrance)
+        self._report_averages()
 
     def close(self) -> None:
         self._stop(is_complete=False)
@@ -156,15 +200,20 @@ class StepSampler(Observer):
     def _stop(self, *, is_complete: bool) -> None:
         if self._probe is None:
             return
-        measured = self._probe.stop()
-        if measured is None:
-            self._is_spoiled = True  # more than a step will have passed when it ends
-        else:
-            is_complete = is_complete and not self._is_spoiled
-            self._probe, self._is_by_hand, self._is_spoiled = None, False, False
-            if is_complete:
-                self.peak_bytes = measured.memory["total_peak"]
-                self._report(measured)
+        if not self._probe.stop():
+            return  # more than a step will have passed when it ends
+        probe, self._probe, self._is_by_hand = self._probe, None, False
+        self._stepped.clear()
+        if is_complete and (measured := probe.measurement()) is not None:
+            self.peak_bytes = measured.memory["total_peak"]
+            self._report(measured)
+            self._report_averages()
+
+    def _report_averages(self) -> None:
+        """What went between steps, or in steps that were not measured."""
+        found = [each.averages() for each in self._prepared()]
+        if sent := [each for each in found if each is not None]:
+            self._report(functools.reduce(Averages.plus, sent))
 
 
 class ReplicaObserver(Observer):
@@ -197,6 +246,8 @@ class ReplicaObserver(Observer):
         self._report(self.watch.notes(step))
 
     def _check(self, step: int) -> None:
+        if not all(each.prepared.is_one_model for each in self._optimizers):
+            return
         replicas: dict[str, torch.Tensor] = {}
         for number, each in enumerate(self._optimizers):
             of_which = f" of model {number + 1}" if number else ""
@@ -206,10 +257,31 @@ class ReplicaObserver(Observer):
         self.watch.check(step, replicas)
 
 
-def is_sampled(step: int) -> bool:
-    """Whether a run's optimizer step `step`, counted from 1, is measured.
+class Slowing(Observer):
+    """Sleeps after each backward pass of this rank, so that forward and backward pass
+    together take `factor` times as long as they did.
 
-    The first, in which state is made; the third, because DDP rebuilds its buckets in
-    the second; then the 10th, 30th, 100th, 300th, ..., so that it costs nothing.
+    On a CPU that is the time in which this rank computed: what it waited for others,
+    as DDP does within the backward pass, is theirs.
     """
-    return str(step).rstrip("0") in ("1", "3")
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self._factor = factor
+        is_cpu = device.type == "cpu"
+        self._clock = time.thread_time if is_cpu else time.perf_counter
+        self._began: float | None = None
+
+    def begin_microbatch(self, number: int) -> None:
+        self._began = self._clock()
+
+    def begin_backward(self) -> None:
+        if self._began is None:  # the loop takes its batches from elsewhere
+            self._began = self._clock()
+
+    def end_backward(self) -> None:
+        if self._began is not None:
+            time.sleep((self._factor - 1.0) * (self._clock() - self._began))
+            self._began = self._clock()
+
+    def step_taken(self, step: int) -> None:
+        self._began = self._clock()

@@ -328,6 +328,8 @@ class RunCheckpointer(Observer):
         for scheduler in self._ours():
             self._restore(scheduler)
         self._restore_rates()
+        for optimizer, values in zip(self._optimizers, self._sections, strict=False):
+            optimizer.prepared.resume(values)
         assert self._checkpoint is not None
         own = f"rng.{self._rank}."
         found = {

@@ -63,6 +63,7 @@ from labkit.strategies import Strategy
 from labkit.strategies.mesh.device_mesh import build_mesh
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.peers import peers_on
+from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
@@ -79,6 +80,11 @@ SIZE_OF_PART = (
     "{use}: the size of a batch in the loop is that of this rank's part, where one "
     "process has the whole batch. To train with it, sum it over the ranks first: "
     "size = torch.tensor(len(x)); dist.all_reduce(size)"
+)
+NO_STEPS = (
+    "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
+    "there are no steps by which to plot its losses and measure its memory. "
+    "log(loss=loss.item()) plots what it is given"
 )
 EXTRA_WORK = (
     "{work}: with --accumulate {count} the loop body runs {count} times per step and "
@@ -104,7 +110,10 @@ class Session:
         checkpoints: CheckpointPlan | None = None,
         report: Callable[[Any], None] = lambda measured: None,
         observers: Sequence[Observer] = (),
+        roles: Roles | None = None,
     ) -> None:
+        """`world_size` is that of the ranks that train; `roles` says which others serve
+        them, if any do."""
         self.strategy = strategy
         self.code = ""
         """The cell's, where it is known."""
@@ -113,8 +122,12 @@ class Session:
         self.device = device
         self.seed = seed
         self.options = options
+        self._roles = roles
         self._loss_hooks = LossHooks(self._after_optimizer_step)
         self._loss_hooks.on_backward = self._on_backward
+        self._loss_hooks.on_step_begins = self._begin_step
+        self._has_passed = False
+        """Whether there was a backward pass."""
         self._report = report
         sampler = StepSampler(
             self.prepared,
@@ -193,7 +206,25 @@ class Session:
 
         Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
         """
+        has_records = self._records.num_steps or self._records.has_logged
+        if self._has_passed and not has_records:
+            self.note(NO_STEPS)
+        self._unite(with_optimizer=True)
         self._checkpointer.finish(self._records.num_steps, is_interrupted)
+        self._dismiss_servers()
+
+    def _dismiss_servers(self) -> None:
+        """The run ends well, on all ranks: others need not serve it any longer.
+        Collective."""
+        for each in self.prepared():
+            each.finish()
+        if self._roles is not None:
+            self._roles.dismiss_servers()
+
+    def _unite(self, *, with_optimizer: bool = False) -> None:
+        """Have one model on all ranks, for what reads it as one. Collective."""
+        for each in self.prepared():
+            each.unite(with_optimizer=with_optimizer)
 
     def _end(self) -> None:
         """Free the models; the cell's own variables may be used on.
@@ -218,7 +249,7 @@ class Session:
             optimizer.take_step = take_plain_step
             optimizer.num_ranks = 1  # there are no others to compare with
         self._has_ended = True
-        BatchNorm.counts_here, BatchNorm.group = True, None
+        BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
 
@@ -229,13 +260,14 @@ class Session:
     @functools.cached_property
     def mesh(self) -> DeviceMesh | None:
         """All ranks of the run, along the axes of its strategy. Collective, once."""
-        config = self.options.config
-        sizes = config.get("mesh") if self.strategy.takes_mesh else None
-        return build_mesh(self.strategy.axes, sizes, self.device)
+        sizes = self.strategy.mesh_sizes(self.options.mesh, self.world_size)
+        return build_mesh(sizes, self.device)
 
     @functools.cached_property
     def peers(self) -> Peers:
         """The ranks that share a batch."""
+        if self._roles is not None:
+            return self._roles.peers
         return peers_on(self.mesh, self.device)
 
     def note(self, text: str) -> None:
@@ -329,11 +361,13 @@ class Session:
         prepared = self._parallelized(model, optimizer)
         self._hook(model, step, unset)
         self._replicas.watch.group = prepared.replica_group
+        self._replicas.watch.place = self.peers.rank
         self._loss_hooks.scale = prepared.scale
         self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
-        # From here on ranks differ: dropout falls on other units on each.
-        seed_everything(self.seed + self.rank)
+        # From here on ranks with samples of their own differ: dropout falls on other
+        # units on each.
+        seed_everything(self.seed + self.peers.rank)
         rank_loader = self._rank_loader(loader, batches, weigh)
         self._checkpointer.add(stepping, rank_loader)
         self._records.resume(self._checkpointer.first_step)
@@ -406,11 +440,14 @@ class Session:
         for _ in range(epochs):
             model.train()
             for batch in loader:
-                prepared.train_batch(score, batch)
+                loss = prepared.train_batch(score, batch)
+                if loss is not None:
+                    self._loss_hooks.set_loss(loss)
                 optimizer.step()
                 optimizer.zero_grad()
             if validate is not None and not self._checkpointer.is_replaying:
                 size = batch_size or loader.batches.batch_size
+                self._unite()
                 found = evaluate(
                     prepared,
                     validate,
@@ -481,6 +518,7 @@ class Session:
             self.options,
             note=self.note,
             undo=self._undo,
+            roles=self._roles,
         )
 
     def _hook(self, model: nn.Module, step: Forecastable, unset: list[str]) -> None:
@@ -530,6 +568,7 @@ class Session:
             on_drawn=self._replicas.watch.note_draw,
             weigh=weigh,
         )
+        rank_loader.before_evaluation = self._unite
         rank_loader.on_evaluated = self._agree
         rank_loader.refuse = self._refuse
         return rank_loader
@@ -557,7 +596,9 @@ class Session:
             for observer in self._observers:
                 observer.between_steps(self._records.num_steps, loader)
         except StoppedAtStep:
+            self._unite(with_optimizer=True)
             self._checkpointer.finish(self._records.num_steps)
+            self._dismiss_servers()
             raise
 
     def _begin_batch(self, share: Share, loader: RankLoader) -> None:
@@ -566,6 +607,7 @@ class Session:
         self._data.give(share, loader)
         for optimizer in self._optimizers:
             optimizer.prepared.num_batches += 1
+            optimizer.prepared.loss_weight = share.weight
             optimizer.begin_microbatch(share.is_last)
         number = self._records.num_steps + 1 - self._records.first_step
         for observer in self._observers:
@@ -606,9 +648,12 @@ class Session:
         norm = self._loss_hooks.step(optimizer, lambda: step(closure))
         if norm is not None:
             self._records.put("gradient_norm", norm)
+        for name, value in optimizer.prepared.metrics().items():
+            self._records.put(name, value)
 
     def _on_backward(self, begins: bool) -> None:
         """Before and after every backward pass."""
+        self._has_passed = True
         if begins:
             self._data.begin_backward(is_prepared=bool(self._optimizers))
             for optimizer in self._optimizers:
@@ -621,10 +666,15 @@ class Session:
             for optimizer in self._optimizers:
                 optimizer.end_backward()
 
+    def _begin_step(self) -> None:
+        """Of an optimizer that is none of `prepare`'s."""
+        for observer in self._observers:
+            observer.begin_step()
+
     def _after_optimizer_step(self, loss: Loss | None, number: int) -> None:
         """The optimizer of this number has taken a step."""
         for observer in self._observers:
-            observer.optimizer_stepped()
+            observer.optimizer_stepped(number)
         is_next = self._records.count_step(loss, number, self._data.take_counts)
         if not is_next:
             return

@@ -74,6 +74,7 @@ _followers: list[weakref.ref[Any]] = []
 """In an order that is the same on all ranks, as what they do is collective."""
 _watchers: list[Watcher] = []
 _is_inside = False
+_keeps_seeds = False
 
 
 def follow(follower: Follower) -> None:
@@ -116,6 +117,23 @@ def watching(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
+@contextlib.contextmanager
+def keeping_seeds() -> Iterator[None]:
+    """Within it backward passes begin with the gradients that they are given: they are
+    parts of one pass, and the loss that this begins with is weighed already."""
+    global _keeps_seeds
+    _keeps_seeds = True
+    try:
+        yield
+    finally:
+        _keeps_seeds = False
+
+
+def is_part() -> bool:
+    """Whether a backward pass is a part of one: its roots are no losses of a loop's."""
+    return _keeps_seeds
+
+
 def install() -> None:
     """Put ourselves between `torch.autograd` and its engine, once in a process."""
     wrap_backward(lambda original: functools.partial(_run, original))
@@ -139,7 +157,8 @@ def _run(
     hooks: list[Any] = []
     try:
         for watcher in _watchers:
-            seeds = watcher.begin(roots, seeds, args[1], args[2])
+            wanted = watcher.begin(roots, seeds, args[1], args[2])
+            seeds = seeds if _keeps_seeds else wanted
             begun.append(watcher)
         if followers := living():
             reach = _Reach(followers, roots, reached)

@@ -65,11 +65,20 @@ class Peers:
 
 def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:
     """The ranks of `mesh` that share this rank's batches; this one alone without a
-    mesh. May be collective."""
-    if mesh is None:
+    mesh, or along other axes. May be collective."""
+    dp = None if mesh is None else data_parallel_axes(mesh)
+    if dp is None:
         return Peers(0, 1, device)
-    dp = data_parallel_axes(mesh)
     if dp.size() == dist.get_world_size():
         return Peers(dist.get_rank(), dp.size(), device)
     group = flattened(dp).get_group()
     return Peers(dist.get_rank(group), dp.size(), device, group)
+
+
+def team_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:
+    """The ranks of `mesh` that train one model: those that share this rank's batches,
+    and those that have other parts of it. May be collective."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or not {"tp", "pp"}.intersection(names):
+        return peers_on(mesh, device)
+    return Peers(dist.get_rank(), mesh.size(), device)

@@ -48,7 +48,13 @@ class CellGradients:
     memory for the whole of a gradient, it costs only a loop that looks.
     """
 
-    def __init__(self, owner: Owner, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        parameters: Iterable[nn.Parameter],
+        kind: "type[PartitionedParameter] | None" = None,
+    ) -> None:
+        """`kind` of parameters they become; by default as DeepSpeed has them."""
         self.owner = owner
         self._parameters = list(parameters)
         self._given: dict[int, tuple[nn.Parameter, torch.Tensor | None]] = {}
@@ -56,8 +62,8 @@ class CellGradients:
         self._depth = 0
         for parameter in self._parameters:
             is_sharded = hasattr(parameter, "ds_tensor")
-            kind = ShardedParameter if is_sharded else PartitionedParameter
-            parameter.__class__ = kind
+            usual = ShardedParameter if is_sharded else PartitionedParameter
+            parameter.__class__ = kind or usual
             _of[id(parameter)] = self
 
     @contextlib.contextmanager
@@ -136,6 +142,12 @@ class CellGradients:
 
 _of: weakref.WeakValueDictionary[int, CellGradients] = weakref.WeakValueDictionary()
 """By the parameter's id, which lives as long as they do."""
+
+
+def owner_of(parameter: Any) -> Owner | None:
+    """What has the gradient of a parameter in parts, if anything has."""
+    gradients = _of.get(id(parameter))
+    return None if gradients is None else gradients.owner
 
 
 class PartitionedParameter(nn.Parameter):

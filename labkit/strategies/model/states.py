@@ -5,6 +5,7 @@ first name; `optimizer.<name>.<key>` is what the optimizer keeps of that paramet
 """
 
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Mapping
 from typing import Any
 from typing import Protocol
@@ -12,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from labkit.compat.torch import buffers_of
 
 Named = dict[str, torch.Tensor]
 
@@ -48,6 +51,15 @@ def model_tensors(module: nn.Module) -> Named:
             seen.add(id(value))
             found[f"model.{name}"] = value
     return found
+
+
+def separate_buffers(module: nn.Module) -> None:
+    """Give every element of the buffers a place of its own, so that they can be
+    received: expanded ones have one for several."""
+    for each in module.modules():
+        for name, buffer in buffers_of(each).items():
+            if buffer is not None and 0 in buffer.stride():
+                buffers_of(each)[name] = buffer.contiguous()
 
 
 def plain_shape(tensor: Any) -> tuple[int, ...]:
@@ -212,29 +224,36 @@ def restoring(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     names: list[list[str]],
+    absent: Container[str] = (),
 ) -> Restore:
-    """What sets a model, and its optimizer if given, to what a checkpoint has.
+    """What sets a model, and its optimizer if given, to what a checkpoint has, but for
+    the parameters `absent`, which this rank does not have.
 
     Raises ValueError where they do not fit; nothing is changed before it is called.
     """
     model = model_tensors(module)
     source.check(model)
     check_all_taken(source, "model", model)
+    here = {n: t for n, t in model.items() if n.removeprefix("model.") not in absent}
     if optimizer is None:
-        return lambda: source.fill(model)
+        return lambda: source.fill(here)
     check_hyperparameters(optimizer, names, values)
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     fresh: Named = {}
+    unused: Named = {}
     for group, params in zip(optimizer.param_groups, names, strict=True):
         for parameter, name in zip(group["params"], params, strict=True):
             for key in saved_keys(source, name):
+                if name in absent:
+                    unused[f"optimizer.{name}.{key}"] = parameter
+                    continue
                 tensor = allocated(source, f"optimizer.{name}.{key}", parameter, group)
                 fresh[f"optimizer.{name}.{key}"] = tensor
                 state.setdefault(parameter, {})[key] = tensor
-    check_all_taken(source, "optimizer", fresh)
+    check_all_taken(source, "optimizer", {**fresh, **unused})
 
     def restore() -> None:
-        source.fill({**model, **fresh})
+        source.fill({**here, **fresh})
         optimizer.state.clear()
         optimizer.state.update(state)
         set_hyperparameters(optimizer, values)

@@ -15,7 +15,6 @@ from torch import nn
 
 from labkit.compat.deepspeed import GATE as DEEPSPEED
 from labkit.compat.deepspeed import drop_trace
-from labkit.compat.deepspeed import forget_world_group
 from labkit.compat.deepspeed import load
 from labkit.compat.deepspeed import look_at_numa_once
 from labkit.compat.deepspeed import module_count
@@ -23,9 +22,6 @@ from labkit.compat.torch import drop_hooks_of
 from labkit.strategies.mesh.peers import Peers
 
 _linear = nn.functional.linear
-
-_known_world: list[Any] = []
-"""The default process group that DeepSpeed has cloned."""
 
 _former: list[Any] = []
 """Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
@@ -47,13 +43,8 @@ def import_deepspeed(device: torch.device) -> Any:
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
     DEEPSPEED.check()
     look_at_numa_once()
-    # It keeps groups from one initialize to the next, and ours may have been
-    # re-created in between. A clone for every run would leave threads and files.
-    world = torch.distributed.group.WORLD
-    if _known_world != [world]:
-        _known_world[:] = [world]
-        deepspeed.comm.comm.cdb = None
-        forget_world_group()
+    # It was made for a default group that may have been re-created since.
+    deepspeed.comm.comm.cdb = None
     return deepspeed
 
 

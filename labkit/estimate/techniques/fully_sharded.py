@@ -1,17 +1,15 @@
 """Memory of FSDP and HSDP: shards, with the block at work and the root whole."""
 
-import itertools
 from math import prod
 
 from labkit.estimate.plans import Memory
 from labkit.estimate.plans import Plan
+from labkit.estimate.rows import Sizes
 from labkit.estimate.trace import Moment
-from labkit.estimate.trace import Trace
 from labkit.strategies import Strategy
-from labkit.strategies.mesh.device_mesh import default_sizes
 
 
-def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:
+def memory(plan: Plan, samples: int, sizes: Sizes, strategy: Strategy) -> Memory:
     """Shards, and the whole of the block at work and of the root.
 
     Forward: a block is gathered in one buffer and copied out of it; the buffer
@@ -20,8 +18,9 @@ def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group`.
     """
-    num_shards = shards_of(strategy, ranks)
-    shards = [(-(-s[0] // num_shards), *s[1:]) if s else () for s in plan.shapes]
+    num_shards = sizes["dp_shard"]
+    trace = plan.trace(samples, casts_model=True)
+    shards = shards_of(plan, num_shards)
     state, temporaries = plan.update(plan.trainable_of(shards))
     kept = 4.0 * sum(map(prod, shards)) + plan.buffers
     is_sharded = num_shards > 1
@@ -97,21 +96,10 @@ def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:
     )
 
 
-def setup(plan: Plan, ranks: int, strategy: Strategy) -> float:
-    """Source: `labkit.strategies.model.materialize`."""
-    num_shards = shards_of(strategy, ranks)
-    whole, shards = [0.0] * plan.num_units, [0.0] * plan.num_units
-    for shape, unit, size in zip(plan.shapes, plan.units, plan.sizes, strict=True):
-        whole[unit] += 4 * size
-        rows = max((1, *shape[:1]))
-        shards[unit] += 4 * size / rows * -(-rows // num_shards)
-    # The root comes last.
-    order = [*range(1, plan.num_units), 0]
-    kept = itertools.accumulate(shards[unit] for unit in order)
-    peaks = (k + whole[u] for k, u in zip(kept, order, strict=True))
-    return plan.buffers + max(peaks)
+def setup(plan: Plan, sizes: Sizes, strategy: Strategy) -> float:
+    return plan.arrival([*map(prod, shards_of(plan, sizes["dp_shard"]))])
 
 
-def shards_of(strategy: Strategy, ranks: int) -> int:
-    """Ranks that share one copy of the model."""
-    return default_sizes(strategy.axes, ranks)[-1]
+def shards_of(plan: Plan, num_shards: int) -> list[tuple[int, ...]]:
+    """The shapes of one rank's, which are cut along the first dimension."""
+    return [(-(-s[0] // num_shards), *s[1:]) if s else () for s in plan.shapes]

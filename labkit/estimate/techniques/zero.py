@@ -4,23 +4,25 @@ import itertools
 
 from labkit.estimate.plans import Memory
 from labkit.estimate.plans import Plan
+from labkit.estimate.rows import Sizes
 from labkit.estimate.trace import Moment
 from labkit.estimate.trace import Trace
 from labkit.strategies import Strategy
 from labkit.strategies.zero.config import bucket_elements
 
 
-def memory(plan: Plan, trace: Trace, ranks: int, strategy: Strategy) -> Memory:
+def memory(plan: Plan, samples: int, sizes: Sizes, strategy: Strategy) -> Memory:
+    trace, ranks = plan.trace(samples, casts_model=True), sizes["dp_shard"]
     if strategy.is_sharded:
         return sharded(plan, trace, ranks)
     return replicated(plan, trace, ranks, stage=strategy.variant["stage"])
 
 
-def setup(plan: Plan, ranks: int, strategy: Strategy) -> float:
+def setup(plan: Plan, sizes: Sizes, strategy: Strategy) -> float:
     """Source: `labkit.strategies.zero.setup`."""
     # A trained parameter comes in fp32, also if it is rounded then. DeepSpeed makes
     # its copy in fp32 twice.
-    width = plan.width
+    width, ranks = plan.width, sizes["dp_shard"]
     rounded = max(plan.trainable) * (4.0 + width) * (width < 4)
     part = -(-sum(plan.trainable) // ranks)
     if strategy.is_sharded:

@@ -1,0 +1,1 @@
+"""What each technique keeps and gathers, by arithmetic on one traced step."""

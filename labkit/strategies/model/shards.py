@@ -1,0 +1,96 @@
+"""Parts of parameters: in the place of the whole ones in an optimizer, and the norm
+of what is in parts."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor
+
+from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
+
+
+def hand_to_optimizer(
+    optimizer: torch.optim.Optimizer,
+    whole: Mapping[nn.Parameter, str],
+    shards: Mapping[str, Any],
+) -> None:
+    """Put `shards` in the place of the parameters `whole`, both by name, and shard
+    their state. May be collective."""
+    state = optimizer.state
+    for group in optimizer.param_groups:
+        group["params"] = [
+            shards[whole[p]] if p in whole else p for p in group["params"]
+        ]
+    for parameter, name in whole.items():
+        if parameter in state and shards[name] is not parameter:
+            state[shards[name]] = {
+                key: shard_like(value, shards[name])
+                for key, value in state.pop(parameter).items()
+            }
+
+
+def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A state tensor sharded as its parameter is; a step count stays as it is."""
+    assert isinstance(parameter, DTensor)
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def shapes_of_parts(parameters: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Of what this rank has of each parameter, by name."""
+    return {name: local_part(each).shape for name, each in parameters.items()}
+
+
+def check_parts(
+    parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> None:
+    """UnsupportedLoopError if the loop has put a tensor of another shape in the place
+    of this rank's part of a parameter."""
+    for name, parameter in parameters.items():
+        if local_part(parameter).shape != shapes[name]:
+            raise UnsupportedLoopError(
+                f"the loop replaced this rank's shard of {name} by a tensor of shape "
+                f"{tuple(local_part(parameter).shape)}: some in-place functions, such "
+                "as torch.nn.init.eye_, do not work on sharded parameters. Call them "
+                "before prepare, or use ddp"
+            )
+
+
+def norm_of_parts(tensors: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """The norm of tensors that may be DTensors, of several meshes: what is in parts is
+    summed over the ranks that have them. Collective where there are any.
+
+    NCCL sums what is on `device` alone, also where the parts lie on the CPU.
+    """
+    if not any(isinstance(each, DTensor) for each in tensors):
+        return nn.utils.get_total_norm(list(tensors))
+    of_axes: dict[Any, list[torch.Tensor]] = {}
+    for each in tensors:
+        axes: Any = None
+        if isinstance(each, DTensor):
+            placements = enumerate(each.placements)
+            axes = (
+                each.device_mesh,
+                tuple(n for n, p in placements if not p.is_replicate()),
+            )
+        of_axes.setdefault(axes, []).append(local_part(each))
+    # In float64: the square of a norm that float32 holds is beyond it.
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for axes, parts in of_axes.items():
+        norm = nn.utils.get_total_norm(parts)
+        here = norm.to(device).double().square()
+        if axes is not None:
+            mesh, dims = axes
+            for dim in dims:
+                dist.all_reduce(here, group=mesh.get_group(dim))
+        square += here
+    return square.sqrt().to(norm.dtype)

@@ -1,0 +1,1 @@
+"""Servers keep the parameters; workers pull them and push gradients."""

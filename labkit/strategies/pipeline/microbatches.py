@@ -1,0 +1,133 @@
+"""Cuts batches into microbatches, and tells where that would change a result."""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from labkit.compat.torch import buffers_of
+from labkit.strategies.relay.elsewhere import Elsewhere
+
+MICROBATCHES_A_STAGE = 4
+"""Of a batch, where the magic line does not say: a bubble of (p-1) in (5p-1)."""
+
+
+def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
+    """The leaves of a batch in that many parts, or as many as there are samples: those
+    tensors are cut that have the batch's size in their first dimension."""
+    sizes = [len(each) for each in leaves if is_batch(each)]
+    size = sizes[0] if sizes else 1
+    num_parts = max(1, min(num_parts, size))
+    if num_parts == 1:
+        return [list(leaves)]
+    pieces = [
+        torch.tensor_split(each, num_parts)
+        if is_batch(each) and len(each) == size
+        else (each,) * num_parts
+        for each in leaves
+    ]
+    return [list(part) for part in zip(*pieces, strict=True)]
+
+
+def is_batch(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The outputs of microbatches as that of the batch."""
+    if not is_batch(parts[0]):
+        return parts[0]
+    return torch.cat(list(parts))
+
+
+def are_other(one: Any, other: Any) -> bool:
+    """Whether the output of a whole batch is not that of its microbatches."""
+    if not isinstance(one, torch.Tensor):
+        return isinstance(one, int | float | str) and one != other
+    if one.shape != other.shape or not one.dim():
+        return True
+    if isinstance(one, Elsewhere) or not one.numel():
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        # A few by chance: the places of the greatest, where two are almost equal.
+        return bool((one != other).float().mean() > 1e-2)
+    is_there = one.isfinite()
+    if not torch.equal(is_there, other.isfinite()):
+        return True
+    one, other = one.where(is_there, 0), other.where(is_there, 0)
+    return bool((one - other).abs().max() > 1e-3 * one.abs().max())
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Run `model` within it without dropout: buffers and counts that change are set
+    back. It gives what tells whether any has."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in buffers_of(module).items()
+        if buffer is not None
+    ]
+    numbers = [
+        (module, {k: v for k, v in vars(module).items() if isinstance(v, int | float)})
+        for module in model.modules()
+    ]
+
+    def has_changed() -> bool:
+        return any(
+            buffers_of(module)[name] is not buffer
+            or type(buffer) is not torch.Tensor
+            or not torch.equal(buffer, value)
+            for module, name, buffer, value in buffers
+        ) or any(
+            vars(module).get(name) != value
+            for module, found in numbers
+            for name, value in found.items()
+            if name != "training"
+        )
+
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # theirs is within a kernel
+            module.training = False
+    try:
+        with _WithoutDropout():
+            yield has_changed
+    finally:
+        for module, values in numbers:
+            vars(module).update(values)
+        for module, name, buffer, value in buffers:
+            buffer.__class__ = torch.Tensor
+            buffers_of(module)[name] = buffer
+            buffer.copy_(value)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Within it functions of torch drop nothing, whoever calls them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            kwargs["training"] = False
+        elif func is nn.functional.scaled_dot_product_attention:
+            args = args[:4] + (0.0,) * len(args[4:5]) + args[5:]
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = {
+    nn.functional.dropout,
+    nn.functional.dropout1d,
+    nn.functional.dropout2d,
+    nn.functional.dropout3d,
+    nn.functional.alpha_dropout,
+    nn.functional.feature_alpha_dropout,
+    nn.functional.multi_head_attention_forward,
+}
+"""Those that take a flag for training, by name where a mode gets to see them."""

@@ -1,0 +1,312 @@
+"""Tensors that a stage computes: on its rank, and as shapes on the others."""
+
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
+
+import torch
+
+from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import BOOKKEEPING
+from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import is_within_backward
+from labkit.compat.torch import tree_map_only
+
+READ = (
+    "the values of a tensor of shape {shape} are read ({name}), and under pipeline "
+    "another rank computes it: each has a part of the model's layers. What the model "
+    "returns is on every rank; have forward return what is to be read, or use ddp"
+)
+
+
+class Runner(Protocol):
+    """Runs a model in stages: a `Relay`."""
+
+    @property
+    def is_between_layers(self) -> bool:
+        """Whether the model's forward is under way, and in none of its layers."""
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of torch between layers, of what stages have computed."""
+
+
+class Here(torch.Tensor):
+    """A tensor that this rank has, for it has a layer that it comes from.
+
+    Only between layers: in them, and outside of the model, it is as any other.
+    """
+
+    stage: int
+    runner: Runner
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the meta device that stands for one on another rank.
+
+    What is computed with it is elsewhere, too. So a rank runs the whole of a model's
+    `forward`, also those parts of which it has no layers, and knows the shapes.
+    """
+
+    place: torch.device
+    """Where the values would be, if they were here."""
+    stage: int | None = None
+    """The one that computes it; None within a layer."""
+    runner: Runner | None = None
+    stand_in: torch.Tensor
+    """Of a tensor that was here until something was written to it that is not: it, on
+    the meta device."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with DisableTorchFunctionSubclass():
+            return f"<a tensor of shape {tuple(self.shape)} on another rank>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse(self, "pickle")
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function of torch gives, where an argument is `Here` or `Elsewhere`."""
+    with DisableTorchFunctionSubclass():
+        leaves = leaves_of(args, kwargs)
+        runner = next(
+            (r for leaf in leaves if (r := runner_of(leaf)) is not None), None
+        )
+        if runner is not None and runner.is_between_layers and func not in FACTS:
+            return runner.compute(func, args, kwargs)
+        if any(map(is_elsewhere, leaves)):
+            return compute(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def runner_of(leaf: Any) -> Runner | None:
+    """What runs the model that a tensor is of, if it is of one."""
+    return leaf.runner if isinstance(leaf, Here | Elsewhere) else None
+
+
+def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function of torch gives where an argument is elsewhere: a shape."""
+    with DisableTorchFunctionSubclass():
+        name = getattr(func, "__name__", str(func))
+        leaves = leaves_of(args, kwargs)
+        remote = next(leaf for leaf in leaves if is_elsewhere(leaf))
+        check_read(func, name, [remote])
+        # A getter is another object each time. Torch's own kernels of the meta device
+        # ask as well, of gradients, and mean that.
+        if func == _tensor.device.__get__ and not is_within_backward():
+            return place_of(remote)
+        if func in _MOVES:
+            args, kwargs = without_devices(args), without_devices(kwargs)
+            func = _tensor.to if args[1:] or kwargs else _tensor.clone
+            kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+        if func in FACTS:
+            return func(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "meta"}
+        place = place_of(remote)
+        changed = args[0] if args and changes(func, name) else kwargs.get("out")
+        metas = tree_map_only(torch.Tensor, as_meta, (args, kwargs))
+        metas = in_one_precision(metas)
+        try:
+            result = func(*metas[0], **metas[1])
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise UnsupportedLoopError(
+                READ.format(shape=tuple(remote.shape), name=name)
+            ) from error
+        if isinstance(changed, torch.Tensor) and not changed.is_meta:
+            if not isinstance(changed, Elsewhere):
+                # The rank that computes the value has put it into its own tensor.
+                changed.__class__ = Elsewhere
+                changed.place = place  # type: ignore[attr-defined]
+                changed.stand_in = metas[0][0]  # type: ignore[attr-defined]
+            return changed
+        return tree_map_only(torch.Tensor, lambda t: elsewhere(t, place), result)
+
+
+def leaves_of(*structures: Any) -> list[Any]:
+    """What is in lists, tuples and dicts: pytree takes ten times as long."""
+    found: list[Any] = []
+    for each in structures:
+        if isinstance(each, list | tuple):
+            found += leaves_of(*each)
+        elif isinstance(each, dict):
+            found += leaves_of(*each.values())
+        else:
+            found.append(each)
+    return found
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether another rank has the values of this."""
+    return isinstance(value, Elsewhere) or getattr(value, "is_absent", False) is True
+
+
+def place_of(tensor: Any) -> torch.device:
+    found: torch.device = vars(tensor).get("place") or tensor.device
+    return found
+
+
+def check_read(func: Any, name: str, staged: Sequence[Any]) -> None:
+    """UnsupportedLoopError for a function that reads values."""
+    if func in _READS or name in _READS_BY_NAME:
+        refuse(staged[0], name)
+
+
+def elsewhere(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """`tensor`, of the meta device, as one that stands for another rank's."""
+    if tensor.is_meta and not isinstance(tensor, Elsewhere):
+        tensor.__class__ = Elsewhere
+        tensor.place = place  # type: ignore[attr-defined]
+    return tensor
+
+
+def of_stage(tensor: torch.Tensor, stage: int, runner: Runner) -> torch.Tensor:
+    """`tensor` as what this stage computes, seen between layers."""
+    if not isinstance(tensor, Elsewhere):
+        with DisableTorchFunctionSubclass():
+            tensor = (
+                tensor.view_as(tensor) if type(tensor) is not torch.Tensor else tensor
+            )
+        tensor.__class__ = Here
+    tensor.stage, tensor.runner = stage, runner  # type: ignore[attr-defined]
+    return tensor
+
+
+def plain(tensor: Any) -> Any:
+    """A tensor that is `Here`, as any other; all else as it is."""
+    if type(tensor) is not Here:
+        return tensor
+    with DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def as_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor on a rank that does not compute with it."""
+    if is_elsewhere(tensor):
+        return tensor
+    with DisableTorchFunctionSubclass():
+        return elsewhere(as_meta(tensor), tensor.device)
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as the meta device has it; one that is there already as it is."""
+    if tensor.is_meta:
+        return tensor
+    if isinstance(tensor, Elsewhere):
+        return tensor.stand_in
+    if not tensor.requires_grad:
+        return torch.empty_like(tensor.detach(), device="meta")
+    if is_elsewhere(tensor):  # an absent parameter: it gets no gradient here
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return empty.requires_grad_()
+    found: torch.Tensor = _Leave.apply(tensor)
+    return found
+
+
+class _Leave(torch.autograd.Function):
+    """Forward: a value that is here is used where no values are. Backward: that use
+    adds nothing to the gradient here; the rank that computes with it has it."""
+
+    @staticmethod
+    def forward(ctx: Any, here: torch.Tensor) -> torch.Tensor:
+        ctx.like = here.new_zeros(())
+        ctx.shape = here.shape
+        return torch.empty_like(here, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ctx.like.expand(ctx.shape)
+        return found
+
+
+def in_one_precision(metas: Any) -> Any:
+    """Autocast leaves the meta device alone: there the halves are made whole, for it is
+    shapes alone that are computed."""
+    floats = {
+        leaf.dtype
+        for leaf in leaves_of(metas)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    }
+    if len(floats) < 2 or not floats & {torch.bfloat16, torch.float16}:
+        return metas
+    return tree_map_only(
+        torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, metas
+    )
+
+
+def changes(func: Any, name: str) -> bool:
+    """Whether a function writes to its first argument."""
+    if name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
+def without_devices(value: Any) -> Any:
+    """Arguments of `Tensor.to` and its like without the devices in them."""
+    if isinstance(value, dict):
+        return {k: v for k, v in value.items() if k not in ("device", "non_blocking")}
+    return tuple(
+        each
+        for number, each in enumerate(value)
+        if not number or not isinstance(each, torch.device | str | bool | int)
+    )
+
+
+def refuse(tensor: Any, name: str) -> Any:
+    with DisableTorchFunctionSubclass():
+        shape = tuple(tensor.shape)
+    raise UnsupportedLoopError(READ.format(shape=shape, name=name.strip("_")))
+
+
+_tensor: Any = torch.Tensor
+_READS = {
+    _tensor.item,
+    _tensor.tolist,
+    _tensor.numpy,
+    _tensor.nonzero,
+    torch.nonzero,
+    torch.equal,
+    torch.allclose,
+    _tensor.equal,
+    _tensor.allclose,
+    _tensor.data_ptr,
+}
+_READS_BY_NAME = frozenset(
+    {"__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"}
+    | {"__contains__", "__format__", "unique", "masked_select", "__reduce_ex__"}
+    | {"backward"}
+)
+_MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
+FACTS = {
+    _tensor.dim,
+    _tensor.nelement,
+    _tensor.numel,
+    _tensor.size,
+    _tensor.stride,
+    _tensor.__len__,
+    _tensor.element_size,
+    _tensor.is_contiguous,
+    _tensor.is_floating_point,
+    _tensor.requires_grad.__set__,
+    _tensor.is_leaf.__get__,
+    *(
+        getattr(_tensor, name).__get__
+        for name in (
+            *("dtype", "grad_fn", "layout", "ndim", "requires_grad", "shape"),
+            *BOOKKEEPING,
+        )
+    ),
+}

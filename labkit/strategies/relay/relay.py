@@ -1,0 +1,733 @@
+"""Runs a model's own `forward` on ranks that have its layers in stages.
+
+Every rank runs all of `forward`. A layer of its own stage computes; what others compute
+is `Elsewhere`: it has a shape. Where a layer needs a tensor that another rank has, that
+rank sends it. What the model returns is broadcast, so that every rank goes on with the
+same values. Backward the same, the other way round.
+"""
+
+import contextlib
+import gc
+import weakref
+import zlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import is_functorch_wrapped
+from labkit.compat.torch import is_within_backward
+from labkit.compat.torch import no_dispatch
+from labkit.compat.torch import tree_flatten
+from labkit.compat.torch import tree_map_only
+from labkit.compat.torch import tree_unflatten
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.mesh.channel import Channel
+from labkit.strategies.relay.elsewhere import Elsewhere
+from labkit.strategies.relay.elsewhere import Here
+from labkit.strategies.relay.elsewhere import as_elsewhere
+from labkit.strategies.relay.elsewhere import changes
+from labkit.strategies.relay.elsewhere import check_read
+from labkit.strategies.relay.elsewhere import compute
+from labkit.strategies.relay.elsewhere import elsewhere
+from labkit.strategies.relay.elsewhere import is_elsewhere
+from labkit.strategies.relay.elsewhere import leaves_of
+from labkit.strategies.relay.elsewhere import of_stage
+from labkit.strategies.relay.elsewhere import plain
+from labkit.strategies.relay.functions import Enter
+from labkit.strategies.relay.functions import Everywhere
+from labkit.strategies.relay.functions import Leave
+from labkit.strategies.relay.functions import Receive
+from labkit.strategies.relay.functions import Received
+from labkit.strategies.relay.functions import Send
+from labkit.strategies.relay.functions import Shapes
+from labkit.strategies.relay.functions import inputs_used
+from labkit.strategies.relay.parameters import StagedParameter
+from labkit.strategies.relay.stages import Stages
+from labkit.strategies.relay.structures import flatten
+from labkit.strategies.relay.structures import unflatten
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+KEPT = (
+    "loss_fn keeps a tensor that it has computed, as a running mean or a list of "
+    "losses, and under pipeline fit calls it for parts of a batch, on the rank of the "
+    "last stage alone. Write the loop yourself, with prepare, or give --microbatches 1"
+)
+CHECKPOINTED = (
+    "the model's forward wraps {name} in torch.utils.checkpoint, and under pipeline "
+    "the ranks that have no part of it would not compute it again. Call it without "
+    "checkpoint, and give --activation-checkpointing, which does the same"
+)
+FAILURES = (IndexError, RuntimeError, ValueError)
+"""What a part of a batch may raise that is none by itself."""
+DRAW = {
+    *("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu"),
+    *("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "rrelu_"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward"),
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "poisson"),
+    *("normal", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"),
+    *("cauchy_", "geometric_", "log_normal_"),
+}
+"""Functions of tensors that draw random numbers."""
+DRY = -1
+"""In the place of a stage: none is run, but for shapes."""
+NOT_HERE = -1
+NO_TENSOR = -2
+NOWHERE = (
+    "{what} is computed by no rank: under pipeline a parameter is on the ranks whose "
+    "stage has its layer, and here one is used outside of that layer, with what "
+    "another stage computes. Use it in its layer's own forward, or make it a parameter "
+    "of the outermost module, which every rank has; or use ddp"
+)
+WRITES = (
+    "forward writes to a tensor of one stage what another stage has computed ({name}); "
+    "under pipeline they are on different ranks. Make a new tensor of both, as by "
+    "torch.cat or a sum, or use ddp"
+)
+WRITES_BY_MASK = (
+    "forward writes by a mask to what a stage has computed (x[mask] = value), and "
+    "under pipeline other ranks do not have those values. Write torch.where(mask, "
+    "value, x), or use ddp"
+)
+OTHER_WAY = (
+    "{name} gets what another stage computes, and did not in the first batch: in fit "
+    "the stages agree once on what they hand on. Write the loop yourself, with prepare "
+    "in place of fit: there forward may take another way in each batch"
+)
+OTHER_PATTERN = (
+    "{name} gets another kind of input than in an earlier batch: under pipeline the "
+    "ranks agree once on what they send each other. Have forward do the same with "
+    "every batch, or use ddp"
+)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor among a layer's inputs, or the model's outputs, that a rank lacks."""
+
+    leaf: int
+    source: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Known:
+    """What ranks have agreed on for a call of a layer, or for the model's outputs."""
+
+    pattern: list[int]
+    """Of this rank, by leaf: a place in DTYPES, NOT_HERE or NO_TENSOR."""
+    transfers: list[Transfer]
+    everywhere: list[int]
+    """The leaves that all ranks have."""
+
+
+class Relay:
+    """A model whose layers are on several ranks, as one of them runs it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        """`mesh` has one axis, along which ranks have stages."""
+        self.stages = stages
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.device = device
+        self._mesh = mesh
+        self._channel: Channel | None = None
+        self.anchor = nn.Parameter(torch.zeros((), device=device))
+        """In every graph on every rank, also where a rank trains nothing of it."""
+        self.is_inside = False
+        """Whether this rank runs the model, or a layer of it."""
+        self.sent = [0] * self.size
+        """Bytes of activations, and of their gradients, that each rank along `pp` sends
+        for the passes since this was reset; all ranks know."""
+        self.sent_by_stage: dict[int, int] = {}
+        """Bytes of activations, and of gradients of those that it has received, that a
+        stage of this rank sends for a microbatch in a schedule."""
+        self.returned = 0
+        """Bytes of the model's outputs, which are broadcast."""
+        self.run_whole: Callable[..., Any] = self.run
+        """What a call of the model does: see `Pipeline`."""
+        self._model = model
+        self._in_layer = False
+        self._stage: int | None = None
+        """The only one that is run here, in a schedule."""
+        self._received: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []
+        self._outputs: list[Any] = []
+        """Of the last stage."""
+        self._crossings: dict[int, list[tuple[int, int, int]]] = {}
+        """By stage, what it gets from the one before it: layer, the number of the call
+        of that, and the place among its inputs."""
+        self._is_chain = True
+        self._is_loss = False
+        """Whether the model has returned in a dry run: what follows is the loss."""
+        self._kept: list[weakref.ref[torch.Tensor]] = []
+        """What the loss has computed in a dry run."""
+        self._survives = False
+        """Whether what fails here is to go on with zeros."""
+        self.has_failed = False
+        """Whether something has, and did."""
+        self._calls: dict[int, int] = {}
+        """By layer, how often the pass under way has called it."""
+        self._known: dict[Any, Known] = {}
+        self._shapes: dict[Any, Any] = {}
+        """What layers of other ranks return, by what they get."""
+        self.num_passes = 0
+        """Of the loop so far: its random numbers go on from here, also in a run that
+        is resumed."""
+        self._num_mixed = self._num_drawn = self._seed = 0
+        self._entry = -1
+        """The layer that a loop has called by itself; -1 for the model."""
+        self._undo: list[Callable[[], None]] = []
+        for number, layer in enumerate(stages.modules):
+            if layer is not model:
+                self._wrap(layer, number)
+        self._undo.append(wrap_forward(model, self._outermost))
+
+    def close(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # ---- the model ----
+
+    def _outermost(self, whole: Forward) -> Forward:
+        def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self.is_inside:
+                output = whole(model, *args, **kwargs)
+                self._is_loss = self._stage == DRY
+                if self._stage == self.stages.num_stages - 1:
+                    self._outputs.append(output)
+                return output
+            return self.run_whole(lambda *a, **kw: whole(model, *a, **kw), args, kwargs)
+
+        # What ranks send each other is not for a compiler of one of them.
+        disabled: Forward = torch.compiler.disable(forward)
+        return disabled
+
+    def run(self, function: Forward, args: Any, kwargs: Any) -> Any:
+        """What `function`, of the model, returns, on all ranks. Collective."""
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([self.enter(leaf) for leaf in leaves], spec)
+        with self.passing():
+            outputs, spec = flatten(function(*args, **kwargs))
+        return unflatten(self.leave(outputs), spec)
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """A forward pass, or of a part of a batch. Random numbers between its layers
+        are the same on all ranks along `pp`, which decide alike by them; after it they
+        go on as if it had taken none."""
+        self.num_passes += 1
+        self._num_mixed = self._num_drawn = 0
+        self._calls.clear()
+        is_first = not self.is_inside
+        self.is_inside = True
+        try:
+            if is_first:
+                # Of nothing that another pass or replica may add up to.
+                self._seed = hash((torch.initial_seed(), self.num_passes))
+                with self._seeded(self._seed):
+                    yield
+            else:
+                yield
+        finally:
+            if is_first:
+                self.is_inside = False
+
+    @contextlib.contextmanager
+    def _own_numbers(self, *key: int) -> Iterator[None]:
+        """Random numbers within it are this stage's own, as of a layer's dropout: other
+        ranks do not draw them. `key` tells what draws them in the pass."""
+        place = self.rank if self._stage is None else self._stage
+        with self._seeded(hash((self._seed, place, *key))):
+            yield
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed % 2**63)
+            yield
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Passes within it are none of the loop's: the next one has the random numbers
+        that it had without them."""
+        before = self.num_passes
+        try:
+            yield
+        finally:
+            self.num_passes = before
+
+    # ---- between its layers ----
+
+    @property
+    def is_between_layers(self) -> bool:
+        return self.is_inside and not self._in_layer
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of what stages have computed: the last of them computes it, and
+        gets what it lacks from the others."""
+        leaves, spec = tree_flatten((args, kwargs))
+        staged = [leaf for leaf in leaves if stage_of(leaf) is not None]
+        if not staged:  # of what every rank has
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        check_read(func, name, staged)
+        stages = {found for leaf in staged if (found := stage_of(leaf)) is not None}
+        stage = max(stages)
+        if name == "__setitem__" and any(is_mask(each) for each in leaves_of(args[1])):
+            raise UnsupportedLoopError(WRITES_BY_MASK)
+        if len(stages) > 1 and self._stage is not None:
+            self._is_chain = False  # that is for layers alone, in a schedule
+        if len({each % self.size for each in stages}) > 1 and self._stage is None:
+            if changes(func, name):
+                raise UnsupportedLoopError(WRITES.format(name=name.strip("_")))
+            owner = stage % self.size
+            self._num_mixed += 1
+            key = ("op", self._num_mixed, name, *self._mode())
+            known = self._agree(key, leaves, owner=owner, name=f"{name}()")
+            self._pass_on(known, leaves, owner)
+            args, kwargs = tree_unflatten(leaves, spec)
+        draws: Any = contextlib.nullcontext()
+        if name in DRAW:
+            self._num_drawn += 1
+            draws = self._own_numbers(self._num_drawn)
+        with draws, DisableTorchFunctionSubclass():
+            if any(is_elsewhere(leaf) for leaf in leaves):
+                result = compute(func, args, kwargs)
+            else:
+                result = self._surviving(
+                    lambda: func(*args, **kwargs),
+                    lambda: compute(
+                        func,
+                        *tree_map_only(torch.Tensor, as_elsewhere, (args, kwargs)),
+                    ),
+                )
+        result = tree_map_only(
+            torch.Tensor, lambda each: of_stage(each, stage, self), result
+        )
+        if self._is_loss and isinstance(result, torch.Tensor):
+            self._kept.append(weakref.ref(result))
+        return result
+
+    def _pass_on(self, known: Known, leaves: list[Any], owner: int) -> None:
+        """Have rank `owner` get those of `leaves` that it lacks."""
+        for transfer in known.transfers:
+            leaf = leaves[transfer.leaf]
+            size = leaf.numel() * transfer.dtype.itemsize
+            self.sent[transfer.source] += size
+            self.sent[owner] += size * leaf.requires_grad
+            if self.rank == transfer.source:
+                sent = elsewhere(Send.apply(plain(leaf), self, owner), self.device)
+                leaves[transfer.leaf] = sent
+            elif self.rank == owner:
+                source, dtype = transfer.source, transfer.dtype
+                leaves[transfer.leaf] = Receive.apply(leaf, self, source, dtype)
+
+    # ---- one stage at a time, for a schedule ----
+
+    def find_crossings(self, compute: Callable[[], Any]) -> bool:
+        """What each stage has to hand to the next, found by running `compute` of the
+        model for its shapes alone. False where stages need more than the stage before
+        them has, or what is computed of the model's outputs is not the last one's, or
+        needs values or more of the model.
+
+        Raises UnsupportedLoopError where it keeps what it computes.
+        """
+        self._crossings = {}
+        self._stage = DRY
+        last = self.stages.num_stages - 1
+        try:
+            with self.uncounted(), self.passing(), torch.enable_grad():
+                loss = compute()
+            is_last = isinstance(loss, Elsewhere) and loss.stage == last
+            del loss
+        except Exception:  # whatever a loss may raise that gets shapes alone
+            if not self._is_loss:
+                raise
+            is_last = False
+        finally:
+            self._stage = None
+            self._is_loss = False
+            kept, self._kept = self._kept, []
+        if any(each() is not None for each in kept):
+            gc.collect()  # of an error, the frames
+            if any(each() is not None for each in kept):
+                raise UnsupportedLoopError(KEPT)
+        found, self._is_chain = self._is_chain, True
+        return found and is_last and len(self._crossings) == last
+
+    def take_outputs(self) -> list[Any]:
+        """What the model has returned since this was asked, where the last stage is run
+        alone; without its graph."""
+        found, self._outputs = self._outputs, []
+        return tree_map_only(torch.Tensor, lambda t: plain(t).detach(), found)
+
+    def run_stage(
+        self, stage: int, received: Sequence[torch.Tensor], compute: Callable[[], Any]
+    ) -> Any:
+        """Run `compute` of the model as this stage alone: what the next stage needs, or
+        of the last one what `compute` returns."""
+        self._stage = stage
+        self._received, self._sent = list(received), []
+        self.sent_by_stage[stage] = sum(t.nbytes for t in received if t.requires_grad)
+        try:
+            with self.passing():
+                return plain(compute())
+        except _StageIsDone:
+            self.sent_by_stage[stage] += sum(each.nbytes for each in self._sent)
+            # Torch sends these as they are.
+            return tuple(each.contiguous() for each in self._sent)
+        finally:
+            self._stage = None
+            self._received, self._sent = [], []
+
+    def _layer_of_stage(
+        self, number: int, call: Forward, leaves: list[Any], spec: Any
+    ) -> Any:
+        """Run a layer where one stage alone is run, or none."""
+        stage, count = self.stages.stage_of[number], self._calls[number]
+        crossing = self._crossings.get(stage, [])
+        if self._stage == DRY:
+            for place, leaf in enumerate(leaves):
+                former = leaf.stage if isinstance(leaf, Elsewhere) else stage
+                if former == stage:
+                    continue
+                self._is_chain &= former == stage - 1
+                self._crossings.setdefault(stage, []).append((number, count, place))
+        elif stage == self._stage:
+            for place in [p for n, c, p in crossing if (n, c) == (number, count)]:
+                leaves[place] = Received.apply(self._received.pop(0))
+            self._check_way(number, leaves, but=[])
+        elif stage - 1 == self._stage:
+            places = [p for n, c, p in crossing if (n, c) == (number, count)]
+            self._check_way(number, leaves, but=places)
+            self._sent += [plain(leaves[place]) for place in places]
+            if len(self._sent) == len(crossing):
+                raise _StageIsDone
+        return self._call(number, call, leaves, spec, is_here=stage == self._stage)
+
+    def _check_way(
+        self, number: int, leaves: Sequence[Any], *, but: Sequence[int]
+    ) -> None:
+        """UnsupportedLoopError where a layer has inputs of other stages than its own,
+        besides those at the places `but`."""
+        own = (None, self.stages.stage_of[number])
+        for place, leaf in enumerate(leaves):
+            if place not in but and stage_of(leaf) not in own:
+                name = self.stages.names[number]
+                raise UnsupportedLoopError(OTHER_WAY.format(name=name))
+
+    def enter(self, leaf: Any) -> Any:
+        """An input of the model: what stages add to its gradient is summed."""
+        if isinstance(leaf, torch.Tensor) and is_functorch_wrapped(leaf):
+            raise UnsupportedLoopError(
+                "torch.func (functional_call, grad, vmap, jacrev) calls the model, and "
+                "under pipeline ranks send each other what its stages compute, which "
+                "torch.func cannot transform. Use loss.backward(), or ddp"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return Enter.apply(leaf, self)
+        return leaf
+
+    def shared_out(self, parameter: Any) -> Any:
+        """A parameter that all ranks have, for what they all compute of it outside of
+        the model: each adds its share of that gradient."""
+        if parameter.stage is None and parameter.requires_grad:
+            return Everywhere.apply(parameter, self.size)
+        return parameter
+
+    def leave(self, leaves: Sequence[Any]) -> list[Any]:
+        """Outputs of the model, with their values on every rank. Collective."""
+        key = ("output", *self._mode())
+        known = self._agree(key, leaves, owner=None, name="the model's output")
+        leaves = [plain(leaf) for leaf in leaves]
+        found = list(leaves)
+        for transfer in known.transfers:
+            self.returned += leaves[transfer.leaf].numel() * transfer.dtype.itemsize
+            found[transfer.leaf] = Leave.apply(
+                leaves[transfer.leaf],
+                self.anchor,
+                self,
+                transfer.source,
+                transfer.dtype,
+            )
+        for leaf in known.everywhere:
+            if found[leaf].requires_grad:
+                found[leaf] = Everywhere.apply(found[leaf], self.size)
+        self.flush()  # it has arrived by now
+        return found
+
+    # ---- its layers ----
+
+    def _wrap(self, layer: nn.Module, number: int) -> None:
+        owner = self.stages.stage_of[number] % self.size
+
+        def wrap(whole: Forward) -> Forward:
+            def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+                def call(*a: Any, **kw: Any) -> Any:
+                    return whole(module, *a, **kw)
+
+                if self._in_layer:
+                    return call(*args, **kwargs)
+                if is_within_backward():
+                    name = self.stages.names[number]
+                    raise UnsupportedLoopError(CHECKPOINTED.format(name=name))
+                if not self.is_inside:  # a loop calls a part of the model
+                    self._entry = number
+                    try:
+                        return self.run(
+                            lambda *a, **kw: self._layer(number, owner, call, a, kw),
+                            args,
+                            kwargs,
+                        )
+                    finally:
+                        self._entry = -1
+                return self._layer(number, owner, call, args, kwargs)
+
+            return forward
+
+        self._undo.append(wrap_forward(layer, wrap))
+
+    def _layer(
+        self, number: int, owner: int, call: Forward, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a layer that rank `owner` has: there, or for the shapes of its output."""
+        leaves, spec = tree_flatten((args, kwargs))
+        count = self._calls[number] = self._calls.get(number, 0) + 1
+        if self._stage is not None:
+            return self._layer_of_stage(number, call, leaves, spec)
+        key = (number, count, *self._mode())
+        name = self.stages.names[number]
+        known = self._agree(key, leaves, owner=owner, name=name)
+        self._pass_on(known, leaves, owner)
+        return self._call(number, call, leaves, spec, is_here=self.rank == owner)
+
+    def _call(
+        self, number: int, call: Forward, leaves: list[Any], spec: Any, *, is_here: bool
+    ) -> Any:
+        """Run a layer: with values if it is to run here, else for its shapes."""
+        leaves = [plain(leaf) for leaf in leaves]
+
+        def run_for_shapes() -> Any:
+            as_shapes = [as_elsewhere(t) if is_float(t) else t for t in leaves]
+            return self._shapes_of(number, call, as_shapes, spec)
+
+        if is_here:
+            found, out_spec = self._surviving(
+                lambda: self._run_layer(number, call, leaves, spec), run_for_shapes
+            )
+        else:
+            found, out_spec = run_for_shapes()
+        stage = self.stages.stage_of[number]
+        found = [
+            of_stage(leaf, stage, self) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in found
+        ]
+        return tree_unflatten(found, out_spec)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Within it what fails with values, and not with shapes, gives zeros, and
+        `has_failed` tells: ranks that have shapes alone would wait for this one."""
+        self._survives, self.has_failed = True, False
+        try:
+            yield
+        finally:
+            self._survives = False
+
+    def _surviving(self, run: Callable[[], Any], for_shapes: Callable[[], Any]) -> Any:
+        """What `run` gives; zeros of the shapes where it fails and is to survive."""
+        try:
+            return run()
+        except FAILURES as error:
+            if not self._survives or isinstance(error, UnsupportedLoopError):
+                raise
+            shapes = for_shapes()
+            self.has_failed = True
+
+        def zeros(tensor: torch.Tensor) -> torch.Tensor:
+            with DisableTorchFunctionSubclass():
+                return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+
+        return tree_map_only(Elsewhere, zeros, shapes)
+
+    def _run_layer(
+        self, number: int, call: Forward, leaves: list[Any], spec: Any
+    ) -> Any:
+        args, kwargs = tree_unflatten(leaves, spec)
+        self._in_layer = True
+        try:
+            with self._own_numbers(number, self._calls.get(number, 0)):
+                return tree_flatten(call(*args, **kwargs))
+        finally:
+            self._in_layer = False
+
+    def _shapes_of(
+        self, number: int, call: Forward, leaves: list[Any], spec: Any
+    ) -> Any:
+        """What another rank's layer returns, as shapes. It is run for them once: an
+        operator on the meta device takes longer than a small one on the CPU."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        whole = [each for each in tensors if not is_float(each)]
+        module = self.stages.modules[number]
+        if whole and not isinstance(module, nn.Embedding):
+            # Whose values may decide on shapes.
+            found, out_spec = self._run_layer(number, call, leaves, spec)
+            return [as_elsewhere(t) if is_tensor(t) else t for t in found], out_spec
+        kinds = tuple(
+            (tuple(t.shape), t.dtype, t.requires_grad) if is_tensor(t) else repr(t)
+            for t in leaves
+        )
+        trained = tuple(p.requires_grad for p in module.parameters())
+        key = (number, kinds, trained, module.training, *self._mode())
+        known = self._shapes.get(key)
+        if known is None or known[0] != spec:
+            found, out_spec = self._run_layer(number, call, leaves, spec)
+            found = [as_elsewhere(t) if is_tensor(t) else t for t in found]
+            outputs = [t for t in found if is_tensor(t)]
+            used = inputs_used(outputs, tensors)
+            with DisableTorchFunctionSubclass():
+                kept = [t.detach() if is_tensor(t) else t for t in found]
+            self._shapes[key] = spec, Shapes.of(outputs), used, kept, out_spec
+            return found, out_spec
+        _, shapes, used, found, out_spec = known
+        inputs = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
+        outputs = iter(shapes.made(inputs, self.device))
+        return [next(outputs) if is_tensor(t) else t for t in found], out_spec
+
+    # ---- what ranks agree on ----
+
+    def _mode(self) -> tuple[Any, ...]:
+        """What may make other patterns of the same calls."""
+        autocast = torch.is_autocast_enabled(self.device.type)
+        training, has_grad = self._model.training, torch.is_grad_enabled()
+        return self._entry, training, has_grad, autocast
+
+    def _agree(
+        self, key: Any, leaves: Sequence[Any], *, owner: int | None, name: str
+    ) -> Known:
+        """Who has which of `leaves`. Collective where this is asked the first time, and
+        where they come from other stages than before: all ranks know which."""
+        key = (key, *(stage_of(leaf) if is_tensor(leaf) else "-" for leaf in leaves))
+        pattern = [code_of(leaf) for leaf in leaves]
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._exchange(key, pattern, owner, name)
+        elif known.pattern != pattern:
+            raise UnsupportedLoopError(OTHER_PATTERN.format(name=name))
+        return known
+
+    def _exchange(
+        self, key: Any, pattern: list[int], owner: int | None, name: str
+    ) -> Known:
+        with no_dispatch(), DisableTorchFunctionSubclass():
+            number = zlib.crc32(repr(key).encode())
+            sent = torch.tensor([number, *pattern], device=self.device)
+            rows = [torch.empty_like(sent) for _ in range(self.size)]
+            dist.all_gather(rows, sent, group=self.group)
+        found = [row.tolist() for row in rows]
+        if any(row[0] != number for row in found):
+            raise UnsupportedLoopError(
+                f"ranks run different layers of the model at a time (this one {name}): "
+                "each has a part of them, and pipeline needs all ranks to call the "
+                "same. Make what forward decides at random or by rank the same on all"
+            )
+        transfers, everywhere = [], []
+        for leaf, own in enumerate(pattern):
+            codes = [row[leaf + 1] for row in found]
+            having = [rank for rank, code in enumerate(codes) if code >= 0]
+            if own == NO_TENSOR:
+                continue
+            if len(having) == self.size:
+                everywhere.append(leaf)
+            elif not having:
+                raise UnsupportedLoopError(NOWHERE.format(what=name))
+            elif owner is None or codes[owner] < 0:
+                source = having[-1]
+                transfers.append(Transfer(leaf, source, DTYPES[codes[source]]))
+        return Known(pattern, transfers, everywhere)
+
+    # ---- messages ----
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks along `pp`, as of now: it is another one after a restart."""
+        return self._mesh.get_group()
+
+    @property
+    def channel(self) -> Channel:
+        group = self.group
+        if self._channel is None or self._channel.group is not group:
+            control: Any = group if dist.get_backend(group) == "gloo" else None
+            self._channel = Channel(group, control, self.device)
+        return self._channel
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        tensor = tensor.detach().contiguous()
+        self.channel.send(to, [tensor])
+
+    def receive(self, shape: Any, dtype: torch.dtype, source: int) -> torch.Tensor:
+        found = torch.empty(shape, dtype=dtype, device=self.device)
+        self.channel.receive(source, [found])
+        return found
+
+    def flush(self) -> None:
+        """Wait until what this rank has sent has arrived."""
+        self.channel.flush()
+
+
+def code_of(leaf: Any) -> int:
+    """Whether a leaf is a tensor with values here, and of which dtype."""
+    if not isinstance(leaf, torch.Tensor):
+        return NO_TENSOR
+    if isinstance(leaf, Elsewhere):
+        return NOT_HERE
+    return DTYPES.index(leaf.dtype)
+
+
+def stage_of(leaf: Any) -> int | None:
+    """The stage that computes a tensor, or has a parameter; None where all have it."""
+    if isinstance(leaf, Here | Elsewhere | StagedParameter):
+        return leaf.stage
+    return None
+
+
+def is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def is_mask(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a layer that is run for its shapes does without the values of this: it
+    may decide by those of whole numbers, as lengths."""
+    return isinstance(leaf, torch.Tensor) and (
+        leaf.is_floating_point() or leaf.is_complex()
+    )
+
+
+class _StageIsDone(BaseException):
+    """What the next stage needs is there: the rest of the model's forward is not this
+    stage's."""

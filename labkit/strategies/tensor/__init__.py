@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers are split among ranks, which compute a part of each."""

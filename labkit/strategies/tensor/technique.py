@@ -1,0 +1,91 @@
+"""What a split model needs in backward passes and steps."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from labkit.compat.c10d import local_part
+from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.backward import follow
+from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.model.shards import check_parts
+from labkit.strategies.model.shards import shapes_of_parts
+from labkit.strategies.prepared import Closure
+from labkit.strategies.prepared import Norm
+from labkit.strategies.prepared import Prepared
+from labkit.strategies.prepared import Tensors
+from labkit.strategies.prepared import check_elementwise
+from labkit.strategies.prepared import check_keys
+from labkit.strategies.prepared import optimizer_tensors
+
+
+class TensorParallel(Prepared):
+    """Split layers among ranks that have the same samples.
+
+    Forward: a layer that is split by columns computes a part of its output on each
+    rank, one that is split by rows takes such a part, and the outputs are summed with
+    an all-reduce. Backward: the same, the other way round, for gradients of inputs.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019;
+    `torch.distributed.tensor.parallel.parallelize_module`.
+    """
+
+    def place(self) -> None:
+        """It was split where it lies."""
+
+    def wrap(self) -> None:
+        check_keys(self.options.config, [], self.strategy.name)
+        check_elementwise(self.optimizer)
+        self._parameters = dict(self.module.named_parameters())
+        self._shapes = shapes_of_parts(self._parameters)
+        follow(self)
+        self._undo.append(lambda: unfollow(self))
+        self.autocast()
+
+    def check_layout(self) -> None:
+        check_parts(self._parameters, self._shapes)
+
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        assert self.division is not None
+        self.division.begin_backward(roots)
+        ours = set(map(id, used))
+        flags = [id(parameter) in ours for parameter in self.given_parameters]
+        self.agree(flags, alike=flags)
+
+    def end_backward(self, *, has_failed: bool) -> None:
+        if not has_failed:
+            settle_gradients(self.given_parameters)
+
+    def step(self, closure: Closure | None = None) -> Norm | None:
+        self.note_step()
+        return super().step(closure)
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        assert self.division is not None
+        named = dict(self.module.named_parameters())
+        whole = {name: local_part(named[name]) for name in sorted(self.division.whole)}
+        return self.counted() | whole
+
+    def memory(self) -> dict[str, Tensors]:
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return {
+            "parameters": [local_part(each) for each in tensors],
+            "gradients": [local_part(each.grad) for each in self.module.parameters()],
+            "optimizer_state": map(local_part, optimizer_tensors(self.optimizer)),
+        }
+
+
+def settle_gradients(parameters: Sequence[Any]) -> None:
+    """Lay each gradient out as its parameter is: that of a norm over a part of the
+    sequence is a sum over the ranks, which nobody has taken yet. Collective."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if (
+            isinstance(gradient, DTensor)
+            and gradient.placements != parameter.placements
+        ):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -1,0 +1,77 @@
+"""The device mesh of a run: what `--mesh` says of its axes."""
+
+import pytest
+
+from labkit import Lab
+from labkit.strategies import STRATEGIES
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "world_size", "expected"),
+    [
+        ("single", None, 1, {}),
+        ("ddp", None, 4, {"dp_replicate": 4}),
+        ("ddp", "dp=4", 4, {"dp_replicate": 4}),
+        ("fsdp", "dp_shard=3", 3, {"dp_shard": 3}),
+        ("hsdp", None, 4, {"dp_replicate": 2, "dp_shard": 2}),
+        ("hsdp", None, 3, {"dp_replicate": 1, "dp_shard": 3}),
+        ("hsdp", "dp_replicate=4", 8, {"dp_replicate": 4, "dp_shard": 2}),
+        ("hsdp", "dp=8", 8, {"dp_replicate": 1, "dp_shard": 8}),
+        ("tensor", None, 4, {"tp": 4}),
+        ("tensor", "dp=2,tp=2", 4, {"dp_shard": 2, "tp": 2}),
+        # Shards of one rank: replicas are not taken for shards.
+        ("tensor", "dp_replicate=2", 4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
+    ],
+)
+def test_ranks_are_laid_out_along_axes(
+    strategy: str, mesh: str | None, world_size: int, expected: dict[str, int]
+) -> None:
+    found = STRATEGIES[strategy].mesh_sizes(mesh, world_size)
+    assert list(found.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "message"),
+    [
+        ("ddp", "dp=3", "has 3 places for 2 ranks; choose sizes whose product is 2"),
+        ("hsdp", "dp_replicate=3", "dp_replicate=3, dp_shard=1 has 3 places"),
+        ("fsdp", "tp=2", "no axis 'tp' under fsdp, which has: dp_shard"),
+        ("fsdp", "dp=2,dp_shard=1", "dp, which is the last of these"),
+        ("ddp", "dp", "write axes and their sizes, 1 or more"),
+        ("ddp", "dp=0", "write axes and their sizes, 1 or more, with commas"),
+        ("ddp", "dp=1,dp=2", "each axis once"),
+        ("ddp", 2, "mesh is 2; it must be text with the sizes of axes"),
+        ("single", "dp=1", "--mesh is for ddp, .*, and single has nothing"),
+        ("raw", "dp=2", "--mesh is for the cell to do"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(
+    lab: Lab, strategy: str, mesh: str, message: str
+) -> None:
+    num_runs = len(lab.runs)
+    with pytest.raises(ValueError, match=message):
+        lab.train(strategy, "1 / 0", mesh=mesh, live=False)
+    assert len(lab.runs) == num_runs
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"), [(None, (2, 1)), ("dp_replicate=1", (1, 2))]
+)
+def test_a_mesh_reaches_the_library(
+    lab: Lab, mesh: str | None, expected: tuple[int, int]
+) -> None:
+    lab.train(
+        "hsdp",
+        """
+from labkit.data import digits
+from labkit.models import mlp
+
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, digits(), batch_size=64)
+found = tuple(model[1].weight.device_mesh.shape)
+""",
+        mesh=mesh,
+        live=False,
+    )
+    assert lab.pull("found", "all") == [expected, expected]
