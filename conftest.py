@@ -4,10 +4,13 @@ import os
 import shutil
 import tempfile
 
+import nbval.kernel
 import pytest
+from kernels import LocalKernelManager
 
 
 def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="labkit-runs-")
     os.environ["LABKIT_RUNS"] = folder
+    nbval.kernel.KernelManager = LocalKernelManager
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

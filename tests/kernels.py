@@ -1,5 +1,6 @@
 """A real Jupyter kernel for tests, driven as a front end drives it."""
 
+import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -37,11 +38,25 @@ class Reply:
         return self.streams.get("stderr", "")
 
 
+class LocalKernelManager(KernelManager):
+    """Reaches its kernel by sockets in a folder of their own instead of TCP ports.
+
+    A free port is picked before the kernel starts, and bound by the kernel a second
+    later: beside labs that start, another process may have taken it by then.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="labkit-kernel-")
+        self.folder = folder  # removed with the manager
+        path = str(Path(folder.name, "kernel.json"))
+        super().__init__(transport="ipc", connection_file=path, **kwargs)
+
+
 class Kernel:
     """One kernel and a client of it."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = LocalKernelManager(kernel_name="python3")
         self.manager.start_kernel()
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()

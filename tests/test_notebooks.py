@@ -7,6 +7,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from kernels import LocalKernelManager
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -76,6 +77,9 @@ def test_it_runs_on_four_ranks(path: Path, tmp_path: Path) -> None:
     start = next(cell for cell in notebook.cells if cell.cell_type == "code")
     start.source = START.sub("%dist_start -n 4", start.source)
     NotebookClient(
-        notebook, timeout=TAKES_S, resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        km=LocalKernelManager(kernel_name="python3"),
+        timeout=TAKES_S,
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     assert "Ready: 4 ranks" in "".join(output.text for output in start.outputs)
