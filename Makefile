@@ -10,11 +10,14 @@ WORKERS ?= 2
 BIN := .venv/bin
 THIRD_PARTY := .venv-third-party
 OLDEST := .venv-oldest
+PEERS := .venv-peers
+PEER_NAMES := $(patsubst benchmarks/peers/requirements-%.txt,%,\
+  $(wildcard benchmarks/peers/requirements-*.txt))
 INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: help lab check test test-long test-third-party test-oldest lock lint browser
-.PHONY: docs format notebooks pictures conformance clean
+.PHONY: docs format notebooks pictures conformance bench bench-quick clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
@@ -29,6 +32,8 @@ help:
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
+	@echo "make bench [ARGS=--write]                  beside the peers, 10 minutes"
+	@echo "make bench-quick [ARGS=--write]            the same with 2 ranks, 2 minutes"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -129,5 +134,20 @@ pictures: .venv/installed browser
 conformance: .venv/installed
 	$(BIN)/python -m tests.conformance --out docs/conformance.md
 
+# Each peer in an environment of its own, with the torch that labkit has. Where one
+# cannot be installed the others are measured, and the table says so.
+$(PEERS)/%/installed: benchmarks/peers/requirements-%.txt constraints.txt
+	rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) -q -r $< "$$(grep '^torch==' constraints.txt)" && touch $@ || \
+	  echo "pip could not install $<" > $(@D)/failed
+
+BENCH = $(BIN)/python benchmarks/side_by_side.py
+
+bench: .venv/installed $(PEER_NAMES:%=$(PEERS)/%/installed)
+	$(BENCH) $(ARGS)
+
+bench-quick: .venv/installed $(PEER_NAMES:%=$(PEERS)/%/installed)
+	$(BENCH) --quick $(ARGS)
+
 clean:
-	rm -rf .venv $(THIRD_PARTY) $(OLDEST) test-artifacts docs/_build docs/notebooks
+	rm -rf .venv $(THIRD_PARTY) $(OLDEST) $(PEERS) test-artifacts docs/_build docs/notebooks

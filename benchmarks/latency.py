@@ -8,6 +8,7 @@ holds it. What a browser then takes to show a PNG is not in it.
 import time
 
 import numpy as np
+from _kernel import Kernel
 from _kernel import lab_kernel
 from _measure import parser
 from _measure import print_table
@@ -39,48 +40,48 @@ LiveView._show = noted
 def main() -> None:
     args = parser(__doc__, seconds=20, ranks=2).parse_args()
     with lab_kernel(f"%dist_start -n {args.ranks} --device cpu") as kernel:
-        kernel.run(NOTE)
-        request = kernel.begin(CELL.format(num_steps=100 * args.seconds))
-        arrivals = []
-        while True:
-            message = kernel.client.get_iopub_msg(timeout=60)
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            content = message["content"]
-            if "image/png" in content.get("data", {}):
-                arrivals.append(time.time())
-            if content.get("execution_state") == "idle":
-                break
-        newest = np.array(kernel.value("pictures"))
-        history = "labkit.current_lab().runs[-1].history"
-        kernel.run("import labkit")
-        # The last picture is drawn when the run is over, and holds all.
-        rows = [
-            row_of(
-                rank,
-                kernel.value(f"{history}.query('rank == {rank}')['sent_at'].tolist()"),
-                newest[:-1, rank],
-                np.array(arrivals[:-1]),
-            )
-            for rank in range(args.ranks)
-        ]
+        found = latencies(kernel, args.ranks, args.seconds)
     print_table(
-        f"Seconds from log() to the front end, {len(arrivals)} pictures in "
-        f"{args.seconds} s",
+        f"Seconds from log() to the front end, {args.seconds} s",
         ["rank", "records", "median", "95 %", "worst"],
-        rows,
+        [[str(rank), str(len(each)), *spread(each)] for rank, each in enumerate(found)],
     )
 
 
-def row_of(
-    rank: int, sent: list[float], newest: np.ndarray, arrivals: np.ndarray
-) -> list[str]:
+def latencies(kernel: Kernel, num_ranks: int, seconds: int) -> list[list[float]]:
+    """Of every record of each rank that a picture had, while the run went on."""
+    kernel.run(NOTE)
+    request = kernel.begin(CELL.format(num_steps=100 * seconds))
+    arrivals = []
+    while True:
+        message = kernel.client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") != request:
+            continue
+        content = message["content"]
+        if "image/png" in content.get("data", {}):
+            arrivals.append(time.time())
+        if content.get("execution_state") == "idle":
+            break
+    newest = np.array(kernel.value("pictures"))
+    history = "labkit.current_lab().runs[-1].history"
+    kernel.run("import labkit")
+    # The last picture is drawn when the run is over, and holds all.
+    return [
+        of_rank(
+            kernel.value(f"{history}.query('rank == {rank}')['sent_at'].tolist()"),
+            newest[:-1, rank],
+            np.array(arrivals[:-1]),
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def of_rank(sent: list[float], newest: np.ndarray, arrivals: np.ndarray) -> list[float]:
     """`newest` and `arrivals`: (num_pictures,)."""
     times = np.array(sent)
     first = np.searchsorted(newest, times)  # the first picture that holds the record
     is_shown = first < len(newest)
-    latencies = arrivals[first[is_shown]] - times[is_shown]
-    return [str(rank), str(len(latencies)), *spread(latencies.tolist())]
+    return (arrivals[first[is_shown]] - times[is_shown]).tolist()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Labkit and its peers, driven alike: one small module each, one runner, one report."""

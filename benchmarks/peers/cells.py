@@ -1,0 +1,131 @@
+"""What ranks run, the same under every peer.
+
+Ranks say what they find in files, as not every peer can bring a value back. Code finds
+`rank` and `world_size` where it runs.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+KEEP = "kept = rank"
+"""What a failure may cost."""
+
+NOTE = """
+import os, time
+def note(name, value=None):
+    path = os.path.join({folder!r}, name + "-" + str(rank))
+    with open(path + ".part", "w") as file:
+        file.write(repr(time.time() if value is None else value))
+    os.replace(path + ".part", path)
+"""
+JOIN = """
+import torch
+import torch.distributed as dist
+if not dist.is_initialized():
+    dist.init_process_group("gloo", {how})
+rank, world_size = dist.get_rank(), dist.get_world_size()
+"""
+CHECK = """
+import torch
+import torch.distributed as dist
+ones = torch.ones(1)
+dist.all_reduce(ones)
+if ones.item() == world_size:
+    note("sum-is-right", globals().get("kept") == rank)
+"""
+TRAINING = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.manual_seed(0)
+layers = [nn.Linear(256, {width}), nn.ReLU(), nn.Linear({width}, {width}), nn.ReLU()]
+model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear({width}, 10)))
+optimizer = torch.optim.SGD(model.parameters(), lr={lr})
+x, y = torch.randn(64, 256), torch.randint(10, (64,))
+for step in range({steps}):
+    if step == {first_timed}:
+        began = time.perf_counter()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 0:
+        note("first-step")
+note("rate", ({steps} - {first_timed}) / (time.perf_counter() - began))
+"""
+SIZES = {2: 512, 10: 1664}
+"""About so many milliseconds a step on two cores: the width of the layers."""
+SHOW_AND_WAIT = """
+note("pid", os.getpid())
+until = time.monotonic() + {limit_s}
+while not os.path.exists({go!r}) and time.monotonic() < until:
+    time.sleep(0.01)
+"""
+IN_ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+if rank == world_size - 1:
+    time.sleep({settle_s})
+    note("cause")
+    {cause}
+dist.all_reduce(torch.ones(1))
+"""
+CAUSES = {
+    "raise": 'raise ValueError("on purpose")',
+    "kill": "os.kill(os.getpid(), 9)",
+}
+SETTLE_S = 0.5
+"""The other ranks are in the collective by then."""
+STUCK = """
+import torch
+import torch.distributed as dist
+note("inside")
+if rank == 0:
+    dist.all_reduce(torch.ones(1))
+else:
+    dist.barrier()
+"""
+FIRST_TIMED = 20
+
+
+def check(folder: Path) -> str:
+    """An all-reduce, and whether `kept` is still there."""
+    return NOTE.format(folder=str(folder)) + CHECK
+
+
+def training(folder: Path, width: int, steps: int, lr: float = 0.01) -> str:
+    """A DDP loop that notes its first step and its rate."""
+    text = TRAINING.format(
+        width=width, steps=steps, lr=lr, first_timed=min(FIRST_TIMED, steps - 1)
+    )
+    return NOTE.format(folder=str(folder)) + text
+
+
+def show_and_wait(folder: Path, go: Path, limit_s: float) -> str:
+    """Each rank's process id; it stays until there is a file."""
+    text = SHOW_AND_WAIT.format(go=str(go), limit_s=limit_s)
+    return NOTE.format(folder=str(folder)) + text
+
+
+def failure(folder: Path, kind: str) -> str:
+    """The last rank comes to grief while the others are in an all-reduce."""
+    text = IN_ALL_REDUCE.format(cause=CAUSES[kind], settle_s=SETTLE_S)
+    return NOTE.format(folder=str(folder)) + text
+
+
+def stuck(folder: Path) -> str:
+    """Collectives that do not match: every rank waits in one."""
+    return NOTE.format(folder=str(folder)) + STUCK
+
+
+def data(megabytes: int) -> str:
+    """An array of float32."""
+    size = megabytes * 10**6 // 4
+    return f"import numpy as np\ndata = np.ones({size}, dtype=np.float32)"
+
+
+def read_note(path: Path) -> Any:
+    return ast.literal_eval(path.read_text())

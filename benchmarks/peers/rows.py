@@ -1,0 +1,159 @@
+"""What is compared: the rows of the table."""
+
+from dataclasses import dataclass
+
+PEERS = (
+    *("labkit", "ipyparallel", "monarch", "nbdistributed", "jupyter-distributed"),
+    *("accelerate", "torchrun"),
+)
+"""In the order of the columns."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of them."""
+
+    key: str
+    title: str
+    unit: str
+    """"" where it is words."""
+    limit: str = ""
+    """The physical limit beside it, as `machine.limits` names it."""
+    is_more_better: bool = False
+    why: str = ""
+    """Why labkit is not first, where it is not."""
+    is_failure: bool = False
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether one can be first."""
+        return bool(self.unit) and self.key not in OURS
+
+
+OURS = ("log_cost", "log_latency")
+TRIVIAL = (
+    "A cell of labkit's is signed, checked before it runs, and answered with its "
+    "outcome on every rank, so that a failure elsewhere ends it; Monarch sends a "
+    "message to actors that already wait, from Rust."
+)
+TRAINING = (
+    "The live picture is drawn on the cores that the ranks use, where they have no "
+    "other, and each step is recorded: on more cores than ranks this goes away."
+)
+FASTER_LAUNCH = (
+    "`notebook_launcher` forks ranks from a kernel that has torch, and ends them with "
+    "the cell: quick to start, and nothing is kept."
+)
+NOTHING_TO_KEEP = (
+    "Tools whose ranks end with each launch have nothing to keep, and a failure ends "
+    "the launch."
+)
+WHAT_FAILS = {
+    "raise": "one rank raises, others in all_reduce",
+    "kill": "`kill -9` of a rank, others in all_reduce",
+    "interrupt": "interrupt inside collectives",
+}
+FAILURE_WHY = {
+    "raise": NOTHING_TO_KEEP,
+    "kill": (
+        "What is first lets the cell go as soon as a connection breaks, without the "
+        "cause of death; see what its next cell takes. " + NOTHING_TO_KEEP
+    ),
+    "interrupt": (
+        "What is first ends the cell and leaves its ranks in the collective, or ends "
+        "them; labkit's cell ends when every rank is out of it."
+    ),
+}
+
+ROWS = (
+    Row(
+        "start_2",
+        "start to a cell that all-reduces, 2 ranks",
+        "s",
+        "import_torch",
+        why=FASTER_LAUNCH + " Monarch's ranks import torch side by side, and no "
+        "controller, store and watchdog come up with them.",
+    ),
+    Row("start_8", "the same, 8 ranks", "s", "import_torch", why=FASTER_LAUNCH),
+    Row("start_16", "the same, 16 ranks", "s", "import_torch", why=FASTER_LAUNCH),
+    Row(
+        "edit",
+        "a training cell edited, to its first step",
+        "s",
+        "loopback",
+        why="`%%dist_train` prepares a run before its first step: its folder, its "
+        "journals and its picture.",
+    ),
+    Row("cell_2", "a trivial cell, 2 ranks", "s", "loopback", why=TRIVIAL),
+    Row("cell_8", "the same, 8 ranks", "s", "loopback", why=TRIVIAL),
+    Row("cell_16", "the same, 16 ranks", "s", "loopback", why=TRIVIAL),
+    *(
+        Row(
+            f"{verb}_{size}",
+            f"{verb} {size} MB {way}",
+            "s",
+            f"memcpy_{size}",
+            why="labkit's arrays are signed and encrypted on their way, and cross the "
+            "controller; the others send them as they are, or fork with them.",
+        )
+        for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
+        for size in (1, 100)
+    ),
+    *(
+        Row(
+            f"steps_{size}",
+            f"steps of a DDP loop, about {size} ms each",
+            "steps/s",
+            f"matmul_{size}",
+            is_more_better=True,
+            why=TRAINING,
+        )
+        for size in (2, 10)
+    ),
+    Row("log_cost", "one `log(loss=...)`", "s"),
+    Row("log_latency", "from `log` to the picture", "s"),
+    Row(
+        "memory_rank",
+        "memory of a rank (PSS)",
+        "MB",
+        "pss_torch",
+        why="A rank of labkit's has IPython, ipyparallel and labkit loaded beside "
+        "torch, for cells, records and diagnoses.",
+    ),
+    Row(
+        "memory_kernel",
+        "memory of the kernel (PSS)",
+        "MB",
+        why="pandas and matplotlib, for histories and pictures.",
+    ),
+    Row("memory_all", "memory of everything (PSS)", "MB", why="As in its parts."),
+    Row(
+        "processes",
+        "processes beside ranks and kernel",
+        "processes",
+        why="ipyparallel's controller, labkit's fork server, painter and watchdog, "
+        "which see to it that nothing is left behind.",
+    ),
+    *(
+        row
+        for kind, what in WHAT_FAILS.items()
+        for row in (
+            Row(
+                f"{kind}_prompt",
+                f"{what}: to the prompt",
+                "s",
+                why=FAILURE_WHY[kind],
+                is_failure=True,
+            ),
+            Row(
+                f"{kind}_next",
+                "from there until a cell works",
+                "s",
+                why=NOTHING_TO_KEEP,
+                is_failure=True,
+            ),
+            Row(f"{kind}_state", "variables", "", is_failure=True),
+        )
+    ),
+)
+BY_KEY = {row.key: row for row in ROWS}

@@ -1,0 +1,350 @@
+"""Runs every peer through every row, in turns, and gathers the figures."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import latency
+import log
+import psutil
+from _kernel import Kernel
+
+from peers import cells
+from peers import machine
+from peers.jupyter_distributed import JupyterDistributed
+from peers.lab import Labkit
+from peers.launcher import NotebookLauncher
+from peers.monarch import Monarch
+from peers.nbdistributed import NbDistributed
+from peers.px import IPyParallel
+from peers.rows import WHAT_FAILS
+from peers.session import Ended
+from peers.session import NotThereError
+from peers.session import Session
+from peers.torchrun import Torchrun
+
+SESSIONS: dict[str, type[Session]] = {
+    each.name: each
+    for each in (
+        *(Labkit, IPyParallel, Monarch, NbDistributed, JupyterDistributed),
+        *(NotebookLauncher, Torchrun),
+    )
+}
+CELL_LIMIT_S = 60.0
+CAUSE_LIMIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of it."""
+
+    starts: int
+    rounds: int
+    cells: int
+    """Trivial cells in a round."""
+    steps: dict[int, int]
+    """Milliseconds of a step -> how many steps."""
+    tries: int
+    """Of each failure."""
+    limit_s: float
+    """A failed cell that has not ended by then hangs."""
+    sizes: tuple[int, ...]
+    """Numbers of ranks besides 2."""
+    latency_s: int
+
+
+FULL = Plan(2, 3, 20, {2: 800, 10: 200}, 1, 20.0, (8, 16), 8)
+QUICK = Plan(1, 2, 10, {2: 300, 10: 60}, 1, 4.0, (), 3)
+
+
+class Figures:
+    """What was measured, by row and peer."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def add(self, row: str, peer: str, value: float) -> None:
+        values = self._of(row, peer).setdefault("values", [])
+        values.append(float(f"{value:.4g}"))
+
+    def say(self, row: str, peer: str, words: str) -> None:
+        """What stands in place of a number."""
+        self._of(row, peer)["text"] = words
+
+    def explain(self, row: str, peer: str, reason: str) -> None:
+        """Why there is no number."""
+        self._of(row, peer)["none"] = reason
+
+    def hangs(self, row: str, peer: str, limit_s: float) -> None:
+        self._of(row, peer)["hangs"] = limit_s
+
+    @contextlib.contextmanager
+    def noting(self, row: str, peer: str) -> Iterator[None]:
+        """Keep for the table why a peer has no figure."""
+        try:
+            yield
+        except NotThereError as error:
+            self.explain(row, peer, str(error))
+        except TimeoutError as error:
+            self.explain(row, peer, f"did not end: {error}")
+        except (RuntimeError, OSError, psutil.Error) as error:
+            words = " ".join(str(error).split())[-160:]
+            self.explain(row, peer, f"failed: {words}")
+
+    def _of(self, row: str, peer: str) -> dict[str, Any]:
+        return self.rows.setdefault(row, {}).setdefault(peer, {})
+
+
+class Bench:
+    """The sessions that are open, and what they have given."""
+
+    def __init__(self, names: list[str], plan: Plan) -> None:
+        self.names, self.plan = names, plan
+        self.figures = Figures()
+        self.sessions: dict[str, Session] = {}
+        self.began = time.monotonic()
+
+    def run(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        described = machine.described([SESSIONS[name] for name in self.names])
+        limits = machine.limits()
+        try:
+            self.say("start")
+            self.starts()
+            for number in range(self.plan.rounds):
+                self.say(f"round {number + 1} of {self.plan.rounds}")
+                self.round(number)
+            self.say("memory")
+            for session in self.turns(0):
+                self.memory(session)
+            self.say("records")
+            self.records()
+            for kind in WHAT_FAILS:
+                self.say(f"failures: {kind}")
+                for number in range(self.plan.tries):
+                    for session in self.turns(number):
+                        self.failure(session, kind)
+            self.close()
+            for size in self.plan.sizes:
+                self.say(f"{size} ranks")
+                for name in self.names:
+                    self.at_size(name, size)
+        finally:
+            self.close()
+        described["load_after"] = machine.load()
+        described["seconds"] = round(time.monotonic() - self.began)
+        return {"machine": described, "limits": limits, "rows": self.figures.rows}
+
+    def say(self, what: str) -> None:
+        print(f"{time.monotonic() - self.began:5.0f} s  {what}", file=sys.stderr)
+
+    def turns(self, number: int) -> list[Session]:
+        """There and back again, so that a slow drift of the machine cancels out."""
+        found = list(self.sessions.values())
+        return found if number % 2 == 0 else found[::-1]
+
+    def close(self) -> None:
+        for name in list(self.sessions):
+            self.sessions.pop(name).close()
+
+    # ---- rows ----
+
+    def starts(self) -> None:
+        """Start every peer, as often as planned; the last ones stay."""
+        for number in range(self.plan.starts):
+            self.close()
+            names = self.names if number % 2 == 0 else self.names[::-1]
+            for name in names:
+                if session := self.started(name, 2):
+                    self.sessions[name] = session
+        ordered = {n: self.sessions[n] for n in self.names if n in self.sessions}
+        self.sessions = ordered
+
+    def started(self, name: str, num_ranks: int) -> Session | None:
+        session = SESSIONS[name](num_ranks)
+        row = f"start_{num_ranks}"
+        with self.figures.noting(row, name):
+            session.open()
+            self.figures.add(row, name, session.start())
+            return session
+        session.close()
+        return None
+
+    def round(self, number: int) -> None:
+        """A turn of every peer at every row of a warm session."""
+        for session in self.turns(number):
+            self.trivial(session, "cell_2")
+        for session in self.turns(number):
+            with self.figures.noting("edit", session.name):
+                self.figures.add("edit", session.name, edit(session, number))
+        for size in (1, 100):
+            for verb in ("push", "pull"):
+                for session in self.turns(number):
+                    row = f"{verb}_{size}"
+                    with self.figures.noting(row, session.name):
+                        seconds = getattr(session, verb)(size, CELL_LIMIT_S)
+                        self.figures.add(row, session.name, seconds)
+        for size, steps in self.plan.steps.items():
+            for session in self.turns(number):
+                row = f"steps_{size}"
+                with self.figures.noting(row, session.name):
+                    rate = rate_of(session, cells.SIZES[size], steps)
+                    self.figures.add(row, session.name, rate)
+
+    def trivial(self, session: Session, row: str) -> None:
+        """A cell that does nothing. A script that does nothing is run once."""
+        is_script = session.driver_pid is None
+        with self.figures.noting(row, session.name):
+            for _ in range(1 if is_script else self.plan.cells):
+                began = time.time()
+                ended = session.run("x = 1", CELL_LIMIT_S)
+                if ended.is_error:
+                    raise RuntimeError(ended.text)
+                self.figures.add(row, session.name, ended.at - began)
+
+    def memory(self, session: Session) -> None:
+        with self.figures.noting("memory_rank", session.name):
+            session.forget()
+            go = session.folder / "go"
+            go.unlink(missing_ok=True)
+            code = cells.show_and_wait(session.folder, go, 20)
+            request = session.begin(code)
+            ranks = set(session.noted("pid", CELL_LIMIT_S))
+            pss = {p.pid: p.memory_full_info().pss / 1e6 for p in session.processes()}
+            go.touch()
+            session.end(request, CELL_LIMIT_S)
+            add, name = self.figures.add, session.name
+            add("memory_rank", name, sum(pss[pid] for pid in ranks) / len(ranks))
+            add("memory_all", name, sum(pss.values()))
+            others = set(pss) - ranks
+            if session.driver_pid is None:
+                self.figures.explain("memory_kernel", name, "has no kernel")
+            else:
+                add("memory_kernel", name, pss[session.driver_pid])
+                others -= {session.driver_pid}
+            add("processes", name, len(others))
+
+    def records(self) -> None:
+        """What a record costs labkit, and how long it takes to the picture."""
+        session = self.sessions.get("labkit")
+        if not isinstance(session, Labkit):
+            return
+        with self.figures.noting("log_cost", session.name):
+            session.forget()
+            note = cells.NOTE.format(folder=str(session.folder))
+            code = log.CELL.format(calls=2000)
+            middle = "sorted(costs['float'])[1000]"
+            code = f"{code}\n{note}\nnote('cost', {middle})"
+            ended = session.run(code, CELL_LIMIT_S, is_training=True)
+            if ended.is_error:
+                raise RuntimeError(ended.text)
+            for cost in session.noted("cost", 1):
+                self.figures.add("log_cost", session.name, cost / 1e6)
+        with self.figures.noting("log_latency", session.name):
+            assert isinstance(session.kernel, Kernel)
+            found = latency.latencies(session.kernel, 2, self.plan.latency_s)
+            for each in found:
+                self.figures.add("log_latency", session.name, median(each))
+
+    def at_size(self, name: str, num_ranks: int) -> None:
+        session = self.started(name, num_ranks)
+        if session is None:
+            return
+        try:
+            self.trivial(session, f"cell_{num_ranks}")
+        finally:
+            session.close()
+
+    # ---- failures ----
+
+    def failure(self, session: Session, kind: str) -> None:
+        """A cell goes wrong: to the prompt, from there to a cell that works, and what
+        is left."""
+        name, figures, limit_s = session.name, self.figures, self.plan.limit_s
+        with figures.noting(f"{kind}_prompt", name):
+            try:
+                failed_at, request = cause(session, kind)
+            except TimeoutError:  # what the failure before has left does not work
+                renew(session)
+                failed_at, request = cause(session, kind)
+            ended: Ended | None = None
+            try:
+                ended = session.end(request, limit_s)
+                figures.add(f"{kind}_prompt", name, ended.at - failed_at)
+            except TimeoutError:
+                figures.hangs(f"{kind}_prompt", name, limit_s)
+            began = ended.at if ended else time.time()
+            with figures.noting(f"{kind}_next", name):
+                how = go_on(session, kind, is_back=ended is not None, limit_s=limit_s)
+                figures.add(f"{kind}_next", name, time.time() - began)
+                if ended and not ended.is_error:
+                    how += "; the cell says ok"
+                figures.say(f"{kind}_state", name, how)
+                return
+        # It came to grief in another way than was meant, or for good.
+        with contextlib.suppress(RuntimeError, OSError, NotThereError, TimeoutError):
+            renew(session)
+
+
+def edit(session: Session, number: int) -> float:
+    """Seconds from a training cell, with a word in it changed, to its first step."""
+    session.forget()
+    code = cells.training(session.folder, 128, steps=3, lr=0.01 + number / 1000)
+    began = time.time()
+    ended = session.run(code, CELL_LIMIT_S, is_training=True)
+    if ended.is_error:
+        raise RuntimeError(ended.text)
+    return max(session.noted("first-step", 1)) - began
+
+
+def rate_of(session: Session, width: int, steps: int) -> float:
+    """Steps per second of the slower rank."""
+    session.forget()
+    code = cells.training(session.folder, width, steps)
+    ended = session.run(code, CELL_LIMIT_S, is_training=True)
+    if ended.is_error:
+        raise RuntimeError(ended.text)
+    return min(session.noted("rate", 1))
+
+
+def cause(session: Session, kind: str) -> tuple[float, Any]:
+    """Make a cell go wrong: when it did so, and its request."""
+    session.forget()
+    if kind != "interrupt":
+        request = session.begin(cells.failure(session.folder, kind))
+        return session.noted_by_one("cause", CAUSE_LIMIT_S), request
+    request = session.begin(cells.stuck(session.folder))
+    session.noted("inside", CAUSE_LIMIT_S)
+    time.sleep(cells.SETTLE_S)
+    failed_at = time.time()
+    session.interrupt()
+    return failed_at, request
+
+
+def go_on(session: Session, kind: str, *, is_back: bool, limit_s: float) -> str:
+    """Have a cell work again, by the gentlest way that there is: what was left."""
+    works = False
+    if is_back:
+        if kind == "kill":  # or else the first cell would only tell what is known
+            with contextlib.suppress(TimeoutError):
+                session.repair(limit_s)
+        works = session.works(limit_s)
+    if not works:
+        renew(session)
+        return "lost, all started anew"
+    kept = session.noted("sum-is-right", 1)
+    survivors = kept[:-1] if kind == "kill" else kept
+    if all(survivors):
+        return "kept" if all(kept) else "kept by the other ranks"
+    return "lost"
+
+
+def renew(session: Session) -> None:
+    """New ranks, and a new kernel for them."""
+    session.kill()
+    session.open()
+    session.start()
