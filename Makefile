@@ -138,7 +138,7 @@ conformance: .venv/installed
 # cannot be installed the others are measured, and the table says so.
 $(PEERS)/%/installed: benchmarks/peers/requirements-%.txt constraints.txt
 	rm -rf $(@D) && $(PYTHON) -m venv $(@D)
-	$(@D)/bin/$(INSTALL) -q -r $< "$$(grep '^torch==' constraints.txt)" && touch $@ || \
+	$(@D)/bin/$(INSTALL) -q -r $< "$$(grep '^torch=' constraints.txt)" && touch $@ || \
 	  echo "pip could not install $<" > $(@D)/failed
 
 BENCH = $(BIN)/python benchmarks/side_by_side.py
