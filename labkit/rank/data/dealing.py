@@ -100,12 +100,15 @@ class Dealer:
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
         """This rank's part of each microbatch, and how many samples it counts for."""
         found = []
+        size = len(batch)
         for number in range(self.accumulate):
-            here = part_of(len(batch), number, self.accumulate, self.least)
-            micro = batch[here]
-            here = part_of(len(micro), self.peers.rank, self.peers.size, self.least)
-            part = micro[here]
-            found.append((part, len(part)) if len(part) else (stand_in(batch), 0))
+            micro = part_of(size, number, self.accumulate, self.least)
+            own = part_of(
+                micro.stop - micro.start, self.peers.rank, self.peers.size, self.least
+            )
+            first, num_samples = micro.start + own.start, own.stop - own.start
+            part = batch[first : first + num_samples]
+            found.append((part, num_samples) if num_samples else (stand_in(batch), 0))
         return found
 
     def share(
@@ -142,6 +145,15 @@ OF_ANOTHER_KIND = (TypeError, OverflowError)
 def numbers_of(keys: Any) -> Any:
     """Sample indices as a dataset takes them."""
     return keys.tolist() if isinstance(keys, torch.Tensor) else keys
+
+
+def add_numbers(numbers: "array[int]", keys: Any) -> None:
+    """Add sample indices, unless they are keys of another kind."""
+    if isinstance(keys, torch.Tensor):
+        numbers.frombytes(keys.numpy().tobytes())
+        return
+    with contextlib.suppress(*OF_ANOTHER_KIND):
+        numbers.extend(keys)
 
 
 class GlobalBatches(Sampler[Any]):
@@ -184,28 +196,35 @@ class GlobalBatches(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         self._shares.clear()
         self.drawn, self.dealt = array("q"), array("q")
+        shares: dict[int, tuple[Any, Share]] = {}  # by microbatch, the last one
         for place, (batch, fingerprint) in enumerate(self.order.batches(self.epoch)):
             if place < self.first:
                 self.first_fingerprint = fingerprint
                 continue
+            size = len(batch)
             for number, (part, num_samples) in enumerate(self.dealer.cut(batch)):
-                self._shares.append(
-                    self.dealer.share(num_samples, len(batch), number, fingerprint)
-                )
-                with contextlib.suppress(*OF_ANOTHER_KIND):
-                    self.drawn.extend(numbers_of(part[:num_samples]))
+                facts = num_samples, size, number, fingerprint
+                known, share = shares.get(number, (None, None))
+                if share is None or known != facts:
+                    share = self.dealer.share(*facts)
+                    shares[number] = facts, share
+                self._shares.append(share)
+                add_numbers(self.drawn, part[:num_samples])
                 yield torch.as_tensor(part) if self.as_tensors else numbers_of(part)
-            with contextlib.suppress(*OF_ANOTHER_KIND):
-                self.dealt.extend(numbers_of(batch))
+            add_numbers(self.dealt, batch)
 
     def deal(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, Share]]:
         """Each microbatch of a pass over `loader`, which has this for its sampler."""
         # A DataLoader draws a random number when a pass begins: where that is one
         # which had begun, it has been drawn.
         state = torch.get_rng_state() if self.first else None
-        passing = iter(loader)
+        passing: Iterator[Any] = iter(loader)
         if state is not None:
             torch.set_rng_state(state)
+        if self.as_tensors and not (loader.num_workers or loader.pin_memory):
+            # What the DataLoader would do, whose own work takes longer than this.
+            dataset, collate = loader.dataset, loader.collate_fn
+            passing = (collate(dataset[keys]) for keys in self)
         for batch in passing:
             yield batch, self._shares.popleft()
 

@@ -98,7 +98,7 @@ class RankLoader:
         """Passes that have begun."""
         self.was_measured = False
         """Whether the loop has asked for its length."""
-        self._at: LoaderPosition | None = None
+        self._at: tuple[int, int, int] | None = None
         """The position in a pass, once the loop has worked on its last batch;
         None between two passes."""
 
@@ -120,7 +120,7 @@ class RankLoader:
     @property
     def position(self) -> LoaderPosition:
         """The position of its loop, between two optimizer steps."""
-        return self._at or LoaderPosition(self.num_epochs + 1)
+        return LoaderPosition(*(self._at or (self.num_epochs + 1,)))
 
     def share(
         self, dataset: Dataset[Any] | DataLoader[Any], *, batch_size: int | None = None
@@ -178,7 +178,7 @@ class RankLoader:
             return
         self.batches.first = had
         fingerprint = self.resume_at.fingerprint if had else 0
-        self._at = LoaderPosition(self.num_epochs, had, fingerprint)
+        self._at = self.num_epochs, had, fingerprint
         dealt = self.batches.deal(self.loader)
         if self._weigh is not None:
             dealt = self._weighed(dealt, self._weigh)
@@ -211,9 +211,8 @@ class RankLoader:
                 "from a loader of their own: loader.share(dataset, batch_size=B)"
             )
         if share.is_last:
-            self._at = LoaderPosition(
-                self._at.epoch, self._at.batch + 1, share.fingerprint
-            )
+            epoch, batch, _ = self._at
+            self._at = epoch, batch + 1, share.fingerprint
 
     def _batches_had(self) -> int | None:
         """Global batches of this pass that were had before; None if it was over."""
@@ -275,10 +274,10 @@ def count_of(weigh: Weigh, batch: Any) -> float:
 def tokens_of_sample(batch: Any) -> int:
     """T of a batch whose first tensor holds integers, (batch, T); otherwise 0."""
     first = batch
-    if isinstance(batch, Mapping):
+    if isinstance(batch, list | tuple):
+        first = batch[0] if batch else batch
+    elif isinstance(batch, Mapping):
         first = next(iter(batch.values()), None)
-    elif isinstance(batch, list | tuple) and len(batch):
-        first = batch[0]
     if isinstance(first, torch.Tensor) and first.ndim == 2:
         is_token = not (first.is_floating_point() or first.is_complex())
         return first.shape[1] if is_token and first.dtype != torch.bool else 0
