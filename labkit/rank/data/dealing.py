@@ -1,6 +1,7 @@
 """Deals global batches out to the ranks."""
 
 import contextlib
+import functools
 import itertools
 import zlib
 from array import array
@@ -80,6 +81,20 @@ def part_of(length: int, part: int, num_parts: int, least: int = 1) -> slice:
     return slice(-(-part * length // num_used), -(-(part + 1) * length // num_used))
 
 
+@functools.lru_cache(maxsize=64)
+def places_in(
+    length: int, accumulate: int, rank: int, num_ranks: int, least: int
+) -> list[tuple[int, int]]:
+    """Where a rank's part of each microbatch of so many samples begins, and how many it
+    has."""
+    found = []
+    for number in range(accumulate):
+        micro = part_of(length, number, accumulate, least)
+        own = part_of(micro.stop - micro.start, rank, num_ranks, least)
+        found.append((micro.start + own.start, own.stop - own.start))
+    return found
+
+
 @dataclass(frozen=True)
 class Dealer:
     """Cuts global batches into `accumulate` microbatches, and each of them into a part
@@ -100,13 +115,10 @@ class Dealer:
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
         """This rank's part of each microbatch, and how many samples it counts for."""
         found = []
-        size = len(batch)
-        for number in range(self.accumulate):
-            micro = part_of(size, number, self.accumulate, self.least)
-            own = part_of(
-                micro.stop - micro.start, self.peers.rank, self.peers.size, self.least
-            )
-            first, num_samples = micro.start + own.start, own.stop - own.start
+        places = places_in(
+            len(batch), self.accumulate, self.peers.rank, self.peers.size, self.least
+        )
+        for first, num_samples in places:
             part = batch[first : first + num_samples]
             found.append((part, num_samples) if num_samples else (stand_in(batch), 0))
         return found
@@ -135,7 +147,7 @@ class Dealer:
 
 def stand_in(batch: Any) -> Any:
     """The first sample, twice: BatchNorm takes no less of some shapes."""
-    return batch[[0, 0]] if isinstance(batch, torch.Tensor) else [batch[0], batch[0]]
+    return batch[[0, 0]] if isinstance(batch, np.ndarray) else [batch[0], batch[0]]
 
 
 OF_ANOTHER_KIND = (TypeError, OverflowError)
@@ -144,13 +156,13 @@ OF_ANOTHER_KIND = (TypeError, OverflowError)
 
 def numbers_of(keys: Any) -> Any:
     """Sample indices as a dataset takes them."""
-    return keys.tolist() if isinstance(keys, torch.Tensor) else keys
+    return keys.tolist() if isinstance(keys, np.ndarray) else keys
 
 
 def add_numbers(numbers: "array[int]", keys: Any) -> None:
     """Add sample indices, unless they are keys of another kind."""
-    if isinstance(keys, torch.Tensor):
-        numbers.frombytes(keys.numpy().tobytes())
+    if isinstance(keys, np.ndarray):
+        numbers.frombytes(keys.tobytes())
         return
     with contextlib.suppress(*OF_ANOTHER_KIND):
         numbers.extend(keys)

@@ -73,13 +73,13 @@ class PlainOrder:
         names = ("num_samples", "batch_size", "shuffle", "drop_last")
         return {name: getattr(self, name) for name in names}
 
-    def batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, int]]:
+    def batches(self, epoch: int) -> Iterator[tuple[np.ndarray, int]]:
         if self.shuffle:
             # The same order on every rank and for every number of ranks.
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
+            order = torch.randperm(self.num_samples, generator=generator).numpy()
         else:
-            order = torch.arange(self.num_samples)
+            order = np.arange(self.num_samples, dtype=np.int64)
         for number in range(len(self)):
             first = number * self.batch_size
             yield order[first : first + self.batch_size], 0

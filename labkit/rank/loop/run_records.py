@@ -62,14 +62,13 @@ class RunRecords:
         taken = self._steps_by_optimizer[number] + self.first_step
         is_next = taken > self.num_steps
         self.num_steps = max(self.num_steps, taken)
-        memory_bytes = self._read_memory()
         if loss is None:
-            self._emitter.put(STEP_TAKEN, taken, taken, memory_bytes)
+            found: dict[str, Loss] = {STEP_TAKEN: taken}
         else:
-            name = f"loss {number + 1}" if number else NOTICED_LOSS
-            self._emitter.put(name, loss, taken, memory_bytes)
-        for name, count in counts().items() if is_next else ():
-            self._emitter.put(name, count, self.num_steps, memory_bytes)
+            found = {f"loss {number + 1}" if number else NOTICED_LOSS: loss}
+        if is_next:
+            found.update(counts())
+        self._emitter.put_all(found, taken, self._read_memory())
         return is_next
 
     def log(self, metrics: Mapping[str, Any], step: int | None) -> None:

@@ -81,8 +81,10 @@ class StepData:
 
     def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
         """Note a loss that is not the mean of those of ranks and microbatches."""
-        number, is_on_gpu = self._hooks.microbatch, loss.device.type != "cpu"
-        if self._loss_watch is None or not is_looked_at(number, is_on_gpu=is_on_gpu):
+        if self._loss_watch is None:
+            return
+        number = self._hooks.microbatch
+        if not is_looked_at(number, is_on_gpu=not loss.is_cpu):
             return
         num_samples = None if self.share is None else self.share.num_samples
         if num_samples == 0:  # a stand-in
@@ -119,7 +121,9 @@ class StepData:
         self.share = share
         if share.loss_weight is not None:
             self._loss_weight = (self._loss_weight or 0.0) + share.loss_weight
-        BatchNorm.counts_here = share.num_samples > 0
+        counts_here = share.num_samples > 0
+        if BatchNorm.counts_here is not counts_here:  # to set it costs what reads it
+            BatchNorm.counts_here = counts_here
 
     def begin_backward(self, *, is_prepared: bool) -> None:
         """A backward pass begins; `is_prepared` where the run has a model."""

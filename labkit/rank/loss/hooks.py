@@ -77,11 +77,12 @@ class LossHooks:
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """How many optimizers that live came before this one: a new one takes the place
         of one that is gone."""
-        if optimizer not in self._numbers:
+        number = self._numbers.get(optimizer)
+        if number is None:
             taken = set(self._numbers.values())
             free = (number for number in itertools.count() if number not in taken)
-            self._numbers[optimizer] = next(free)
-        return self._numbers[optimizer]
+            number = self._numbers[optimizer] = next(free)
+        return number
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that have taken a step, and those of `prepare`."""
@@ -115,6 +116,10 @@ class LossHooks:
 
     def _report(self, optimizer: torch.optim.Optimizer) -> None:
         losses, self._losses = self._losses, []
+        if len(losses) == 1 and not self.is_sum:  # as of most loops
+            loss, weight, _, _ = losses[0]
+            self._on_step(loss if weight else None, self.number_of(optimizer))
+            return
         total: Loss | None = None
         for batch in dict.fromkeys(number for _, _, number, _ in losses):
             ours = [each for each in losses if each[2] == batch]
@@ -173,21 +178,25 @@ class LossHooks:
         self.num_backwards += 1
         if create_graph:
             self.check_graph()
-        values = [value_of(*each) for each in zip(roots, seeds, strict=True)]
-        found = [value for value in values if value is not None]
+        total: Loss | None = None
+        for root, seed in zip(roots, seeds, strict=True):
+            value = value_of(root, seed)
+            if value is not None:
+                total = value if total is None else total + value
         # Of a step that evaluates its loss several times the first one counts.
         is_again = len(self._losses) > self._num_before_step and (
             self._is_inside_step or num_steps_under_way()
         )
-        if found and not is_again:
-            place = self.batch, self.microbatch
-            self._losses.append((sum(found[1:], found[0]), self.weight, *place))
+        if total is not None and not is_again:
+            self._losses.append((total, self.weight, self.batch, self.microbatch))
+        is_part = backward.is_part()
+        scaled: list[torch.Tensor | None] = []
         for root, seed in zip(roots, seeds, strict=True):
-            if isinstance(root, torch.Tensor) and not backward.is_part():
+            if not is_part and isinstance(root, torch.Tensor):
                 self.check_loss(root, seed)
-        scaled = tuple(None if seed is None else self._scaled(seed) for seed in seeds)
+            scaled.append(None if seed is None else self._scaled(seed))
         self.on_backward(True)
-        return scaled
+        return tuple(scaled)
 
     def end(self) -> None:
         self.on_backward(False)
@@ -226,10 +235,9 @@ def value_of(root: Any, seed: torch.Tensor | None) -> Loss | None:
     for all of them."""
     if not isinstance(root, torch.Tensor) or seed is None:
         return None
-    root = getattr(root, "labkit_loss", root)
-    root = root.detach()
+    root = getattr(root, "labkit_loss", root).detach()
     # On a GPU the values are not looked at, for the loop would wait for them.
-    is_here = seed.device.type == "cpu"
+    is_here = seed.is_cpu
     if root.numel() == 1:
         return snapshot(root if is_here and seed.item() == 1.0 else root * seed)
     if is_here and root.numel() and bool((seed == seed.flatten()[0]).all()):
@@ -244,6 +252,5 @@ def snapshot(value: Any) -> Loss:
     training loop wait for the device.
     """
     if isinstance(value, torch.Tensor):
-        value = value.detach()
-        return value.clone() if value.is_cuda else value.item()
+        return value.detach().clone() if value.is_cuda else value.item()
     return float(value)

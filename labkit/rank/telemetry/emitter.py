@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
@@ -72,21 +73,28 @@ class Emitter:
 
     def put(self, name: str, value: Value, step: int, memory_bytes: int) -> None:
         """Queue one scalar: a number, or a tensor that nobody else will change."""
+        self.put_all({name: value}, step, memory_bytes)
+
+    def put_all(
+        self, values: Mapping[str, Value], step: int, memory_bytes: int
+    ) -> None:
+        """Queue scalars of one moment, by name."""
         if os.getpid() != self._pid:
             return  # a forked worker of a DataLoader: the journal is its parent's
         seconds = time.perf_counter() - self._started
-        is_unread = isinstance(value, torch.Tensor) and value.is_cuda
-        scalar = UNREAD if is_unread else float(value)
         with self._lock:
             if self._closing.is_set():
                 return  # from a thread that outlived its cell
-            metric = self._metrics.get(name)
-            if metric is None:
-                metric = self._metrics[name] = self.journal.add_name(name)
-            if is_unread:
-                assert isinstance(value, torch.Tensor)
-                self._unread.append((self.journal.num_records, Unread(value)))
-            self.journal.append(metric, step, seconds, memory_bytes, scalar)
+            for name, value in values.items():
+                metric = self._metrics.get(name)
+                if metric is None:
+                    metric = self._metrics[name] = self.journal.add_name(name)
+                scalar = UNREAD
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    self._unread.append((self.journal.num_records, Unread(value)))
+                else:
+                    scalar = float(value)
+                self.journal.append(metric, step, seconds, memory_bytes, scalar)
 
     def close(self) -> None:
         """Send what is left and stop; every record is on its way when it returns."""

@@ -73,6 +73,17 @@ class Observer:
         """Nothing of the run is needed any more."""
 
 
+def listening(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
+    """What observers do at an event, in their order: there are several in every step,
+    and most observers wait for a few of them."""
+    ignored = getattr(Observer, event)
+    return [
+        getattr(each, event)
+        for each in observers
+        if getattr(type(each), event) is not ignored
+    ]
+
+
 class StepSampler(Observer):
     """Measures memory and collectives in some of a run's steps.
 
@@ -128,7 +139,7 @@ class StepSampler(Observer):
             self._begin(number, self._prepared)
 
     def _begin(self, number: int, trained: Callable[[], Sequence[Trained]]) -> None:
-        self._is_due |= is_sampled(number) or number in self._steps_to_measure()
+        self._is_due = self._is_due or self._is_to_measure(number)
         if self._is_due and not (because := hindrance()):
             self._is_due = False
             self._probe = StepProbe(
@@ -142,9 +153,15 @@ class StepSampler(Observer):
         elif self._is_due:
             self._hindrance = because
 
-    def _steps_to_measure(self) -> list[int]:
-        """Those from which on a strategy sends another number of bytes."""
-        return [n for each in self._prepared() for n in each.steps_to_measure]
+    def _is_to_measure(self, number: int) -> bool:
+        """Whether it is sampled, or one from which on a strategy sends another number
+        of bytes."""
+        if is_sampled(number):
+            return True
+        for each in self._prepared():
+            if number in each.steps_to_measure:
+                return True
+        return False
 
     def begin_backward(self) -> None:
         if self._probe is not None:
@@ -246,8 +263,9 @@ class ReplicaObserver(Observer):
         self._report(self.watch.notes(step))
 
     def _check(self, step: int) -> None:
-        if not all(each.prepared.is_one_model for each in self._optimizers):
-            return
+        for each in self._optimizers:
+            if not each.prepared.is_one_model:
+                return
         replicas: dict[str, torch.Tensor] = {}
         for number, each in enumerate(self._optimizers):
             of_which = f" of model {number + 1}" if number else ""

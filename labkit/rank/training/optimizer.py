@@ -118,9 +118,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         has given, where several ranks or microbatches share a step. Collective."""
         prepared = self.prepared
         has_microbatches = prepared.options.accumulate > 1
-        if prepared.is_reached or not is_followed(prepared):
-            return
-        if self.num_ranks == 1 and not has_microbatches:
+        is_alone = self.num_ranks == 1 and not has_microbatches
+        if prepared.is_reached or is_alone or not is_followed(prepared):
             return
         found = prepared.gradients()
         if prepared.strategy.is_sharded:

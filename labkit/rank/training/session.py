@@ -51,6 +51,7 @@ from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.training.observers import Observer
 from labkit.rank.training.observers import ReplicaObserver
 from labkit.rank.training.observers import StepSampler
+from labkit.rank.training.observers import listening
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.rank.training.optimizer import watching_zero_grad
 from labkit.rank.training.resume import RunCheckpointer
@@ -151,6 +152,7 @@ class Session:
             note=self.note,
         )
         self._optimizers: list[PreparedOptimizer] = []
+        self._prepared: list[Prepared] = []
         self._checks = LoopChecks(
             strategy,
             options,
@@ -170,6 +172,14 @@ class Session:
         )
         # A step that is stopped at has been saved before; it is timed last.
         self._observers = [self._checkpointer, *observers, self._replicas, sampler]
+        # Found once: a step has ten events, and all of this is time of the loop.
+        self._at_boundary = listening(self._observers, "between_steps")
+        self._at_microbatch = listening(self._observers, "begin_microbatch")
+        self._at_backward = listening(self._observers, "begin_backward")
+        self._after_backward = listening(self._observers, "end_backward")
+        self._at_step = listening(self._observers, "begin_step")
+        self._after_each_step = listening(self._observers, "optimizer_stepped")
+        self._after_step = listening(self._observers, "step_taken")
         self._data = StepData(
             self._loss_hooks, accumulate=options.accumulate, note=self.note
         )
@@ -252,10 +262,11 @@ class Session:
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
+        self._prepared = []
 
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""
-        return [optimizer.prepared for optimizer in self._optimizers]
+        return self._prepared
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -538,6 +549,7 @@ class Session:
         stepping.num_ranks = self.peers.size
         self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
+        self._prepared = [*self._prepared, prepared]
         speak_as_ddp(model)
         if self.peers.size > 1 and (use := use_of_batch_size(self.code)):
             self.note(SIZE_OF_PART.format(use=use.removesuffix(":")))
@@ -593,8 +605,8 @@ class Session:
     def _between_steps(self, loader: RankLoader | None = None) -> None:
         """Between two steps, where every rank can stop."""
         try:
-            for observer in self._observers:
-                observer.between_steps(self._records.num_steps, loader)
+            for stop_or_save in self._at_boundary:
+                stop_or_save(self._records.num_steps, loader)
         except StoppedAtStep:
             self._unite(with_optimizer=True)
             self._checkpointer.finish(self._records.num_steps)
@@ -610,8 +622,8 @@ class Session:
             optimizer.prepared.loss_weight = share.weight
             optimizer.begin_microbatch(share.is_last)
         number = self._records.num_steps + 1 - self._records.first_step
-        for observer in self._observers:
-            observer.begin_microbatch(number)
+        for begin in self._at_microbatch:
+            begin(number)
 
     def _end_epoch(self) -> None:
         self._data.end_epoch()
@@ -658,28 +670,28 @@ class Session:
             self._data.begin_backward(is_prepared=bool(self._optimizers))
             for optimizer in self._optimizers:
                 optimizer.begin_backward()
-            for observer in self._observers:
-                observer.begin_backward()
+            for begin in self._at_backward:
+                begin()
         else:
-            for observer in self._observers:
-                observer.end_backward()
+            for end in self._after_backward:
+                end()
             for optimizer in self._optimizers:
                 optimizer.end_backward()
 
     def _begin_step(self) -> None:
         """Of an optimizer that is none of `prepare`'s."""
-        for observer in self._observers:
-            observer.begin_step()
+        for begin in self._at_step:
+            begin()
 
     def _after_optimizer_step(self, loss: Loss | None, number: int) -> None:
         """The optimizer of this number has taken a step."""
-        for observer in self._observers:
-            observer.optimizer_stepped(number)
+        for see in self._after_each_step:
+            see(number)
         is_next = self._records.count_step(loss, number, self._data.take_counts)
         if not is_next:
             return
-        for observer in self._observers:
-            observer.step_taken(self._records.num_steps)
+        for see in self._after_step:
+            see(self._records.num_steps)
         if self._data.is_own:
             self._between_steps()
 

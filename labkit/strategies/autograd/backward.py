@@ -143,11 +143,12 @@ def _run(
     run: Callable[..., Any], roots: Roots, seeds: Any, *args: Any, **kwargs: Any
 ) -> Any:
     global _is_inside
-    if _is_inside and kwargs.get("accumulate_grad", True):
+    is_backward = kwargs.get("accumulate_grad", True)
+    if _is_inside and is_backward:
         return _run_inside(run, roots, seeds, *args, **kwargs)
     if _is_inside or not (_followers or _watchers):
         return run(roots, seeds, *args, **kwargs)
-    if not kwargs.get("accumulate_grad", True):
+    if not is_backward:
         for watcher in _watchers:
             watcher.differentiating(args[2], args[1])
         return run(roots, seeds, *args, **kwargs)
@@ -160,7 +161,7 @@ def _run(
             wanted = watcher.begin(roots, seeds, args[1], args[2])
             seeds = seeds if _keeps_seeds else wanted
             begun.append(watcher)
-        if followers := living():
+        if _followers and (followers := living()):
             reach = _Reach(followers, roots, reached)
             for node in {*map(_node_of, roots)} - {None}:
                 hooks.append(node.register_prehook(reach))
@@ -169,14 +170,27 @@ def _run(
         return result
     finally:
         _is_inside = False
-        # In this order from the last one; each, whatever the one before it raises.
-        with contextlib.ExitStack() as ends:
-            for watcher in reversed(begun):
-                ends.callback(watcher.end)
-            for hook in hooks:
-                ends.callback(hook.remove)
-            for follower in reversed(reached):
-                ends.callback(follower.end_backward, has_failed=has_failed)
+        _end(reached, hooks, begun, has_failed=has_failed)
+
+
+def _end(
+    reached: list[Follower],
+    hooks: list[Any],
+    begun: list[Watcher],
+    *,
+    has_failed: bool,
+) -> None:
+    """Tell them that the pass has ended; each, whatever the one before it raises."""
+    try:
+        while reached:
+            reached.pop(0).end_backward(has_failed=has_failed)
+        while hooks:
+            hooks.pop().remove()
+        while begun:
+            begun.pop(0).end()
+    finally:
+        if reached or hooks or begun:
+            _end(reached, hooks, begun, has_failed=has_failed)
 
 
 def _run_inside(
