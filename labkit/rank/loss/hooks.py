@@ -235,11 +235,14 @@ def value_of(root: Any, seed: torch.Tensor | None) -> Loss | None:
     for all of them."""
     if not isinstance(root, torch.Tensor) or seed is None:
         return None
-    root = getattr(root, "labkit_loss", root).detach()
+    root = getattr(root, "labkit_loss", root)
     # On a GPU the values are not looked at, for the loop would wait for them.
     is_here = seed.is_cpu
+    if is_here and root.numel() == 1 and seed.item() == 1.0:
+        return snapshot(root)
+    root = root.detach()
     if root.numel() == 1:
-        return snapshot(root if is_here and seed.item() == 1.0 else root * seed)
+        return snapshot(root * seed)
     if is_here and root.numel() and bool((seed == seed.flatten()[0]).all()):
         return snapshot((root * seed).sum())
     return None

@@ -135,33 +135,32 @@ class StepSampler(Observer):
     def begin_microbatch(self, number: int) -> None:
         if self._probe is not None:
             self._probe.begin_forward()
-        else:
-            self._begin(number, self._prepared)
-
-    def _begin(self, number: int, trained: Callable[[], Sequence[Trained]]) -> None:
-        self._is_due = self._is_due or self._is_to_measure(number)
-        if self._is_due and not (because := hindrance()):
-            self._is_due = False
-            self._probe = StepProbe(
-                trained(),
-                self._device,
-                step=self._step,
-                began=self._began,
-                give_up_s=max(timeouts.GIVE_UP_S, GIVE_UP_STEPS * self._seconds),
-            )
-            self._probe.start()
-        elif self._is_due:
-            self._hindrance = because
+        elif self._is_to_measure(number):
+            self._begin(self._prepared)
 
     def _is_to_measure(self, number: int) -> bool:
-        """Whether it is sampled, or one from which on a strategy sends another number
-        of bytes."""
-        if is_sampled(number):
-            return True
-        for each in self._prepared():
-            if number in each.steps_to_measure:
-                return True
-        return False
+        """Whether a step is to be measured: this one is sampled, or one from which on a
+        strategy sends another number of bytes; or one before it, which could not be."""
+        if not self._is_due:
+            self._is_due = is_sampled(number) or any(
+                number in each.steps_to_measure for each in self._prepared()
+            )
+        return self._is_due
+
+    def _begin(self, trained: Callable[[], Sequence[Trained]]) -> None:
+        """Measure the step that is due, unless something is in the way."""
+        self._hindrance = hindrance()
+        if self._hindrance:
+            return
+        self._is_due = False
+        self._probe = StepProbe(
+            trained(),
+            self._device,
+            step=self._step,
+            began=self._began,
+            give_up_s=max(timeouts.GIVE_UP_S, GIVE_UP_STEPS * self._seconds),
+        )
+        self._probe.start()
 
     def begin_backward(self) -> None:
         if self._probe is not None:
@@ -198,8 +197,12 @@ class StepSampler(Observer):
         self._began = now
         if self._is_by_hand:  # all of its optimizers have stepped since it began
             self._stop(is_complete=True)
-        if self._probe is None and not self._prepared():
-            self._begin(step + 1, lambda: [Noticed(self._noticed)])
+        if (
+            self._probe is None
+            and not self._prepared()
+            and self._is_to_measure(step + 1)
+        ):
+            self._begin(lambda: [Noticed(self._noticed)])
             self._is_by_hand = self._probe is not None
 
     def end_epoch(self) -> None:

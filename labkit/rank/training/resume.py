@@ -189,10 +189,10 @@ class RunCheckpointer(Observer):
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         """Take a checkpoint if it is time to."""
-        if loader is not None:
-            self._active = self._loaders.index(loader)
         if self._plan is None:
             return
+        if loader is not None:
+            self._active = self._loaders.index(loader)
         if self.is_replaying:
             raise RuntimeError(
                 "--resume cannot tell which steps of this cell were taken before the "
