@@ -204,6 +204,8 @@ class StepProbe(TorchDispatchMode):
 
     def end_step(self) -> None:
         """It has ended, and is not to be the last."""
+        if self._is_active:
+            self.look()  # the optimizer may be new, and gone before the step is over
         self._log.end_step()
 
     @property
