@@ -23,7 +23,7 @@ JOIN = """
 import torch
 import torch.distributed as dist
 if not dist.is_initialized():
-    dist.init_process_group("gloo", {how})
+    dist.init_process_group({backend!r}, {how})
 rank, world_size = dist.get_rank(), dist.get_world_size()
 """
 CHECK = """
@@ -89,6 +89,11 @@ else:
     dist.barrier()
 """
 FIRST_TIMED = 20
+
+
+def join(how: str = "", backend: str = "gloo") -> str:
+    """A process group, of what the environment says or of `how`."""
+    return JOIN.format(how=how, backend=backend)
 
 
 def check(folder: Path) -> str:

@@ -26,7 +26,7 @@ class JupyterDistributed(Notebook):
         }
 
     def opening(self) -> list[str]:
-        return [cells.JOIN.format(how="")]
+        return [cells.join()]
 
     def cell(self, code: str) -> str:
         return code

@@ -14,13 +14,14 @@ class Labkit(Notebook):
     pulling = "%dist_pull data"
     repairing = "%dist_restart"
     closing = "%dist_stop"
+    device = "cpu"
 
     @classmethod
     def python(cls) -> str:
         return sys.executable
 
     def opening(self) -> list[str]:
-        options = f"-n {self.num_ranks} --device cpu --threads 1"
+        options = f"-n {self.num_ranks} --device {self.device} --threads 1"
         return ["%load_ext labkit", f"%dist_start {options}"]
 
     def cell(self, code: str) -> str:

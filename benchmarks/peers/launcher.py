@@ -18,7 +18,7 @@ class NotebookLauncher(Notebook):
         return ["from accelerate import notebook_launcher"]
 
     def cell(self, code: str) -> str:
-        join = cells.JOIN.format(how="")
+        join = cells.join()
         return self.launch(f"{join}\n{code}")
 
     @property

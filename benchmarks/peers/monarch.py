@@ -39,7 +39,7 @@ class Monarch(Notebook):
 
     def opening(self) -> list[str]:
         start = START.format(num_ranks=self.num_ranks)
-        return [start, self.cell(cells.JOIN.format(how=""))]
+        return [start, self.cell(cells.join())]
 
     def cell(self, code: str) -> str:
         return f"await ranks.run.call({code!r});"

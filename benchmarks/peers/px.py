@@ -23,7 +23,7 @@ class IPyParallel(Notebook):
 
     def opening(self) -> list[str]:
         how = f"init_method='file://{self.folder}/store', rank=rank, world_size="
-        join = cells.JOIN.format(how=how + str(self.num_ranks))
+        join = cells.join(how + str(self.num_ranks))
         return [START.format(num_ranks=self.num_ranks), self.cell(join)]
 
     def cell(self, code: str) -> str:

@@ -110,6 +110,20 @@ ROWS = (
         )
         for size in (2, 10)
     ),
+    Row(
+        "gpt2_tokens",
+        "GPT-2 124M in bf16 on GPUs, with DDP",
+        "tokens/s",
+        is_more_better=True,
+        why=TRAINING,
+    ),
+    Row(
+        "gpt2_mfu",
+        "share of the GPUs' peak (MFU)",
+        "%",
+        is_more_better=True,
+        why=TRAINING,
+    ),
     Row("log_cost", "one `log(loss=...)`", "s"),
     Row("log_latency", "from `log` to the picture", "s"),
     Row(

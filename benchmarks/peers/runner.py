@@ -14,6 +14,7 @@ import psutil
 from _kernel import Kernel
 
 from peers import cells
+from peers import gpu
 from peers import machine
 from peers.jupyter_distributed import JupyterDistributed
 from peers.lab import Labkit
@@ -58,7 +59,7 @@ class Plan:
 
 
 FULL = Plan(2, 3, 20, {2: 800, 10: 200}, 1, 20.0, (8, 16), 8)
-QUICK = Plan(1, 2, 10, {2: 300, 10: 60}, 1, 4.0, (), 3)
+QUICK = Plan(1, 2, 10, {2: 200}, 1, 4.0, (), 3)
 
 
 class Figures:
@@ -133,6 +134,9 @@ class Bench:
                 self.say(f"{size} ranks")
                 for name in self.names:
                     self.at_size(name, size)
+            if num_gpus := int(machine.printed(sys.executable, gpu.COUNT)):
+                self.say("GPT-2 on GPUs")
+                self.on_gpus(num_gpus)
         finally:
             self.close()
         described["load_after"] = machine.load()
@@ -258,6 +262,24 @@ class Bench:
             self.trivial(session, f"cell_{num_ranks}")
         finally:
             session.close()
+
+    def on_gpus(self, num_gpus: int) -> None:
+        """GPT-2 in a cell and as a script, in turns."""
+        device = machine.printed(sys.executable, gpu.NAME)
+        for number in range(self.plan.rounds):
+            for kind in gpu.SESSIONS[:: 1 if number % 2 == 0 else -1]:
+                session = kind(num_gpus)
+                try:
+                    with self.figures.noting("gpt2_tokens", session.name):
+                        session.open()
+                        session.start()
+                        rate = gpu.tokens_per_s(session)
+                        self.figures.add("gpt2_tokens", session.name, rate)
+                        share = gpu.utilization(rate, num_gpus, device)
+                        if share is not None:
+                            self.figures.add("gpt2_mfu", session.name, share)
+                finally:
+                    session.close()
 
     # ---- failures ----
 

@@ -30,6 +30,7 @@ class Torchrun(Session):
     package = "torch"
     keeps_state = False
     no_transfer = "a script has its data by itself"
+    backend = "gloo"
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
@@ -56,7 +57,7 @@ class Torchrun(Session):
         self.num_scripts += 1
         path = self.folder / f"script{self.num_scripts}.py"
         path.write_text(
-            f"{cells.JOIN.format(how='')}\n{code}\ndist.destroy_process_group()\n"
+            f"{cells.join(backend=self.backend)}\n{code}\ndist.destroy_process_group()\n"
         )
         options = ["--standalone", "--nproc-per-node", str(self.num_ranks)]
         output = path.with_suffix(".txt")
