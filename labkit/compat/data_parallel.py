@@ -103,6 +103,14 @@ def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+@GATE.needs(f"{_GROUP}.reduce_grads", f"{_GROUP}.all_reduce_grads")
+def set_reduction(groups: Sequence[Any], *, is_on: bool) -> None:
+    """Whether backward passes reduce the gradients of these groups: what
+    `FSDPModule.set_requires_gradient_sync` does, which searches the model for them."""
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = is_on
+
+
 @GATE.needs(f"{_PARAM}._unsharded_param")
 def whole_of(part: Any) -> Any:
     """The whole parameter, where it has been gathered before; None elsewhere."""

@@ -189,8 +189,7 @@ class DDP(Prepared):
             self._make_reducer()  # or it would take these gradients, too, for its own
         if not self.is_last or self._is_local:
             return
-        trained = {id(parameter) for parameter, _ in self._accumulators}
-        if self._ddp is None or trained != self._reduced:
+        if self._ddp is None or self._followed != self._reduced:
             # The loop has frozen some, or unfrozen; or gone back to an earlier step.
             self._make_reducer()
         if not self._has_agreed:

@@ -22,6 +22,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
+from labkit.compat.data_parallel import set_reduction
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import has_gradient_hooks
@@ -120,7 +121,7 @@ class FSDP(Prepared):
 
     def begin_microbatch(self, *, is_last: bool) -> None:
         super().begin_microbatch(is_last=is_last)
-        self._root.set_requires_gradient_sync(is_last)
+        set_reduction(self._groups, is_on=is_last)
 
     def check_layout(self) -> None:
         for name, shard in self._shards.items():

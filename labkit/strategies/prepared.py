@@ -149,6 +149,8 @@ class Prepared:
         self.given_parameters = parameters
         self._pattern: list[bool] = []
         self._accumulators: list[tuple[nn.Parameter, Any]] = []
+        self._followed: set[int] = set()
+        """Ids of the parameters in it."""
         # Of layers that are split those of this rank's parts.
         self._sizes = {n: local_part(p).numel() for n, p in module.named_parameters()}
         self._num_parameters = sum(self._sizes.values())
@@ -183,6 +185,7 @@ class Prepared:
         if pattern != self._pattern:
             self._pattern = pattern
             self._accumulators = self._find_accumulators()
+            self._followed = {id(parameter) for parameter, _ in self._accumulators}
         return self._accumulators
 
     def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:

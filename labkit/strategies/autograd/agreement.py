@@ -64,7 +64,11 @@ class Settings:
     def number(self) -> int:
         """Of the settings as they are now."""
         found = [
-            [plain(value) for key, value in group.items() if key != "params"]
+            [
+                value if type(value) in _PLAIN else plain(value)
+                for key, value in group.items()
+                if key != "params"
+            ]
             for group in self._optimizer.param_groups
         ]
         if found != self._known:  # to write them out takes ten times as long
@@ -83,9 +87,12 @@ class Settings:
         )
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
 def plain(value: Any) -> Any:
     """A setting as a number, a word or a tuple of them; None where it is neither."""
-    if type(value) in (bool, int, float, str):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, np.generic) or (
         isinstance(value, torch.Tensor) and value.numel() == 1

@@ -160,7 +160,8 @@ class PartitionedParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         gradients = _of.get(id(self))
         if gradients is None or gradients.is_ours:
-            found: torch.Tensor | None = _grad.__get__(self)
+            with DisableTorchFunctionSubclass():  # it is torch's own, and not a cell's
+                found: torch.Tensor | None = _grad.__get__(self)
             return found
         return gradients.get(self)
 
@@ -168,7 +169,8 @@ class PartitionedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         gradients = _of.get(id(self))
         if gradients is None or gradients.is_ours:
-            _grad.__set__(self, value)
+            with DisableTorchFunctionSubclass():
+                _grad.__set__(self, value)
         else:
             gradients.set(self, value)
 
@@ -198,12 +200,14 @@ class ShardedParameter(PartitionedParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
+            if func in _HARMLESS:
+                return func(*args, **kwargs)
             fleeting = [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
                 if type(leaf) is cls and is_fleeting(leaf)
             ]
-            if fleeting and func not in _HARMLESS and is_of_cell(sys._getframe(1)):
+            if fleeting and is_of_cell(sys._getframe(1)):
                 if func in _SHAPES:
                     shape = torch.empty(plain_shape(args[0]), device="meta")
                     return func(shape, *args[1:], **kwargs)
