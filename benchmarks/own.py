@@ -71,7 +71,9 @@ optimizer = model
 """
 
 FSDP = """
+import warnings
 from torch.distributed.fsdp import fully_shard
+warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")
 for layer in (model[1], model[3]):
     fully_shard(layer)
 fully_shard(model)
