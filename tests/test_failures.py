@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import ipyparallel
 import psutil
 import pytest
 from kernels import wait_until
@@ -647,39 +648,39 @@ def test_a_death_ends_a_new_group_that_the_others_make(lab: Lab, rank: int) -> N
     assert_all_is_well(lab)
 
 
-def test_a_rank_without_its_nanny_runs_cells_and_is_restarted(
-    lab: Lab, capsys: Captured
-) -> None:
-    pid = int(lab.status()["pid"][1])
-    [nanny] = psutil.Process(pid).children()
-    nanny.kill()
-    wait_until(
-        lambda: lab.status()["state"][1] == "no control channel",
-        10,
-        "it goes unnoticed",
-    )
-    with pytest.raises(RankError, match="rank 1: stopped at line 3"):
-        lab.run(
-            "import time\nif rank == 0: raise ValueError\ntime.sleep(60)", timeout=30
-        )
-    assert "labkit: rank 1: ipyparallel's nanny" in capsys.readouterr().err
+def test_the_controller_forgets_a_rank_that_has_died(lab: Lab) -> None:
+    # Or what it was asked would wait for an answer, for as long as the lab lives.
+    client = lab._ranks.cluster._client
+    known = set(client.ids)
+    question = lab._ranks.cluster.begin("time:sleep", 60, ranks=[1])
+    os.kill(int(lab.status()["pid"][1]), signal.SIGKILL)
+    with pytest.raises(ipyparallel.error.CompositeError, match="EngineError.* died"):
+        question.get(timeout=10)
+    assert len(known & set(client.ids)) == 1
     assert lab.restart() == [1]
-    assert lab.pull("kept", 0) == 100
+    assert len(client.ids) == 2
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
+
+
+BUSY_CONTROL_THREAD = """
+import threading
+from IPython import get_ipython
+ended = threading.Event()
+if rank == 1:
+    get_ipython().kernel.control_thread.io_loop.add_callback(ended.wait)
+print('here', flush=True)
+try:
+    while True: pass
+finally:
+    ended.set()
+"""
 
 
 def test_a_rank_that_requests_do_not_reach_is_stopped_all_the_same(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # They go by way of ipyparallel's nanny.
-    [nanny] = psutil.Process(int(lab.status()["pid"][1])).children()
-    nanny.suspend()
-    try:
-        loop = "print('here', flush=True)\nwhile True: pass"
-        seconds = interrupt_cell(lab, loop, monkeypatch)
-    finally:
-        nanny.resume()
+    seconds = interrupt_cell(lab, BUSY_CONTROL_THREAD, monkeypatch)
     alone_s = timeouts.ASK_AGAIN_S * stop_policy.NUM_ASKED_ALONE
     assert alone_s < seconds < timeouts.ASK_AGAIN_S * stop_policy.NUM_ASKED
     assert list(lab.status()["state"]) == ["idle", "idle"]

@@ -24,8 +24,8 @@ from labkit.rank.data.devices import to_device
 from labkit.rank.group import devices
 from labkit.rank.group.aborts import Aborts
 from labkit.rank.group.aborts import in_order
-from labkit.rank.group.process_group import close_listeners
-from labkit.rank.group.process_group import listening_ports
+from labkit.rank.group.connections import close_listeners
+from labkit.rank.group.connections import listening_ports
 from labkit.rank.group.settings import NCCL
 from labkit.rank.group.settings import set_variables
 from labkit.rank.measuring import memory

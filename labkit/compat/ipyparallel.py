@@ -19,6 +19,7 @@ from labkit.compat.gate import Gate
 GATE = Gate("ipyparallel")
 _logger = logging.getLogger("labkit")
 _CLIENT = "ipyparallel.client.client:Client"
+_NO_NANNY = "--IPEngine.enable_nanny=False"
 _LAUNCHER = "ipyparallel.cluster.launcher:LocalProcessLauncher"
 
 OnOutput = Callable[[dict[str, Any]], None]
@@ -92,6 +93,14 @@ def keep_listening(client: Any) -> None:
     client._io_loop.add_callback(client._iopub_stream.on_recv, take, copy=False)
 
 
+@GATE.needs(f"{_CLIENT}._send", f"{_CLIENT}._query_stream")
+def unregister(client: Any, engine_id: int) -> None:
+    """Have the controller forget an engine that has ended, as its nanny would."""
+    client._send(
+        client._query_stream, "unregistration_request", content={"id": engine_id}
+    )
+
+
 @GATE.needs(f"{_CLIENT}._build_targets")
 def ident_of(client: Any, engine_id: int) -> bytes:
     """By what messages are sent to an engine; IndexError or NoEnginesRegistered where
@@ -126,12 +135,13 @@ def end_loop(cluster: Any) -> None:
 def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
     """A launcher of engines that `start` starts.
 
-    In ipyparallel's own, one method calls Popen and does all the rest.
+    In ipyparallel's own, one method calls Popen and does all the rest. Without nannies:
+    each is a second process beside its engine, through which questions to that go.
     """
 
     class Launcher(LocalEngineLauncher):
         def start(self) -> None:
-            arguments = self.cluster_args + self.engine_args
+            arguments = [*self.cluster_args, *self.engine_args, _NO_NANNY]
             environment = {**os.environ, **self.get_env()}
             self.process = start(arguments, environment, self.output_file)
             self.pid = self.process.pid

@@ -42,7 +42,8 @@ from labkit.records import KEY
 from labkit.records import SAFE_PATH
 
 # Registration waits for heartbeats; ipyparallel's own period of 3 s makes it slow.
-# A rank that holds the GIL for long must not count as dead; its nanny reports deaths.
+# A rank that holds the GIL for long must not count as dead: `_supervise` reports the
+# dead.
 _CONTROLLER_ARGS = [
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=2400",
@@ -132,8 +133,9 @@ class Cluster:
         self._controller: EngineProcess | None = None
         self._controller_parts: list[psutil.Process] = []
         self._engines: dict[int, EngineProcess] = {}
-        self._nannies: dict[int, psutil.Process | None] = {}
         self._engine_ids: dict[int, int] = {}
+        self._registered: dict[int, EngineProcess] = {}
+        """By engine id; a former rank's, until the controller has forgotten it."""
         self.on_late_output: OnLateOutput = lambda rank, kind, content: None
         """Called, in the client's thread, with what ranks print between two cells."""
         self._is_ending = threading.Event()
@@ -243,11 +245,10 @@ class Cluster:
                         with contextlib.suppress(psutil.NoSuchProcess):
                             launcher.process.kill()
             raise
-        nannies = find_nannies([each.pid for each in started])
         for rank, each in zip(ranks, started, strict=True):
             self._engines[rank] = each
             self._engine_ids[rank] = engine_of[each.pid]
-            self._nannies[rank] = nannies.get(each.pid)
+            self._registered[engine_of[each.pid]] = each
 
     def _wait_for_registration(
         self,
@@ -295,6 +296,12 @@ class Cluster:
             for each in [self._controller, *self._engines.values()]:
                 if each is not None:
                     each.look()
+            for engine_id, each in list(self._registered.items()):
+                if not each.is_alive:
+                    # What was asked of it, and not answered, then fails in the client.
+                    with contextlib.suppress(OSError):  # the user has closed it
+                        compat.unregister(self._client, engine_id)
+                    del self._registered[engine_id]
             if self._watchdog.poll() is not None:
                 with contextlib.suppress(OSError):  # then at the next look
                     former, self._watchdog = self._watchdog, self._start_watchdog()
@@ -307,14 +314,6 @@ class Cluster:
         return self._client is not None and (
             self._engine_ids[rank] in self._client.ids and self._engines[rank].is_alive
         )
-
-    def has_no_control_channel(self, rank: int) -> bool:
-        """Whether a rank that is alive can be neither asked nor stopped.
-
-        Such requests go by way of ipyparallel's nanny, a process of its own.
-        """
-        nanny = self._nannies[rank]
-        return self.is_alive(rank) and (nanny is None or not is_running(nanny))
 
     def unreachable_reason(self) -> str:
         """Why no rank can be reached any more; "" while they can."""
@@ -490,11 +489,7 @@ class Cluster:
         """
         answer: Future[Any] = Future()
         try:
-            if (
-                self.unreachable_reason()
-                or not self.is_alive(rank)
-                or self.has_no_control_channel(rank)
-            ):
+            if self.unreachable_reason() or not self.is_alive(rank):
                 raise RankDiedError
             ident = self._ident(rank)
         except RankDiedError:
@@ -520,8 +515,6 @@ class Cluster:
     ) -> "Future[Any]":
         """Ask the rank to stop the cell whose spec has this number; the future is done
         when it knows."""
-        if self.has_no_control_channel(rank):
-            self.signal(rank)
         return self.ask(
             rank, "interrupt", number=number, release_after_s=release_after_s
         )
@@ -638,13 +631,3 @@ def safe_path() -> dict[str, str]:
     """What keeps an engine, until it has started, from importing what lies in the
     notebook's folder; nothing where the user has set that for good."""
     return {} if os.environ.get("PYTHONSAFEPATH") else SAFE_PATH
-
-
-def find_nannies(pids: Sequence[int]) -> dict[int, psutil.Process]:
-    """The process that ipyparallel puts beside each engine, by the engine's id."""
-    return {
-        process.ppid(): process
-        for process in psutil.process_iter(["ppid", "cmdline"])
-        if process.info["ppid"] in pids
-        and "ipyparallel.engine.nanny" in (process.info["cmdline"] or [])
-    }

@@ -26,11 +26,6 @@ NUM_RELEASES = 30
 
 _CALLS = "labkit.rank.engine.rpc"
 
-NO_CONTROL_CHANNEL = (
-    "ipyparallel's nanny of this rank is gone: cells run on it, but it can be neither "
-    "asked nor stopped in a collective; %dist_restart restarts the rank"
-)
-
 
 class RankGroup:
     """A cluster whose engines are ranks of one process group; ready when it exists.
@@ -120,8 +115,6 @@ class RankGroup:
         if not self.cluster.is_alive(rank):
             death = self.cluster.death(rank)
             return "dead", f"dead since {death.clock}: {death}"
-        if self.cluster.has_no_control_channel(rank):
-            return "no control channel", NO_CONTROL_CHANNEL
         return "does not answer", ""
 
     @contextlib.contextmanager
@@ -139,9 +132,6 @@ class RankGroup:
                     + "; %dist_restart (lab.restart()) brings back what is dead, "
                     "%dist_restart --all every rank"
                 )
-            for rank in self.everyone:
-                if self.cluster.has_no_control_channel(rank):
-                    print(f"labkit: rank {rank}: {NO_CONTROL_CHANNEL}", file=sys.stderr)
             if not self._is_whole:
                 self._form()
             yield self.cluster
@@ -168,14 +158,7 @@ class RankGroup:
                 return list(self.everyone)
             if reason := self.cluster.unreachable_reason():
                 raise UserError(reason)
-            return self.bring_back(
-                [
-                    rank
-                    for rank in self.everyone
-                    if not self.cluster.is_alive(rank)
-                    or self.cluster.has_no_control_channel(rank)
-                ]
-            )
+            return self.bring_back(self.dead())
 
     def bring_back(self, ranks: Sequence[int]) -> list[int]:
         """Restart these ranks, and re-create the group where it is not whole; `ranks`.

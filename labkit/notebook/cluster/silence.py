@@ -12,8 +12,8 @@ from labkit import timeouts
 class SilenceWatch:
     """Asks ranks again and again, so that a long wait ends with the last answer.
 
-    What a rank does may take any time as long as its control thread answers. One that
-    is not asked, being dead or without a control channel, is not waited for either.
+    What a rank does may take any time as long as its control thread answers. A dead one
+    is not asked, and not waited for either.
     """
 
     def __init__(

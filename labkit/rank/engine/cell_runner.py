@@ -26,10 +26,10 @@ from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
 from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.engine.requests import ControlRequests
-from labkit.rank.group.devices import why_lost
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.group.spawned import send_definitions
+from labkit.rank.measuring.devices import why_lost
 from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.measuring.serving import Serving

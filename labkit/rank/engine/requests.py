@@ -10,8 +10,8 @@ from typing import Any
 from labkit.compat.ipython import cell_numbers
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.interrupts import CellInterrupts
-from labkit.rank.group.devices import describe
 from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.measuring.devices import describe
 from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.memory import memory_total
 from labkit.rank.telemetry.stack_trace import finished_collectives

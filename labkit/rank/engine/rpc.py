@@ -14,9 +14,9 @@ from labkit.compat import data_parallel
 from labkit.compat import ipython
 from labkit.compat import torch
 from labkit.rank.engine.cell_runner import CellRunner
-from labkit.rank.group.devices import why_lost
 from labkit.rank.group.recovery import freeze_libraries
 from labkit.rank.group.recovery import recover_models
+from labkit.rank.measuring.devices import why_lost
 from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.records import SAFE_PATH

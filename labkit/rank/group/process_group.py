@@ -2,19 +2,15 @@
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Collection
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl
 from urllib.parse import urlparse
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -33,6 +29,9 @@ from labkit.compat.c10d import reset_rpc_counts
 from labkit.compat.c10d import set_default_group
 from labkit.compat.deepspeed import forget_world_group
 from labkit.rank.group.aborts import Aborts
+from labkit.rank.group.connections import close_connections
+from labkit.rank.group.connections import close_listeners
+from labkit.rank.group.connections import listening_ports
 from labkit.rank.group.recovery import FormerGroups
 from labkit.rank.group.recovery import bind_to_new_groups
 from labkit.rank.group.settings import set_variables
@@ -445,56 +444,3 @@ def group_of_one(default: dist.ProcessGroup, timeout: timedelta) -> dist.Process
         return dist.new_group([0], timeout=timeout, use_local_synchronization=True)
     finally:
         default.bound_device_id = device
-
-
-def close_connections(peers: list[int]) -> None:
-    """Shut this process's TCP connections to the processes `peers`, and no others.
-
-    Those are gloo's.
-    """
-    theirs = {
-        _plain(connection.laddr)
-        for pid in peers
-        for connection in _connections(pid)
-        if connection.status == psutil.CONN_ESTABLISHED
-    }
-    for connection in _connections(os.getpid()):
-        if connection.raddr and _plain(connection.raddr) in theirs:
-            _shut(connection.fd, socket.socket.getpeername, connection.raddr.port)
-
-
-def listening_ports() -> set[int]:
-    """The TCP ports on which this process listens."""
-    return {each.laddr.port for each in _listeners()}
-
-
-def close_listeners(kept: Collection[int]) -> None:
-    """Have what waits for connections in this process fail, except on ports `kept`."""
-    for each in _listeners():
-        if each.laddr.port not in kept:
-            _shut(each.fd, socket.socket.getsockname, each.laddr.port)
-
-
-def _listeners() -> list[Any]:
-    found = _connections(os.getpid())
-    return [each for each in found if each.status == psutil.CONN_LISTEN]
-
-
-def _shut(fd: int, address: Callable[[socket.socket], Any], port: int) -> None:
-    """Shut a connection, if the descriptor is still of the one with this port."""
-    # The peer may close its end, and with it ours, at this very moment.
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-        if address(duplicate)[1] == port:
-            duplicate.shutdown(socket.SHUT_RDWR)
-
-
-def _plain(address: Any) -> tuple[str, int]:
-    """An address as IPv4, also of a connection over IPv6."""
-    return address.ip.removeprefix("::ffff:"), address.port
-
-
-def _connections(pid: int) -> list[Any]:
-    try:
-        return psutil.Process(pid).net_connections("tcp")
-    except psutil.Error:
-        return []

@@ -1,0 +1,136 @@
+"""This process's TCP sockets: shutting them frees what waits in a collective."""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+Address = tuple[str, int]
+"""The last four bytes of an IP address, in one notation for all, and the port: gloo
+reaches an IPv4 address over IPv6 as well."""
+
+_ESTABLISHED = "01"
+"""The state of a connection in /proc/net/tcp. Source: proc_net_tcp in Linux's
+documentation."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One end of an established TCP connection."""
+
+    fd: int
+    local: Address
+    remote: Address
+
+
+def close_connections(peers: Collection[int]) -> None:
+    """Shut this process's TCP connections to the processes `peers`, and no others.
+
+    Those are gloo's.
+    """
+    own = os.getpid()
+    found = connections_of({own, *peers})
+    theirs = {
+        each.local
+        for pid, connections in found.items()
+        for each in connections
+        if pid != own
+    }
+    for each in found[own]:
+        if each.remote in theirs:
+            _shut(each.fd, socket.socket.getpeername, each.remote[1])
+
+
+def connections_of(pids: Iterable[int]) -> dict[int, list[Connection]]:
+    """The established TCP connections of processes, by process id.
+
+    psutil reads the table of all of the host's connections once for each process: with
+    N ranks it has N^2 rows, and every rank looks at N processes.
+    """
+    if sys.platform != "linux":
+        return {pid: list(_by_psutil(pid)) for pid in pids}
+    table = _established()
+    return {
+        pid: [
+            Connection(fd, *table[inode])
+            for fd, inode in _sockets(pid)
+            if inode in table
+        ]
+        for pid in pids
+    }
+
+
+def _established() -> dict[str, tuple[Address, Address]]:
+    """Local and remote address by the number of the socket's inode."""
+    found = {}
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                _, local, remote, state, *_, inode = line.split(maxsplit=10)[:10]
+                if state == _ESTABLISHED:
+                    found[inode] = _address(local), _address(remote)
+    return found
+
+
+def _address(text: str) -> Address:
+    """Of an address as /proc/net/tcp has it: "0100007F:1F90"."""
+    ip, port = text.split(":")
+    return ip[-8:], int(port, 16)
+
+
+def _sockets(pid: int) -> Iterator[tuple[int, str]]:
+    """Descriptor and inode of each socket of a process; none once it has ended."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed just now
+                target = str(Path(entry.path).readlink())
+                if target.startswith("socket:["):
+                    yield int(entry.name), target[8:-1]
+
+
+def _by_psutil(pid: int) -> Iterator[Connection]:
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.Process(pid).net_connections("tcp"):
+            if each.status == psutil.CONN_ESTABLISHED:
+                ends = [
+                    (end.ip.removeprefix("::ffff:"), end.port)
+                    for end in (each.laddr, each.raddr)
+                ]
+                yield Connection(each.fd, *ends)
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports on which this process listens."""
+    return {each.laddr.port for each in _listeners()}
+
+
+def close_listeners(kept: Collection[int]) -> None:
+    """Have what waits for connections in this process fail, except on ports `kept`."""
+    for each in _listeners():
+        if each.laddr.port not in kept:
+            _shut(each.fd, socket.socket.getsockname, each.laddr.port)
+
+
+def _listeners() -> list[Any]:
+    try:
+        found = psutil.Process().net_connections("tcp")
+    except psutil.Error:
+        return []
+    return [each for each in found if each.status == psutil.CONN_LISTEN]
+
+
+def _shut(fd: int, address: Callable[[socket.socket], Any], port: int) -> None:
+    """Shut a connection, if the descriptor is still of the one with this port."""
+    # The peer may close its end, and with it ours, at this very moment.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        if address(duplicate)[1] == port:
+            duplicate.shutdown(socket.SHUT_RDWR)
