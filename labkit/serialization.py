@@ -68,7 +68,7 @@ def dumps(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def loads(payload: bytes | bytearray) -> Any:
+def loads(payload: bytes | bytearray | memoryview) -> Any:
     """What `dumps` was given. ValueError where it cannot be made in this process."""
     try:
         return cloudpickle.loads(payload)

@@ -654,7 +654,7 @@ def test_the_controller_forgets_a_rank_that_has_died(lab: Lab) -> None:
     known = set(client.ids)
     question = lab._ranks.cluster.begin("time:sleep", 60, ranks=[1])
     os.kill(int(lab.status()["pid"][1]), signal.SIGKILL)
-    with pytest.raises(ipyparallel.error.CompositeError, match="EngineError.* died"):
+    with pytest.raises(ipyparallel.error.CompositeError, match=r"EngineError.* died"):
         question.get(timeout=10)
     assert len(known & set(client.ids)) == 1
     assert lab.restart() == [1]

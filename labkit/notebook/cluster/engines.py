@@ -110,7 +110,8 @@ class Cluster:
     ) -> None:
         compat.GATE.check()
         absolute(".")  # without one ipyparallel would end this process
-        self._folder = tempfile.mkdtemp(prefix="labkit-")
+        self.folder = Path(tempfile.mkdtemp(prefix="labkit-"))
+        """The lab's own, for this user alone; removed at its end."""
         self._write_controller_config()  # while nothing runs yet: the disk may be full
         self._token = uuid.uuid4().hex
         self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
@@ -118,7 +119,7 @@ class Cluster:
         self._fork_server = self._start_fork_server()
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
-            profile_dir=self._folder,
+            profile_dir=str(self.folder),
             cluster_file="",
             controller_ip="127.0.0.1",
             controller_args=_CONTROLLER_ARGS,
@@ -178,7 +179,7 @@ class Cluster:
 
         In a file: every user of the host sees a command line.
         """
-        path = Path(self._folder, "ipcontroller_config.py")
+        path = self.folder / "ipcontroller_config.py"
         path.touch(0o600)
         key = secrets.token_hex(32).encode()
         # ipyparallel signs nothing where it encrypts, unless there is a key.
@@ -194,7 +195,7 @@ class Cluster:
         # No argument, which every user of the host could read.
         environment[watchdog.WATCHED_VARIABLE] = self._token
         return subprocess.Popen(
-            [sys.executable, "-P", watchdog.__file__, self._folder],
+            [sys.executable, "-P", watchdog.__file__, str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -202,7 +203,7 @@ class Cluster:
         )
 
     def _start_fork_server(self) -> ForkServer:
-        return ForkServer(self._environment, Path(self._folder, "fork-server.log"))
+        return ForkServer(self._environment, self.folder / "fork-server.log")
 
     def _fork(
         self, arguments: list[str], environment: dict[str, str], output_file: str
@@ -532,7 +533,7 @@ class Cluster:
 
     def stack_file(self, rank: int) -> str:
         """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
-        return str(Path(self._folder) / f"stack-{rank}.txt")
+        return str(self.folder / f"stack-{rank}.txt")
 
     def open_store(self) -> Path:
         """Serve an empty store, in place of the former one; where ranks find it."""
@@ -540,7 +541,7 @@ class Cluster:
             self._check([])
             self._close_store()
             self._num_stores += 1
-            self._store = KeyServer(Path(self._folder) / f"store-{self._num_stores}")
+            self._store = KeyServer(self.folder / f"store-{self._num_stores}")
             return self._store.path
 
     def _close_store(self) -> None:
@@ -609,7 +610,7 @@ class Cluster:
                 self._watchdog.stdin.write(b"\n")
                 self._watchdog.stdin.close()
         if self._watchdog.wait() != 0:  # somebody ended it
-            watchdog.clean_up(self._token, self._folder)
+            watchdog.clean_up(self._token, str(self.folder))
         self._fork_server.join()
         with self._changes_store:
             self._close_store()

@@ -1,9 +1,11 @@
 """Copies variables between the notebook and ranks, of any size."""
 
 import contextlib
+import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -16,17 +18,25 @@ if TYPE_CHECKING:
 
 _TRANSFER = "labkit.rank.engine.transfer"
 
+FILE_BYTES = 2**20
+"""What is larger goes by way of a file in the lab's folder: the controller decrypts,
+copies and encrypts all that it carries, for each rank anew."""
 PART_BYTES = 2**26
-"""What is larger goes in parts of this size, with a bar that shows how far it is."""
+"""What is larger has a bar that shows how far it is. What the disk has no room for goes
+through the controller in parts of this size."""
 
 
 def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
     """Put pickled names and values into the namespaces of `ranks`."""
     # To unpickle may take as long as it likes: what is pushed may run code.
     call = partial(cluster.call, ranks=ranks, timeout_s=None)
-    if len(payload) <= PART_BYTES:
+    if len(payload) <= FILE_BYTES:
         call(f"{_TRANSFER}:push", payload)
         return
+    with _file_with(cluster, payload) as path:
+        if path is not None:
+            call(f"{_TRANSFER}:push_file", str(path))
+            return
     with _in_parts(cluster, "push", len(payload), ranks) as progress:
         for start in range(0, len(payload), PART_BYTES):
             part = payload[start : start + PART_BYTES]
@@ -52,7 +62,8 @@ def pull(
             "begins with %%dist sets one"
         )
     begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
-    begin = partial(begin, PART_BYTES, timeout_s=None)
+    sizes = FILE_BYTES, PART_BYTES
+    begin = partial(begin, str(cluster.folder), *sizes, timeout_s=None)
     try:
         if full and _is_sharded(group, name, having, ranks):
             with group.risking_the_group():
@@ -69,8 +80,10 @@ def pull(
     found: list[bytes | bytearray] = []
     with _in_parts(cluster, "pull", total, ranks) as progress:
         for rank, (num_bytes, first) in zip(ranks, begun, strict=True):
-            payload = bytearray(first)
-            progress.update(len(first))
+            # A rank names the file with all of it, or gives the first part.
+            is_file = isinstance(first, str)
+            payload = bytearray(Path(first).read_bytes() if is_file else first)
+            progress.update(len(payload))
             while len(payload) < num_bytes:
                 [part] = cluster.call(
                     f"{_TRANSFER}:pull_part",
@@ -105,14 +118,38 @@ def _is_sharded(
 
 
 @contextlib.contextmanager
+def _file_with(cluster: "Cluster", payload: bytes) -> Iterator[Path | None]:
+    """A file from which ranks can read it; None where the disk has no room for it."""
+    path = cluster.folder / f"push-{uuid.uuid4().hex}"
+    try:
+        with path.open("wb") as file, _bar("push", len(payload)) as progress:
+            for start in range(0, len(payload), PART_BYTES):
+                part = memoryview(payload)[start : start + PART_BYTES]
+                progress.update(file.write(part))
+    except OSError:
+        path.unlink(missing_ok=True)
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _bar(what: str, num_bytes: int) -> Any:
+    from tqdm import tqdm
+
+    is_quick = num_bytes <= PART_BYTES
+    return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, disable=is_quick)
+
+
+@contextlib.contextmanager
 def _in_parts(
     cluster: "Cluster", what: str, num_bytes: int, ranks: Sequence[int]
 ) -> Iterator[Any]:
     """A bar for what takes long; ranks keep no part when it ends, in whatever way."""
-    from tqdm import tqdm
-
     try:
-        with tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True) as progress:
+        with _bar(what, num_bytes) as progress:
             yield progress
     finally:
         _drop_parts(cluster, ranks)

@@ -1,6 +1,9 @@
 """A rank's side of `%dist_push`, `%dist_pull` and `%dist_estimate`."""
 
 import itertools
+import mmap
+import uuid
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,15 +22,21 @@ from labkit.strategies.zero.engines import full_state_dict
 from labkit.strategies.zero.engines import is_zero
 
 
-def push(payload: bytes) -> None:
+def push(payload: bytes | memoryview) -> None:
     """Put pickled names and values into this rank's namespace."""
     runner().shell.user_ns.update(serialization.loads(payload))
 
 
+def push_file(path: str) -> None:
+    """`push` what is in a file."""
+    with Path(path).open("rb") as file:
+        push(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+
+
 _parts: list[bytes] = []
 """Of a payload that comes in parts."""
-_outgoing: list[bytes] = []
-"""The payload that goes in parts, if one does."""
+_outgoing: list[bytes | Path] = []
+"""The payload that goes in parts, or the file with it, if there is one."""
 
 
 def push_part(part: bytes) -> None:
@@ -45,6 +54,9 @@ def push_parts() -> None:
 def drop_parts() -> None:
     """Keep no part of a payload that is through, or whose rest will not come."""
     _parts.clear()
+    for each in _outgoing:
+        if isinstance(each, Path):
+            each.unlink(missing_ok=True)
     _outgoing.clear()
 
 
@@ -70,9 +82,15 @@ def is_sharded(name: str) -> bool:
 
 
 def pull(
-    name: str, full: bool, ranks: list[int], part_bytes: int
-) -> tuple[int, bytes] | None:
-    """How long the pickled value of `name` is, and its first part.
+    name: str,
+    full: bool,
+    ranks: list[int],
+    folder: str,
+    file_bytes: int,
+    part_bytes: int,
+) -> tuple[int, bytes | str] | None:
+    """How long the pickled value of `name` is, and its first part; for one of more than
+    `file_bytes` the file in `folder` that has all of it, where there is room.
 
     With `full` it is gathered whole, a collective; None on a rank that only takes part
     in that, being none of `ranks`.
@@ -84,6 +102,15 @@ def pull(
         return None
     payload = serialization.dumps(value)
     drop_parts()
+    if len(payload) > file_bytes:
+        path = Path(folder, f"pull-{uuid.uuid4().hex}")
+        _outgoing.append(path)
+        try:
+            path.write_bytes(payload)
+        except OSError:  # the disk is full
+            drop_parts()
+        else:
+            return len(payload), str(path)
     if len(payload) > part_bytes:
         _outgoing.append(payload)
     return len(payload), payload[:part_bytes]
@@ -92,6 +119,7 @@ def pull(
 def pull_part(start: int, num_bytes: int) -> bytes:
     """The next part of what `pull` has begun."""
     [payload] = _outgoing
+    assert isinstance(payload, bytes)
     return payload[start : start + num_bytes]
 
 
