@@ -33,6 +33,11 @@ class KeyServer:
         self._operations: dict[str, Callable[..., Any]] = {
             "set": self._set,
             "get": self._get,
+            "multi_get": self._multi_get,
+            "multi_set": self._multi_set,
+            "append": lambda key, value: self._set(
+                key, self._values.get(key, "") + value
+            ),
             "add": self._add,
             "wait": self._wait,
             "check": self._has,
@@ -102,6 +107,14 @@ class KeyServer:
     def _get(self, key: str, timeout_s: float) -> str | None:
         self._wait([key], timeout_s)
         return self._values.get(key)
+
+    def _multi_get(self, keys: list[str], timeout_s: float) -> list[str] | None:
+        all_there = self._wait(keys, timeout_s)
+        return [self._values[key] for key in keys] if all_there else None
+
+    def _multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self._set(key, value)
 
     def _add(self, key: str, number: int) -> int:
         total = int(self._values.get(key, "0")) + number

@@ -671,7 +671,7 @@ if rank == 1:
     get_ipython().kernel.control_thread.io_loop.add_callback(ended.wait)
 print('here', flush=True)
 try:
-    while True: pass
+    while not ended.is_set(): pass
 finally:
     ended.set()
 """

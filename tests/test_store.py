@@ -49,6 +49,11 @@ def uses(store: Any) -> list[Any]:
     got += [store.num_keys(), store.delete_key("text"), store.delete_key("text")]
     got += [store.check(["text"]), store.wait(["token"]), store.wait(["token"], SHORT)]
     got += [prefixed.num_keys(), prefixed.delete_key("count")]
+    prefixed.multi_set(["one", "two"], ["1", "2"])
+    prefixed.append("two", "3")
+    prefixed.append("three", "4")
+    got += [store.has_extended_api(), prefixed.multi_get(["two", "one", "three"])]
+    got += [store.multi_get(["group/two"]), store.multi_get([])]
     clone = prefixed.clone()  # type: ignore[attr-defined]
     clone.set("by clone", "x")
     got += [clone.get("bytes"), store.get("group/by clone"), store.num_keys()]
@@ -61,6 +66,8 @@ def uses(store: Any) -> list[Any]:
     clone.set_timeout(SHORT)  # as init_rpc does
     with pytest.raises(dist.DistStoreError):
         clone.get("never")
+    with pytest.raises(dist.DistStoreError):
+        clone.multi_get(["by clone", "never"])
     return got
 
 

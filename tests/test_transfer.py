@@ -5,10 +5,12 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernels import wait_until
 
 from labkit import Lab
 from labkit import timeouts
@@ -41,10 +43,38 @@ slow = SlowToPull()
 """
 
 
-def test_what_is_large_goes_in_parts_and_says_how_far_it_has_come(
-    lab: Lab, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def files_of(lab: Lab) -> list[Path]:
+    folder = lab._ranks.cluster.folder
+    return [*folder.glob("push-*"), *folder.glob("pull-*")]
+
+
+def test_what_is_large_goes_by_way_of_a_file_that_is_then_gone(lab: Lab) -> None:
+    large = torch.arange(2 * transfer.FILE_BYTES)
+    lab.push(large=large)
+    assert files_of(lab) == []
+    for found in lab.pull("large", "all"):
+        torch.testing.assert_close(found, torch.arange(2 * transfer.FILE_BYTES))
+    wait_until(lambda: files_of(lab) == [], 10, "a rank keeps its file")
+    lab.run("large[:] = rank")
+    assert [int(each[-1]) for each in lab.pull("large", "all")] == [0, 1]
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FILE_BYTES", 2**10)
+
+
+@pytest.fixture
+def no_room(lab: Lab, small_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no file be made for what is copied, and copy in small parts."""
     monkeypatch.setattr(transfer, "PART_BYTES", 2**10)
+    monkeypatch.setattr(lab._ranks.cluster, "folder", Path("/nowhere"))
+
+
+@pytest.mark.usefixtures("no_room")
+def test_what_no_file_has_room_for_goes_in_parts_and_says_how_far_it_has_come(
+    lab: Lab, capsys: Captured
+) -> None:
     lab.push(small=torch.ones(2))
     lab.pull("small")
     assert capsys.readouterr().err == ""
@@ -60,10 +90,11 @@ def test_what_is_large_goes_in_parts_and_says_how_far_it_has_come(
     assert lab.pull("kept", "all") == [0, 0]
 
 
+@pytest.mark.parametrize("fixture", ["small_files", "no_room"])
 def test_a_pull_that_fails_on_one_rank_leaves_nothing_for_the_next_push(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, fixture: str, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(transfer, "PART_BYTES", 2**10)
+    request.getfixturevalue(fixture)
     lab.run("import threading\nlarge = {'taken': torch.zeros(2**10)}")
     lab.run("large['lock'] = threading.Lock()", ranks="1")
     with pytest.raises(ValueError, match="cannot pickle"):
@@ -71,6 +102,7 @@ def test_a_pull_that_fails_on_one_rank_leaves_nothing_for_the_next_push(
     lab.push(pushed=torch.arange(2**10))
     lab.run("is_right = pushed.tolist() == [*range(2**10)] and 'taken' not in dir()")
     assert lab.pull("is_right", "all") == [True, True]
+    wait_until(lambda: files_of(lab) == [], 10, "a rank keeps its file")
 
 
 def test_a_copy_may_take_as_long_as_it_likes(

@@ -79,9 +79,8 @@ def bind_to_new_groups(
     if former is not None:
         wanted = former.formation, former.in_use(meshes, variables)
     store.set(f"wanted/{dist.get_rank()}", json.dumps(wanted))
-    everyone: list[Any] = [
-        json.loads(store.get(f"wanted/{rank}")) for rank in range(dist.get_world_size())
-    ]
+    keys = [f"wanted/{rank}" for rank in range(dist.get_world_size())]
+    everyone: list[Any] = list(map(json.loads, store.multi_get(keys)))
     successors: dict[str, Group] = {}
     for name, ranks in sorted(
         {(n, tuple(r)) for _, w in everyone for n, r in w.items()}

@@ -40,6 +40,9 @@ def set_variables(
     defaults = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
+        # Gloo gets the addresses of all ranks at once: one question to the store of
+        # each rank in place of two for each pair of ranks.
+        "GLOO_ENABLE_STORE_V2_API": "1",
         # Torch's record of collectives is read while a cell hangs; all 2000 that it
         # keeps by itself would take 0.2 s.
         "TORCH_FR_BUFFER_SIZE": "256",

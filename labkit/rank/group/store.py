@@ -80,6 +80,23 @@ class LabStore(dist.Store):
             raise _timed_out([key], self.timeout)
         return _bytes(value)
 
+    # Without these, gloo asks for the address of each rank by itself.
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._call("multi_get", keys, self.timeout.total_seconds())
+        if values is None:
+            raise _timed_out(keys, self.timeout)
+        return list(map(_bytes, values))
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        self._call("multi_set", keys, list(map(_text, values)))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._call("append", key, _text(value))
+
     def add(self, key: str, value: int) -> int:
         return int(self._call("add", key, value))
 
