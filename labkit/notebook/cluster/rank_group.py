@@ -238,12 +238,16 @@ class RankGroup:
         self._install(ranks)
 
     def _install(self, ranks: Sequence[int]) -> None:
+        pids = self.cluster.pids
+        places = {
+            pids[rank]: (self.placements[rank], self.cluster.stack_file(rank))
+            for rank in ranks
+        }
+        notes = self.cluster.call(f"{_CALLS}:install", places, ranks=ranks)
         for rank in ranks:
-            arguments = self.placements[rank], self.cluster.stack_file(rank)
-            [notes] = self.cluster.call(f"{_CALLS}:install", *arguments, ranks=[rank])
             self.cluster.listen(rank)
-            for note in notes if rank == 0 else ():  # the others are set alike
-                print(f"labkit: {note}", file=sys.stderr)
+        for note in notes[0] if 0 in ranks else ():  # the others are set alike
+            print(f"labkit: {note}", file=sys.stderr)
 
     def _form(self) -> None:
         """Re-create the process group on all ranks, and see that it works."""

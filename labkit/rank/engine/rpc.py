@@ -66,10 +66,11 @@ def use_working_directory() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def install(placement: Placement, stack_file: str) -> list[str]:
-    """Make this engine a rank; `stack_file` is where it writes its stack, if it
-    cannot answer when it is asked for it. What the user is to know of it."""
+def install(places: dict[int, tuple[Placement, str]]) -> list[str]:
+    """Make this engine a rank: which one, and where it writes its stack, if it cannot
+    answer when it is asked for it, by process id. What the user is to know of it."""
     global _runner
+    placement, stack_file = places[os.getpid()]
     from IPython import get_ipython
 
     for gate in (ipython.GATE, ipython.KERNEL_GATE, *TORCH_GATES):
