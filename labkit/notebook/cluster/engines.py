@@ -48,6 +48,7 @@ _CONTROLLER_ARGS = [
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=2400",
     "--IPController.use_threads=True",
+    "--nodb",  # it would keep what each cell sent and got, and copy it each time
     "--log-level=ERROR",  # it warns at every message that publish_data sends
 ]
 _LOAD = "labkit.rank.engine.rpc:load"
