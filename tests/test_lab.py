@@ -303,7 +303,7 @@ def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
 def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
     lab = Lab(num_ranks=1)
     assert lab._ranks is not None
-    token, folder = lab._ranks.cluster._token, lab._ranks.cluster._folder
+    token, folder = lab._ranks.cluster._token, lab._ranks.cluster.folder
     assert watchdog.find_processes(token)
     lab.stop()
     lab.stop()

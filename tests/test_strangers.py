@@ -144,14 +144,14 @@ for use in (os.listdir, os.stat, open, socket.socket(socket.AF_UNIX).connect):
 def test_a_stranger_does_not_reach_the_store_of_the_group(own_lab: Lab) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
-    [store] = Path(own_lab._running().cluster._folder).glob("store-*")
+    [store] = Path(own_lab._running().cluster.folder).glob("store-*")
     assert store.is_socket()
     command = [sys.executable, "-c", OF_ANOTHER_USER, str(store)]
     assert subprocess.check_output(command, text=True).split() == ["refused"] * 4
 
 
 def test_keys_are_for_the_owner_alone(own_lab: Lab) -> None:
-    folder = Path(own_lab._running().cluster._folder)
+    folder = Path(own_lab._running().cluster.folder)
     files = [each for each in folder.rglob("*") if each.is_file()]
     keys = {
         value

@@ -21,13 +21,13 @@ from labkit import RankError
 from labkit.compat import c10d
 from labkit.notebook.cluster.rank_group import are_alike
 from labkit.rank.data.devices import to_device
-from labkit.rank.group import devices
 from labkit.rank.group.aborts import Aborts
 from labkit.rank.group.aborts import in_order
 from labkit.rank.group.connections import close_listeners
 from labkit.rank.group.connections import listening_ports
 from labkit.rank.group.settings import NCCL
 from labkit.rank.group.settings import set_variables
+from labkit.rank.measuring import devices
 from labkit.rank.measuring import memory
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way

@@ -134,6 +134,8 @@ class Cluster:
         self._client: Any = None
         self._controller: EngineProcess | None = None
         self._controller_parts: list[psutil.Process] = []
+        self._lost_parts: list[int] = []
+        """Process ids of those that have ended."""
         self._engines: dict[int, EngineProcess] = {}
         self._engine_ids: dict[int, int] = {}
         self._registered: dict[int, EngineProcess] = {}
@@ -298,6 +300,8 @@ class Cluster:
             for each in [self._controller, *self._engines.values()]:
                 if each is not None:
                     each.look()
+            parts = self._controller_parts
+            self._lost_parts = [p.pid for p in parts if not is_running(p)]
             for engine_id, each in list(self._registered.items()):
                 if not each.is_alive:
                     # What was asked of it, and not answered, then fails in the client.
@@ -325,8 +329,8 @@ class Cluster:
         if not self._controller.is_alive:
             death = self._controller.death()
             what = f"at {death.clock}: {death}"
-        elif gone := [p.pid for p in self._controller_parts if not is_running(p)]:
-            what = f"in part: its heart monitor, pid {gone[0]}, is gone"
+        elif self._lost_parts:
+            what = f"in part: its heart monitor, pid {self._lost_parts[0]}, is gone"
         else:
             return ""
         return (

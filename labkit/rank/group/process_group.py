@@ -198,7 +198,7 @@ class RankProcessGroup:
         placement = self.placement
         self._store = LabStore(store, self.timeout)
         self.peers = peers
-        self._listening = listening_ports()
+        self._listening = listening_ports() if self.can_abort else set()
         self.formed_at_ns = time.time_ns()
         self._formation = store
         self._num_own_groups = self._num_meetings = 0
