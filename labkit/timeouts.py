@@ -54,7 +54,8 @@ DUMP_S = 0.3
 CALL_S = 60.0
 """A call that takes no time of its own: to install, to join a group, to find a name."""
 ASK_S = 1.0
-"""From an answer to the next question, during a call without a limit."""
+"""From an answer to the next question, during a call without a limit; and from one
+question to the next which engines there are, while they start."""
 SILENCE_S = 60.0
 """Such a call ends where its rank has answered no question for so long."""
 

@@ -93,6 +93,23 @@ def keep_listening(client: Any) -> None:
     client._io_loop.add_callback(client._iopub_stream.on_recv, take, copy=False)
 
 
+@GATE.needs(
+    f"{_CLIENT}._send", f"{_CLIENT}._query_stream", f"{_CLIENT}._update_engines"
+)
+def ask_for_engines(client: Any) -> None:
+    """Have the client learn of all engines that the controller knows, in a moment.
+
+    It gets a list when it connects, and hears of each one that comes later; but only
+    after it has subscribed to that, and so not of what comes between the two.
+    """
+
+    def take(future: Any) -> None:
+        client._update_engines(future.result()["content"]["engines"])
+
+    asked = client._send(client._query_stream, "connection_request")
+    asked.add_done_callback(take)
+
+
 @GATE.needs(f"{_CLIENT}._send", f"{_CLIENT}._query_stream")
 def unregister(client: Any, engine_id: int) -> None:
     """Have the controller forget an engine that has ended, as its nanny would."""

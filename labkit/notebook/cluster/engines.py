@@ -265,6 +265,7 @@ class Cluster:
         The controller may still list a dead engine among those that were `known`.
         """
         deadline = time.monotonic() + timeouts.START_S
+        ask_at = time.monotonic() + timeouts.ASK_S
 
         def new() -> list[int]:
             return sorted(set(self._client.ids) - known)
@@ -282,6 +283,9 @@ class Cluster:
                 raise UserError(reason)
             if self._is_port_taken():
                 raise PortTakenError
+            if time.monotonic() > ask_at:
+                compat.ask_for_engines(self._client)
+                ask_at = time.monotonic() + timeouts.ASK_S
             if time.monotonic() > deadline or not all(e.is_alive for e in started):
                 raise failed(f"{len(engines)} of {len(started)} engines started")
             time.sleep(timeouts.QUICK_POLL_S)
