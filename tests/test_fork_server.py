@@ -89,6 +89,21 @@ def test_engines_share_an_import_and_nothing_else(lab: Lab) -> None:
     assert {*again[1]["drawn"]}.isdisjoint(drawn)
 
 
+def test_a_rank_is_one_process_and_copies_nothing_that_was_imported(
+    own_lab: Lab,
+) -> None:
+    # A collection that looks at what was imported writes to each of its pages.
+    own_lab.run(
+        "import gc; frozen, later = gc.get_freeze_count(), len(gc.get_objects())"
+    )
+    for frozen, later in zip(
+        own_lab.pull("frozen", "all"), own_lab.pull("later", "all"), strict=True
+    ):
+        assert frozen > 100_000 > later
+    for pid in own_lab.status()["pid"]:
+        assert psutil.Process(int(pid)).children() == []
+
+
 def test_ranks_outlive_the_server_and_another_takes_its_place(lab: Lab) -> None:
     lab.run("import os; kept, server = 'kept', os.getppid()")
     server = lab.pull("server", 1)  # rank 0 may be another's orphan

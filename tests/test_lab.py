@@ -5,6 +5,7 @@ import socket
 import textwrap
 from typing import Any
 
+import ipyparallel
 import numpy as np
 import psutil
 import pytest
@@ -311,6 +312,19 @@ def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
     assert not os.path.exists(folder)  # noqa: PTH110
     with pytest.raises(RuntimeError, match="the lab is stopped"):
         lab.run("1")
+
+
+def test_engines_that_registered_while_the_client_connected_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It hears of none that comes between the list that it got and its subscription.
+    missed: list[Any] = []
+    monkeypatch.setattr(
+        ipyparallel.Client, "_register_engine", lambda self, msg: missed.append(msg)
+    )
+    with Lab(num_ranks=2) as lab:
+        assert len(missed) > 0
+        lab.run("dist.barrier()")
 
 
 @pytest.mark.parametrize("number", long_but([0, 2, 5, 10], 2))

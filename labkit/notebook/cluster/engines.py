@@ -53,6 +53,8 @@ _CONTROLLER_ARGS = [
 ]
 _LOAD = "labkit.rank.engine.rpc:load"
 _TAKEN = "Address already in use"
+_REGISTERED = "Completed registration"
+"""What an engine says when the controller knows it."""
 _START_TRIES = 3
 
 OnMessage = Callable[[str, dict[str, Any]], None]
@@ -272,7 +274,8 @@ class Cluster:
 
         def failed(what: str) -> UserError:
             dead_first = sorted(started, key=lambda each: each.is_alive)
-            said = [each.log().strip() for each in dead_first]
+            logs = [each.log().strip() for each in dead_first]
+            said = [log for log in logs if _REGISTERED not in log]
             said.append(self._fork_server.log())
             words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
             return UserError(f"{what}; one that did not printed:\n{words}")
