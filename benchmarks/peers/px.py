@@ -1,5 +1,7 @@
 """Bare ipyparallel: `%%px`, with a process group that a cell forms."""
 
+import time
+
 from peers import cells
 from peers.session import Notebook
 
@@ -22,7 +24,8 @@ class IPyParallel(Notebook):
     closing = "client.close()\ncluster.stop_cluster_sync()"
 
     def opening(self) -> list[str]:
-        how = f"init_method='file://{self.folder}/store', rank=rank, world_size="
+        store = self.folder / f"store-{time.time_ns()}"  # a former group's is of no use
+        how = f"init_method='file://{store}', rank=rank, world_size="
         join = cells.join(how + str(self.num_ranks))
         return [START.format(num_ranks=self.num_ranks), self.cell(join)]
 

@@ -59,7 +59,7 @@ class Plan:
 
 
 FULL = Plan(2, 3, 20, {2: 800, 10: 200}, 1, 20.0, (8, 16), 8)
-QUICK = Plan(1, 2, 10, {2: 200}, 1, 4.0, (), 3)
+QUICK = Plan(1, 2, 10, {2: 200}, 1, 4.0, (), 5)
 
 
 class Figures:
@@ -92,7 +92,7 @@ class Figures:
             self.explain(row, peer, str(error))
         except TimeoutError as error:
             self.explain(row, peer, f"did not end: {error}")
-        except (RuntimeError, OSError, psutil.Error) as error:
+        except (RuntimeError, ValueError, OSError, psutil.Error) as error:
             words = " ".join(str(error).split())[-160:]
             self.explain(row, peer, f"failed: {words}")
 
@@ -125,9 +125,9 @@ class Bench:
             self.say("records")
             self.records()
             for kind in WHAT_FAILS:
-                self.say(f"failures: {kind}")
                 for number in range(self.plan.tries):
                     for session in self.turns(number):
+                        self.say(f"{kind}, {session.name}")
                         self.failure(session, kind)
             self.close()
             for size in self.plan.sizes:
@@ -252,6 +252,8 @@ class Bench:
             assert isinstance(session.kernel, Kernel)
             found = latency.latencies(session.kernel, 2, self.plan.latency_s)
             for each in found:
+                if not each:
+                    raise RuntimeError("no picture came while the run went on")
                 self.figures.add("log_latency", session.name, median(each))
 
     def at_size(self, name: str, num_ranks: int) -> None:
