@@ -648,6 +648,32 @@ def test_a_death_ends_a_new_group_that_the_others_make(lab: Lab, rank: int) -> N
     assert_all_is_well(lab)
 
 
+LEAVES_A_CHILD = """
+import os, signal, time
+kept = 100 + rank
+dist.barrier()
+if rank == 1:
+    if os.fork() == 0:  # as a DataLoader's worker, it has the connections as well
+        time.sleep(30)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_death_frees_the_others_though_a_child_has_its_connections(
+    lab: Lab,
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        lab.run(LEAVES_A_CHILD, timeout=60)
+    assert time.monotonic() - began < 25, "the child's end has freed it"
+    assert lab.restart() == [1]
+    assert lab.pull("kept", 0) == 100
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
 def test_the_controller_forgets_a_rank_that_has_died(lab: Lab) -> None:
     # Or what it was asked would wait for an answer, for as long as the lab lives.
     client = lab._ranks.cluster._client

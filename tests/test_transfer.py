@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernels import wait_until
 
 from labkit import Lab
 from labkit import timeouts
@@ -54,7 +53,7 @@ def test_what_is_large_goes_by_way_of_a_file_that_is_then_gone(lab: Lab) -> None
     assert files_of(lab) == []
     for found in lab.pull("large", "all"):
         torch.testing.assert_close(found, torch.arange(2 * transfer.FILE_BYTES))
-    wait_until(lambda: files_of(lab) == [], 10, "a rank keeps its file")
+    assert files_of(lab) == []
     lab.run("large[:] = rank")
     assert [int(each[-1]) for each in lab.pull("large", "all")] == [0, 1]
 
@@ -102,7 +101,43 @@ def test_a_pull_that_fails_on_one_rank_leaves_nothing_for_the_next_push(
     lab.push(pushed=torch.arange(2**10))
     lab.run("is_right = pushed.tolist() == [*range(2**10)] and 'taken' not in dir()")
     assert lab.pull("is_right", "all") == [True, True]
-    wait_until(lambda: files_of(lab) == [], 10, "a rank keeps its file")
+    assert files_of(lab) == []
+
+
+DIES = """
+import os, signal
+
+class Dies:
+    def __reduce__(self):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int, (5,)
+
+large = [torch.zeros(2**10), Dies()]
+"""
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_pull_from_a_rank_that_dies_leaves_no_file(lab: Lab) -> None:
+    lab.run(DIES)
+    with pytest.raises(UserError, match="rank 1 died"):
+        lab.pull("large", "all")
+    assert files_of(lab) == []
+    assert lab.restart() == [1]
+
+
+def test_an_interrupted_push_leaves_no_file(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tqdm.tqdm.update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lab.push(large=torch.zeros(transfer.FILE_BYTES))
+    assert files_of(lab) == []
+    lab.push(large=torch.zeros(transfer.FILE_BYTES))
 
 
 def test_a_copy_may_take_as_long_as_it_likes(

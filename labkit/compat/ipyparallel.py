@@ -110,12 +110,13 @@ def ask_for_engines(client: Any) -> None:
     asked.add_done_callback(take)
 
 
-@GATE.needs(f"{_CLIENT}._send", f"{_CLIENT}._query_stream")
+@GATE.needs(f"{_CLIENT}._send", f"{_CLIENT}._query_stream", f"{_CLIENT}._futures")
 def unregister(client: Any, engine_id: int) -> None:
     """Have the controller forget an engine that has ended, as its nanny would."""
-    client._send(
+    asked = client._send(
         client._query_stream, "unregistration_request", content={"id": engine_id}
     )
+    client._futures.pop(asked.msg_id, None)  # it is not answered
 
 
 @GATE.needs(f"{_CLIENT}._build_targets")

@@ -250,6 +250,9 @@ class Cluster:
                     if launcher.process is not None:  # it was forked
                         with contextlib.suppress(psutil.NoSuchProcess):
                             launcher.process.kill()
+            if self._client is not None:
+                for engine_id in set(self._client.ids) - known:
+                    compat.unregister(self._client, engine_id)
             raise
         for rank, each in zip(ranks, started, strict=True):
             self._engines[rank] = each
@@ -274,8 +277,10 @@ class Cluster:
 
         def failed(what: str) -> UserError:
             dead_first = sorted(started, key=lambda each: each.is_alive)
-            logs = [each.log().strip() for each in dead_first]
-            said = [log for log in logs if _REGISTERED not in log]
+            logs = [(each, each.log().strip()) for each in dead_first]
+            said = [
+                log for each, log in logs if not each.is_alive or _REGISTERED not in log
+            ]
             said.append(self._fork_server.log())
             words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
             return UserError(f"{what}; one that did not printed:\n{words}")
@@ -311,7 +316,7 @@ class Cluster:
             self._lost_parts = [p.pid for p in parts if not is_running(p)]
             for engine_id, each in list(self._registered.items()):
                 if not each.is_alive:
-                    # What was asked of it, and not answered, then fails in the client.
+                    # Its calls that have not ended then fail in the client.
                     with contextlib.suppress(OSError):  # the user has closed it
                         compat.unregister(self._client, engine_id)
                     del self._registered[engine_id]

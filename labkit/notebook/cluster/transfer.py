@@ -1,6 +1,7 @@
 """Copies variables between the notebook and ranks, of any size."""
 
 import contextlib
+import shutil
 import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -61,9 +62,9 @@ def pull(
             f"{format_ranks(without)}: no variable {name!r}; a cell that "
             "begins with %%dist sets one"
         )
+    file = cluster.folder / f"pull-{uuid.uuid4().hex}"
     begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
-    sizes = FILE_BYTES, PART_BYTES
-    begin = partial(begin, str(cluster.folder), *sizes, timeout_s=None)
+    begin = partial(begin, str(file), FILE_BYTES, PART_BYTES, timeout_s=None)
     try:
         if full and _is_sharded(group, name, having, ranks):
             with group.risking_the_group():
@@ -71,19 +72,35 @@ def pull(
             begun = [answers[rank] for rank in ranks]
         else:
             begun = begin(ranks=ranks)
+        return _payloads(cluster, begun, ranks)
     except BaseException:
         _drop_parts(cluster, ranks)  # of those that could pickle theirs
         raise
+    finally:
+        # Of ranks that have died, too.
+        for path in cluster.folder.glob(f"{file.name}-*"):
+            path.unlink(missing_ok=True)
+
+
+def _payloads(
+    cluster: "Cluster", begun: Sequence[tuple[int, bytes | str]], ranks: Sequence[int]
+) -> list[bytes | bytearray]:
+    """What each rank has begun to send: its length, and the file with all of it or its
+    first part."""
     total = sum(num_bytes for num_bytes, _ in begun)
-    if total == sum(len(first) for _, first in begun):
-        return [first for _, first in begun]
+    first_parts = [first for _, first in begun if isinstance(first, bytes)]
+    if total == sum(map(len, first_parts)):
+        return [*first_parts]
     found: list[bytes | bytearray] = []
     with _in_parts(cluster, "pull", total, ranks) as progress:
         for rank, (num_bytes, first) in zip(ranks, begun, strict=True):
-            # A rank names the file with all of it, or gives the first part.
-            is_file = isinstance(first, str)
-            payload = bytearray(Path(first).read_bytes() if is_file else first)
-            progress.update(len(payload))
+            if isinstance(first, str):
+                found.append(Path(first).read_bytes())
+                Path(first).unlink()
+                progress.update(num_bytes)
+                continue
+            payload = bytearray(first)
+            progress.update(len(first))
             while len(payload) < num_bytes:
                 [part] = cluster.call(
                     f"{_TRANSFER}:pull_part",
@@ -122,18 +139,24 @@ def _file_with(cluster: "Cluster", payload: bytes) -> Iterator[Path | None]:
     """A file from which ranks can read it; None where the disk has no room for it."""
     path = cluster.folder / f"push-{uuid.uuid4().hex}"
     try:
+        yield path if _is_written(path, payload) else None
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _is_written(path: Path, payload: bytes) -> bool:
+    """Whether the disk has room for it; what others need there is not filled up."""
+    try:
+        if shutil.disk_usage(path.parent).free < 2 * len(payload):
+            return False
         with path.open("wb") as file, _bar("push", len(payload)) as progress:
             for start in range(0, len(payload), PART_BYTES):
                 part = memoryview(payload)[start : start + PART_BYTES]
                 progress.update(file.write(part))
     except OSError:
         path.unlink(missing_ok=True)
-        yield None
-        return
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _bar(what: str, num_bytes: int) -> Any:
@@ -156,5 +179,6 @@ def _in_parts(
 
 
 def _drop_parts(cluster: "Cluster", ranks: Sequence[int]) -> None:
-    with contextlib.suppress(RuntimeError):
-        cluster.begin(f"{_TRANSFER}:drop_parts", ranks=ranks)
+    for rank in ranks:  # each by itself: another may have died
+        with contextlib.suppress(RuntimeError):
+            cluster.begin(f"{_TRANSFER}:drop_parts", ranks=[rank])

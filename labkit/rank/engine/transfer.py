@@ -2,7 +2,6 @@
 
 import itertools
 import mmap
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ def push_file(path: str) -> None:
 
 _parts: list[bytes] = []
 """Of a payload that comes in parts."""
-_outgoing: list[bytes | Path] = []
-"""The payload that goes in parts, or the file with it, if there is one."""
+_outgoing: list[bytes] = []
+"""The payload that goes in parts, if one does."""
 
 
 def push_part(part: bytes) -> None:
@@ -54,9 +53,6 @@ def push_parts() -> None:
 def drop_parts() -> None:
     """Keep no part of a payload that is through, or whose rest will not come."""
     _parts.clear()
-    for each in _outgoing:
-        if isinstance(each, Path):
-            each.unlink(missing_ok=True)
     _outgoing.clear()
 
 
@@ -85,12 +81,12 @@ def pull(
     name: str,
     full: bool,
     ranks: list[int],
-    folder: str,
+    file: str,
     file_bytes: int,
     part_bytes: int,
 ) -> tuple[int, bytes | str] | None:
     """How long the pickled value of `name` is, and its first part; for one of more than
-    `file_bytes` the file in `folder` that has all of it, where there is room.
+    `file_bytes` the file with all of it, where there is room: `file` and the rank.
 
     With `full` it is gathered whole, a collective; None on a rank that only takes part
     in that, being none of `ranks`.
@@ -103,12 +99,11 @@ def pull(
     payload = serialization.dumps(value)
     drop_parts()
     if len(payload) > file_bytes:
-        path = Path(folder, f"pull-{uuid.uuid4().hex}")
-        _outgoing.append(path)
+        path = Path(f"{file}-{runner().placement.rank}")
         try:
             path.write_bytes(payload)
         except OSError:  # the disk is full
-            drop_parts()
+            path.unlink(missing_ok=True)
         else:
             return len(payload), str(path)
     if len(payload) > part_bytes:
@@ -119,7 +114,6 @@ def pull(
 def pull_part(start: int, num_bytes: int) -> bytes:
     """The next part of what `pull` has begun."""
     [payload] = _outgoing
-    assert isinstance(payload, bytes)
     return payload[start : start + num_bytes]
 
 

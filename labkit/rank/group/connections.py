@@ -35,10 +35,12 @@ class Connection:
 def close_connections(peers: Collection[int]) -> None:
     """Shut this process's TCP connections to the processes `peers`, and no others.
 
-    Those are gloo's.
+    Those are gloo's. A peer leads a session: what it has forked, as a DataLoader's
+    worker, has its connections too, and keeps them open when it has died.
     """
     own = os.getpid()
-    found = connections_of({own, *peers})
+    others = set(peers) - {own}
+    found = connections_of({own, *others, *members_of(others)})
     theirs = {
         each.local
         for pid, connections in found.items()
@@ -48,6 +50,14 @@ def close_connections(peers: Collection[int]) -> None:
     for each in found[own]:
         if each.remote in theirs:
             _shut(each.fd, socket.socket.getpeername, each.remote[1])
+
+
+def members_of(sessions: Collection[int]) -> Iterator[int]:
+    """The processes that are in these sessions."""
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has ended just now
+            if os.getsid(pid) in sessions:
+                yield pid
 
 
 def connections_of(pids: Iterable[int]) -> dict[int, list[Connection]]:
