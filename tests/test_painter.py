@@ -43,6 +43,12 @@ PID = (
 )
 
 
+def loop_until(seen: str) -> str:
+    """The loop; it ends once there is this file."""
+    loop = LOOP.replace("range(300)", "range(10_000)").format(at_step_100="pass")
+    return f"{loop}\n    if os.path.exists({seen!r}): break"
+
+
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     with running_kernel() as kernel:
@@ -63,9 +69,7 @@ def test_pictures_are_drawn_elsewhere_and_give_way(
         f"    if len(shown) == 3: open({str(tmp_path / 'seen')!r}, 'w').close()\n"
         "LiveView._show = note"
     )
-    at_end = f"if os.path.exists({str(tmp_path / 'seen')!r}): break"
-    loop = LOOP.replace("range(300)", "range(10_000)").format(at_step_100="pass")
-    reply = kernel.run(f"{loop}\n    {at_end}")
+    reply = kernel.run(loop_until(str(tmp_path / "seen")))
     kernel.run("LiveView._show = show")
     assert reply.status == "ok"
     pictures = [each["image/png"] for each in [*reply.displays, *reply.updates]]
@@ -134,14 +138,19 @@ def test_it_keeps_no_records_of_a_run_that_has_ended() -> None:
         painter.close()
 
 
-def test_a_picture_that_failed_does_not_take_the_last_one_away(kernel: Kernel) -> None:
+def test_a_picture_that_failed_does_not_take_the_last_one_away(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    seen = str(tmp_path / "seen")
     kernel.run(
         "from labkit.notebook.live.live_view import LiveView\n"
         "take = LiveView._take_picture\n"
-        "def fail(view): raise OSError('no way')\n"
+        "def fail(view):\n"
+        f"    open({seen!r}, 'w').close()\n"
+        "    raise OSError('no way')\n"
         "LiveView._take_picture = fail"
     )
-    reply = kernel.run(LOOP.format(at_step_100="pass"))
+    reply = kernel.run(loop_until(seen))
     kernel.run("LiveView._take_picture = take")
     assert reply.stderr == "labkit: the live picture stopped: OSError('no way')\n"
     assert [set(each) for each in reply.displays] == [{"image/png", "text/plain"}]
