@@ -26,9 +26,9 @@ FORK_SERVER = "labkit.rank.engine.fork_server"
 """Forks the engines, and ends after a SIGTERM once it has reaped them."""
 
 TERM_SECONDS = 2.0
-TIDY_SECONDS = 8.0
+TIDY_SECONDS = 20.0
 """torch_shm_manager removes its folder 2 s after the last of its users has gone; on
-busy cores that may be late."""
+busy cores that may be late, and one that is killed leaves it."""
 
 
 def find_processes(token: str) -> list[psutil.Process]:
