@@ -28,8 +28,8 @@ LIMITS = {
     "memcpy_100": "100 MB copied in memory",
     "import_torch": "a Python that imports torch",
     "pss_torch": "a Python that has imported torch",
-    "matmul_2": "the loop's multiplications at the rate of a large one, one thread",
-    "matmul_10": "the loop's multiplications at the rate of a large one, one thread",
+    "matmul_2": "the multiplications of the 2 ms loop at the rate of a large one",
+    "matmul_10": "the same of the 10 ms loop",
 }
 VERSION = "from importlib.metadata import version; print(version({package!r}))"
 IMPORT = "import torch, psutil; print(psutil.Process().memory_full_info().pss)"

@@ -156,7 +156,8 @@ def notes(figures: dict[str, Any]) -> Iterator[str]:
         yield ""
     yield "## Limits\n"
     for name, value in figures["limits"].items():
-        rows = [row for row in ROWS if row.limit == name]
+        measured = [row for row in ROWS if row.key in figures["rows"]]
+        rows = [row for row in measured if row.limit == name]
         if rows:
             yield f"- {LIMITS[name]}: {quantity(value, rows[0].unit)}"
     yield ""

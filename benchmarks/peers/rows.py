@@ -82,7 +82,7 @@ ROWS = (
         "s",
         "loopback",
         why="`%%dist_train` prepares a run before its first step: its folder, its "
-        "journals and its picture.",
+        "journals and its picture. The others run the cell, and nothing more.",
     ),
     Row("cell_2", "a trivial cell, 2 ranks", "s", "loopback", why=TRIVIAL),
     Row("cell_8", "the same, 8 ranks", "s", "loopback", why=TRIVIAL),
@@ -93,8 +93,9 @@ ROWS = (
             f"{verb} {size} MB {way}",
             "s",
             f"memcpy_{size}",
-            why="labkit's arrays are signed and encrypted on their way, and cross the "
-            "controller; the others send them as they are, or fork with them.",
+            why="labkit's arrays are encrypted on their way, and cross the controller; "
+            "Monarch and ipyparallel encrypt nothing, `notebook_launcher` forks ranks "
+            "that have them.",
         )
         for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
         for size in (1, 100)
@@ -145,8 +146,8 @@ ROWS = (
         "processes",
         "processes beside ranks and kernel",
         "processes",
-        why="ipyparallel's controller, labkit's fork server, painter and watchdog, "
-        "which see to it that nothing is left behind.",
+        why="ipyparallel's controller, and labkit's fork server, painter and watchdog "
+        "with their helpers, which see to it that nothing is left behind.",
     ),
     *(
         row

@@ -37,6 +37,8 @@ SESSIONS: dict[str, type[Session]] = {
 }
 CELL_LIMIT_S = 60.0
 CAUSE_LIMIT_S = 15.0
+NEXT_LIMIT_S = 15.0
+"""The first cell after a failure; a script takes seconds to start."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Plan:
 
 
 FULL = Plan(2, 3, 20, {2: 800, 10: 200}, 1, 20.0, (8, 16), 8)
-QUICK = Plan(1, 2, 10, {2: 200}, 1, 4.0, (), 5)
+QUICK = Plan(1, 2, 10, {2: 200}, 1, 5.0, (), 5)
 
 
 class Figures:
@@ -116,6 +118,8 @@ class Bench:
         try:
             self.say("start")
             self.starts()
+            for session in self.turns(0):
+                self.warm_up(session)
             for number in range(self.plan.rounds):
                 self.say(f"round {number + 1} of {self.plan.rounds}")
                 self.round(number)
@@ -178,13 +182,19 @@ class Bench:
         session.close()
         return None
 
+    def warm_up(self, session: Session) -> None:
+        """Import what a training cell needs, where ranks stay: that is not edited."""
+        if session.keeps_state:
+            with self.figures.noting("edit", session.name):
+                edit(session, 0)
+
     def round(self, number: int) -> None:
         """A turn of every peer at every row of a warm session."""
         for session in self.turns(number):
             self.trivial(session, "cell_2")
         for session in self.turns(number):
             with self.figures.noting("edit", session.name):
-                self.figures.add("edit", session.name, edit(session, number))
+                self.figures.add("edit", session.name, edit(session, number + 1))
         for size in (1, 100):
             for verb in ("push", "pull"):
                 for session in self.turns(number):
@@ -303,7 +313,7 @@ class Bench:
                 figures.hangs(f"{kind}_prompt", name, limit_s)
             began = ended.at if ended else time.time()
             with figures.noting(f"{kind}_next", name):
-                how = go_on(session, kind, is_back=ended is not None, limit_s=limit_s)
+                how = go_on(session, kind, is_back=ended is not None)
                 figures.add(f"{kind}_next", name, time.time() - began)
                 if ended and not ended.is_error:
                     how += "; the cell says ok"
@@ -337,6 +347,8 @@ def rate_of(session: Session, width: int, steps: int) -> float:
 
 def cause(session: Session, kind: str) -> tuple[float, Any]:
     """Make a cell go wrong: when it did so, and its request."""
+    if session.keeps_state:  # a rank that was brought back has lost it
+        session.run(cells.KEEP, CAUSE_LIMIT_S)
     session.forget()
     if kind != "interrupt":
         request = session.begin(cells.failure(session.folder, kind))
@@ -349,14 +361,14 @@ def cause(session: Session, kind: str) -> tuple[float, Any]:
     return failed_at, request
 
 
-def go_on(session: Session, kind: str, *, is_back: bool, limit_s: float) -> str:
+def go_on(session: Session, kind: str, *, is_back: bool) -> str:
     """Have a cell work again, by the gentlest way that there is: what was left."""
     works = False
     if is_back:
         if kind == "kill":  # or else the first cell would only tell what is known
             with contextlib.suppress(TimeoutError):
-                session.repair(limit_s)
-        works = session.works(limit_s)
+                session.repair(NEXT_LIMIT_S)
+        works = session.works(NEXT_LIMIT_S)
     if not works:
         renew(session)
         return "lost, all started anew"
