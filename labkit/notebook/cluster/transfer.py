@@ -21,7 +21,7 @@ _TRANSFER = "labkit.rank.engine.transfer"
 
 FILE_BYTES = 2**20
 """What is larger goes by way of a file in the lab's folder: the controller decrypts,
-copies and encrypts all that it carries, for each rank anew."""
+copies and encrypts all that it carries, once for each rank."""
 PART_BYTES = 2**26
 """What is larger has a bar that shows how far it is. What the disk has no room for goes
 through the controller in parts of this size."""
