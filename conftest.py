@@ -14,3 +14,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["LABKIT_RUNS"] = folder
     nbval.kernel.KernelManager = LocalKernelManager
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With `--reruns`: what failed and was run again, and how it failed."""
+    again = terminalreporter.getreports("rerun")
+    if again:
+        terminalreporter.section("failed, and run once more")
+    for report in again:
+        terminalreporter.write_line(f"{report.nodeid} ({report.when})", bold=True)
+        terminalreporter.write_line(report.longreprtext)

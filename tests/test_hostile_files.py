@@ -413,7 +413,7 @@ for name in sys.argv[2:]:
         print(len(run.history), "rows")
     except ValueError as error:
         print(error)
-print(labkit.list_runs(sys.argv[1]).folder.tolist())
+print(sorted(labkit.list_runs(sys.argv[1]).folder))
 print(peak())
 """
 
