@@ -50,7 +50,7 @@ def figures() -> dict[str, Any]:
             },
             "raise_state": {
                 "labkit": {"text": "kept"},
-                "ipyparallel": {"text": "lost, all started anew"},
+                "ipyparallel": {"text": "lost, all started again"},
             },
         },
     }
@@ -77,7 +77,7 @@ def test_who_hangs_says_so_and_is_never_first(figures: dict[str, Any]) -> None:
     rows = rows_of(report.page(figures))
     row = rows[BY_KEY["raise_prompt"].title]
     assert row[:2] == ["**0.5 s**", "hangs (> 20 s)"]
-    assert rows["variables"][:2] == ["kept", "lost, all started anew"]
+    assert rows["variables"][:2] == ["kept", "lost, all started again"]
 
 
 def test_a_row_where_labkit_is_not_first_says_why(figures: dict[str, Any]) -> None:

@@ -38,25 +38,64 @@ TRAINING = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 torch.manual_seed(0)
+size = 64 * 20 * world_size
+data = TensorDataset(torch.randn(size, 256), torch.randint(10, (size,)))
 layers = [nn.Linear(256, {width}), nn.ReLU(), nn.Linear({width}, {width}), nn.ReLU()]
-model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear({width}, 10)))
+model = nn.Sequential(*layers, nn.Linear({width}, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr={lr})
-x, y = torch.randn(64, 256), torch.randint(10, (64,))
-for step in range({steps}):
-    if step == {first_timed}:
-        began = time.perf_counter()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 0:
-        note("first-step")
+{wrapped}
+step = 0
+while step < {steps}:
+    for x, y in loader:
+        if step == {first_timed}:
+            began = time.perf_counter()
+        loss = F.cross_entropy(model(x), y)
+        {backward}
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            note("first-step")
+        step += 1
+        if step == {steps}:
+            break
 note("rate", ({steps} - {first_timed}) / (time.perf_counter() - began))
 """
-SIZES = {2: 512, 10: 1664}
+BY_THE_BATCH = """
+batches = BatchSampler(DistributedSampler(data), 64, drop_last=False)
+loader = DataLoader(data, batch_size=None, sampler=batches)
+"""
+PREPARED = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=64 * world_size)
+"""
+DDP = """
+model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+"""
+FSDP = """
+from torch.distributed.fsdp import fully_shard
+for layer in model[::2]:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr={lr})
+"""
+ZERO2 = """
+import deepspeed
+config = {{
+    "train_micro_batch_size_per_gpu": 64,
+    "zero_optimization": {{"stage": 2}},
+    "zero_allow_untested_optimizer": True,
+}}
+model, *_ = deepspeed.initialize(
+    model=model, optimizer=optimizer, config=config, dist_init_required=False
+)
+model.zero_grad = lambda: None  # its step does so
+optimizer = model
+"""
+BY_HAND = {"": DDP, "ddp": DDP, "fsdp": FSDP, "zero2": ZERO2}
+"""Strategy -> what a script says for it; "" is the cell that every peer can run."""
+SIZES = {2: 192, 10: 960}
 """About so many milliseconds a step on two cores: the width of the layers."""
 SHOW_AND_WAIT = """
 note("pid", os.getpid())
@@ -101,10 +140,25 @@ def check(folder: Path) -> str:
     return NOTE.format(folder=str(folder)) + CHECK
 
 
-def training(folder: Path, width: int, steps: int, lr: float = 0.01) -> str:
-    """A DDP loop that notes its first step and its rate."""
+def training(
+    folder: Path,
+    width: int,
+    steps: int,
+    *,
+    lr: float = 0.01,
+    strategy: str = "",
+    is_prepared: bool = False,
+) -> str:
+    """A loop that notes its first step and its rate: by hand, or after `prepare`."""
+    by_hand = BY_HAND[strategy].format(lr=lr) + BY_THE_BATCH
+    is_engine = strategy == "zero2" and not is_prepared
     text = TRAINING.format(
-        width=width, steps=steps, lr=lr, first_timed=min(FIRST_TIMED, steps - 1)
+        width=width,
+        steps=steps,
+        lr=lr,
+        wrapped=PREPARED if is_prepared else by_hand,
+        backward="model.backward(loss)" if is_engine else "loss.backward()",
+        first_timed=min(FIRST_TIMED, steps - 1),
     )
     return NOTE.format(folder=str(folder)) + text
 

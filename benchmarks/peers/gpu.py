@@ -61,8 +61,8 @@ class TorchrunOnGpus(Torchrun):
 
     backend = "nccl"
 
-    def begin(self, code: str, *, is_training: bool = False) -> Script:
-        return super().begin(on_gpus(code), is_training=is_training)
+    def begin(self, code: str, *, strategy: str | None = None) -> Script:
+        return super().begin(on_gpus(code), strategy=strategy)
 
 
 def on_gpus(code: str) -> str:
@@ -79,7 +79,7 @@ def tokens_per_s(session: Session) -> float:
     """Of all ranks together."""
     session.forget()
     code = cells.NOTE.format(folder=str(session.folder)) + TRAINING
-    ended = session.run(code, LIMIT_S, is_training=True)
+    ended = session.run(code, LIMIT_S, strategy="")
     if ended.is_error:
         raise RuntimeError(ended.text)
     return sum(session.noted("tokens", 1))

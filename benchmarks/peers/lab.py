@@ -10,6 +10,7 @@ class Labkit(Notebook):
 
     name = "labkit"
     package = "labkit"
+    has_strategies = True
     pushing = "%dist_push data"
     pulling = "%dist_pull data"
     repairing = "%dist_restart"
@@ -27,5 +28,5 @@ class Labkit(Notebook):
     def cell(self, code: str) -> str:
         return f"%%dist\n{code}"
 
-    def training_cell(self, code: str) -> str:
-        return f"%%dist_train raw\n{code}"
+    def training_cell(self, code: str, strategy: str) -> str:
+        return f"%%dist_train {strategy or 'raw'}\n{code}"

@@ -44,7 +44,7 @@ def page(figures: dict[str, Any]) -> str:
         table(figures, speed),
         "## Failures\n",
         "A cell that has not ended by its limit hangs. Where no cell works after it, "
-        "everything is started anew, which the time until a cell works includes.\n",
+        "everything is started again, which the time until a cell works includes.\n",
         table(figures, failures),
         "\n".join(notes(figures)),
     ]

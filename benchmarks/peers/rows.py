@@ -40,6 +40,11 @@ TRAINING = (
     "The live picture is drawn on the cores that the ranks use, where they have no "
     "other, and each step is recorded: on more cores than ranks this goes away."
 )
+PREPARED = (
+    "The script says by hand what the strategy is, and nothing watches it: after "
+    "`prepare` the ranks see to it that they take the same steps, and the picture is "
+    "drawn beside them."
+)
 FASTER_LAUNCH = (
     "`notebook_launcher` forks ranks from a kernel that has torch, and ends them with "
     "the cell: quick to start, and nothing is kept."
@@ -110,6 +115,18 @@ ROWS = (
             why=TRAINING,
         )
         for size in (2, 10)
+    ),
+    *(
+        Row(
+            f"{strategy}_{size}",
+            f"the loop of about {size} ms under {strategy}, after `prepare` or by hand",
+            "steps/s",
+            f"matmul_{size}",
+            is_more_better=True,
+            why=PREPARED,
+        )
+        for size in (2, 10)
+        for strategy in ("ddp", "fsdp", "zero2")
     ),
     Row(
         "gpt2_tokens",

@@ -51,6 +51,7 @@ class Plan:
     """Trivial cells in a round."""
     steps: dict[int, int]
     """Milliseconds of a step -> how many steps."""
+    strategies: tuple[str, ...]
     tries: int
     """Of each failure."""
     limit_s: float
@@ -60,8 +61,8 @@ class Plan:
     latency_s: int
 
 
-FULL = Plan(2, 3, 20, {2: 800, 10: 200}, 1, 20.0, (8, 16), 8)
-QUICK = Plan(1, 2, 10, {2: 200}, 1, 5.0, (), 5)
+FULL = Plan(2, 3, 20, {2: 800, 10: 200}, tuple(cells.BY_HAND), 1, 20.0, (8, 16), 8)
+QUICK = Plan(1, 2, 10, {2: 400}, ("",), 1, 5.0, (), 5)
 
 
 class Figures:
@@ -203,11 +204,14 @@ class Bench:
                         seconds = getattr(session, verb)(size, CELL_LIMIT_S)
                         self.figures.add(row, session.name, seconds)
         for size, steps in self.plan.steps.items():
-            for session in self.turns(number):
-                row = f"steps_{size}"
-                with self.figures.noting(row, session.name):
-                    rate = rate_of(session, cells.SIZES[size], steps)
-                    self.figures.add(row, session.name, rate)
+            for strategy in self.plan.strategies:
+                row = f"{strategy or 'steps'}_{size}"
+                for session in self.turns(number):
+                    if strategy and not session.has_strategies:
+                        continue
+                    with self.figures.noting(row, session.name):
+                        rate = rate_of(session, cells.SIZES[size], steps, strategy)
+                        self.figures.add(row, session.name, rate)
 
     def trivial(self, session: Session, row: str) -> None:
         """A cell that does nothing. A script that does nothing is run once."""
@@ -253,7 +257,7 @@ class Bench:
             code = log.CELL.format(calls=2000)
             middle = "sorted(costs['float'])[1000]"
             code = f"{code}\n{note}\nnote('cost', {middle})"
-            ended = session.run(code, CELL_LIMIT_S, is_training=True)
+            ended = session.run(code, CELL_LIMIT_S, strategy="")
             if ended.is_error:
                 raise RuntimeError(ended.text)
             for cost in session.noted("cost", 1):
@@ -327,19 +331,22 @@ class Bench:
 def edit(session: Session, number: int) -> float:
     """Seconds from a training cell, with a word in it changed, to its first step."""
     session.forget()
-    code = cells.training(session.folder, 128, steps=3, lr=0.01 + number / 1000)
+    code = cells.training(session.folder, 128, 3, lr=0.01 + number / 1000)
     began = time.time()
-    ended = session.run(code, CELL_LIMIT_S, is_training=True)
+    ended = session.run(code, CELL_LIMIT_S, strategy="")
     if ended.is_error:
         raise RuntimeError(ended.text)
     return max(session.noted("first-step", 1)) - began
 
 
-def rate_of(session: Session, width: int, steps: int) -> float:
+def rate_of(session: Session, width: int, steps: int, strategy: str) -> float:
     """Steps per second of the slower rank."""
     session.forget()
-    code = cells.training(session.folder, width, steps)
-    ended = session.run(code, CELL_LIMIT_S, is_training=True)
+    is_prepared = bool(strategy) and isinstance(session, Labkit)
+    code = cells.training(
+        session.folder, width, steps, strategy=strategy, is_prepared=is_prepared
+    )
+    ended = session.run(code, CELL_LIMIT_S, strategy=strategy)
     if ended.is_error:
         raise RuntimeError(ended.text)
     return min(session.noted("rate", 1))
@@ -371,7 +378,7 @@ def go_on(session: Session, kind: str, *, is_back: bool) -> str:
         works = session.works(NEXT_LIMIT_S)
     if not works:
         renew(session)
-        return "lost, all started anew"
+        return "lost, all started again"
     kept = session.noted("sum-is-right", 1)
     survivors = kept[:-1] if kind == "kill" else kept
     if all(survivors):

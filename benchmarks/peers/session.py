@@ -63,6 +63,8 @@ class Session(ABC):
     package: ClassVar[str]
     """Whose version is named."""
     keeps_state: ClassVar[bool] = True
+    has_strategies: ClassVar[bool] = False
+    """Whether it takes part in the rows that have one."""
     no_transfer: ClassVar[str] = ""
     """Why there is no push and no pull, where that is so."""
     no_pull: ClassVar[str] = ""
@@ -83,8 +85,9 @@ class Session(ABC):
         """Have ranks that all-reduce; the seconds that it took."""
 
     @abstractmethod
-    def begin(self, code: str, *, is_training: bool = False) -> Any:
-        """Send code to every rank; what `end` takes."""
+    def begin(self, code: str, *, strategy: str | None = None) -> Any:
+        """Send code to every rank, to train where there is a strategy ("" is one by
+        hand); what `end` takes."""
 
     @abstractmethod
     def end(self, request: Any, limit_s: float) -> Ended:
@@ -135,8 +138,8 @@ class Session(ABC):
             "PATH": path,
         }
 
-    def run(self, code: str, limit_s: float, *, is_training: bool = False) -> Ended:
-        return self.end(self.begin(code, is_training=is_training), limit_s)
+    def run(self, code: str, limit_s: float, *, strategy: str | None = None) -> Ended:
+        return self.end(self.begin(code, strategy=strategy), limit_s)
 
     def noted(self, name: str, limit_s: float) -> list[Any]:
         """What every rank has noted under `name`; TimeoutError if one has not."""
@@ -146,8 +149,9 @@ class Session(ABC):
 
     def noted_by_one(self, name: str, limit_s: float) -> Any:
         """What the first rank to do so has noted."""
-        wait_until(lambda: any(self.folder.glob(f"{name}-*")), limit_s, name)
-        return cells.read_note(next(self.folder.glob(f"{name}-*")))
+        pattern = f"{name}-*[0-9]"  # one that is still written ends in .part
+        wait_until(lambda: any(self.folder.glob(pattern)), limit_s, name)
+        return cells.read_note(next(self.folder.glob(pattern)))
 
     def forget(self) -> None:
         """Forget what was noted."""
@@ -216,7 +220,7 @@ class Notebook(Session):
     def cell(self, code: str) -> str:
         """A cell in which every rank runs the code."""
 
-    def training_cell(self, code: str) -> str:
+    def training_cell(self, code: str, strategy: str) -> str:
         return self.cell(code)
 
     def open(self) -> None:
@@ -238,8 +242,10 @@ class Notebook(Session):
         if self.keeps_state:
             self.run(cells.KEEP, START_LIMIT_S)
 
-    def begin(self, code: str, *, is_training: bool = False) -> str:
-        return self._begin(self.training_cell(code) if is_training else self.cell(code))
+    def begin(self, code: str, *, strategy: str | None = None) -> str:
+        if strategy is None:
+            return self._begin(self.cell(code))
+        return self._begin(self.training_cell(code, strategy))
 
     def end(self, request: str, limit_s: float) -> Ended:
         assert self.kernel is not None

@@ -29,6 +29,7 @@ class Torchrun(Session):
     name = "torchrun"
     package = "torch"
     keeps_state = False
+    has_strategies = True
     no_transfer = "a script has its data by itself"
     backend = "gloo"
 
@@ -53,7 +54,7 @@ class Torchrun(Session):
         self.end(script, START_LIMIT_S)
         return seconds
 
-    def begin(self, code: str, *, is_training: bool = False) -> Script:
+    def begin(self, code: str, *, strategy: str | None = None) -> Script:
         self.num_scripts += 1
         path = self.folder / f"script{self.num_scripts}.py"
         path.write_text(
