@@ -1,8 +1,10 @@
 """Reads JSON that anybody may have written: of bounded size, and by type."""
 
+import functools
 import json
 import types
 import typing
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -19,6 +21,7 @@ MAX_JSON_BYTES = 2**25
 worst, and in about a second."""
 _SEQUENCES = (list, Sequence)
 _MAPPINGS = (dict, Mapping)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def read_json(path: Path, *, most: int = MAX_JSON_BYTES) -> Any:
@@ -56,7 +59,7 @@ def parse(kind: Any, value: Any, name: str = "it") -> Any:
             except TypeError:
                 continue
     elif is_dataclass(origin) and isinstance(value, dict):
-        hints = typing.get_type_hints(origin)
+        hints = _hints(origin)
         found = {
             key: parse(hints[key], each, key)
             for key, each in value.items()

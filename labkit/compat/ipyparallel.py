@@ -119,6 +119,20 @@ def unregister(client: Any, engine_id: int) -> None:
     client._futures.pop(asked.msg_id, None)  # it is not answered
 
 
+@GATE.needs("ipyparallel.controller.hub:Hub.monitor_iopub_message")
+def spare_hub() -> None:
+    """In a controller: pass on what engines publish without reading it.
+
+    Its hub unpacks a copy of each message, to keep it and to hear of engines that shut
+    down; nothing is kept here (`--nodb`), and `unregister` says which have ended.
+    Traitlets makes a record of each debug message, which no handler takes.
+    """
+    from ipyparallel.controller.hub import Hub
+
+    Hub.monitor_iopub_message = lambda *_: None
+    logging.disable(logging.WARNING)
+
+
 @GATE.needs(f"{_CLIENT}._build_targets")
 def ident_of(client: Any, engine_id: int) -> bytes:
     """By what messages are sent to an engine; IndexError or NoEnginesRegistered where

@@ -75,6 +75,30 @@ def leave_to_threads(outputs: Iterable[Any], header: dict[str, Any]) -> None:
         each._parent_header_global = header
 
 
+@KERNEL_GATE.needs(
+    "ipykernel.kernelbase:Kernel._publish_status",
+    "ipykernel.kernelbase:Kernel._publish_execute_input",
+)
+def publish_no_echo(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
+    """Do not send a request's code back, nor that it is run now, if `of(its message)`.
+
+    Who sent it knows its code, and hears of its end. These are two of the five messages
+    that a cell is otherwise answered with.
+    """
+    publish_status = kernel._publish_status
+    publish_input = kernel._publish_execute_input
+
+    def status(state: str, channel: str, parent: Any = None) -> None:
+        if state != "busy" or not of(parent or kernel.get_parent(channel)):
+            publish_status(state, channel, parent)
+
+    def execute_input(code: str, parent: dict[str, Any], number: int) -> None:
+        if not of(parent):
+            publish_input(code, parent, number)
+
+    kernel._publish_status, kernel._publish_execute_input = status, execute_input
+
+
 @KERNEL_GATE.needs("ipykernel.iostream:OutStream._original_stdstream_copy")
 def stderr_fd() -> int:
     """Where the process's own stderr goes, which ipykernel captures: the log."""

@@ -49,7 +49,7 @@ _CONTROLLER_ARGS = [
     "--HeartMonitor.max_heartmonitor_misses=2400",
     "--IPController.use_threads=True",
     "--nodb",  # it would keep what each cell sent and got, and copy it each time
-    "--log-level=ERROR",  # it warns at every message that publish_data sends
+    "--log-level=ERROR",
 ]
 _LOAD = "labkit.rank.engine.rpc:load"
 _TAKEN = "Address already in use"
@@ -180,7 +180,7 @@ class Cluster:
         return _TAKEN in said
 
     def _write_controller_config(self) -> None:
-        """Have the controller encrypt its channels and sign its messages.
+        """Have the controller encrypt its channels, sign its messages, and do little.
 
         In a file: every user of the host sees a command line.
         """
@@ -190,6 +190,7 @@ class Cluster:
         # ipyparallel signs nothing where it encrypts, unless there is a key.
         path.write_text(
             f"c.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
+            f"from {compat.__name__} import spare_hub\nspare_hub()\n"
         )
 
     def _start_watchdog(self) -> "subprocess.Popen[bytes]":

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from labkit.checks import slow_rank
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
+from labkit.compat.ipython import publish_no_echo
 from labkit.compat.ipython import refuse_cells
 from labkit.compat.torch import ThreadSettings
 from labkit.messages import message
@@ -115,6 +117,9 @@ class CellRunner:
         shell.loop_runner = self._run_coroutine
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
+        # A record of every message, most of them for no handler.
+        shell.kernel.log.setLevel(logging.WARNING)
+        publish_no_echo(shell.kernel, lambda parent: KEY in parent.get("metadata", {}))
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
