@@ -119,16 +119,27 @@ def unregister(client: Any, engine_id: int) -> None:
     client._futures.pop(asked.msg_id, None)  # it is not answered
 
 
-@GATE.needs("ipyparallel.controller.hub:Hub.monitor_iopub_message")
-def spare_hub() -> None:
-    """In a controller: pass on what engines publish without reading it.
+@GATE.needs(
+    "ipyparallel.controller.app:Process",
+    "ipyparallel.controller.hub:Hub.monitor_iopub_message",
+)
+def spare_controller() -> None:
+    """In a controller: be one process, and pass on what engines publish unread.
 
     Its hub unpacks a copy of each message, to keep it and to hear of engines that shut
     down; nothing is kept here (`--nodb`), and `unregister` says which have ended.
     Traitlets makes a record of each debug message, which no handler takes.
     """
+    from ipyparallel.controller import app
     from ipyparallel.controller.hub import Hub
 
+    class Part(Thread):
+        """Its heart monitor, which is needed while engines register."""
+
+        def terminate(self) -> None:
+            """It ends with this process."""
+
+    app.Process = Part
     Hub.monitor_iopub_message = lambda *_: None
     logging.disable(logging.WARNING)
 

@@ -34,7 +34,6 @@ from labkit.notebook.cluster.exit_cause import EngineProcess
 from labkit.notebook.cluster.forked_engines import ForkServer
 from labkit.notebook.cluster.forked_engines import ForkServerGoneError
 from labkit.notebook.cluster.silence import SilenceWatch
-from labkit.notebook.cluster.watchdog import is_running
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import DUMP_SIGNAL
@@ -135,9 +134,6 @@ class Cluster:
         self._changes_store = threading.Lock()
         self._client: Any = None
         self._controller: EngineProcess | None = None
-        self._controller_parts: list[psutil.Process] = []
-        self._lost_parts: list[int] = []
-        """Process ids of those that have ended."""
         self._engines: dict[int, EngineProcess] = {}
         self._engine_ids: dict[int, int] = {}
         self._registered: dict[int, EngineProcess] = {}
@@ -156,7 +152,6 @@ class Cluster:
             )
             self._controller = EngineProcess(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
-            self._controller_parts = self._controller.process.children()
         except BaseException as error:
             is_port_taken = self._is_port_taken()
             self.stop()
@@ -190,7 +185,7 @@ class Cluster:
         # ipyparallel signs nothing where it encrypts, unless there is a key.
         path.write_text(
             f"c.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
-            f"from {compat.__name__} import spare_hub\nspare_hub()\n"
+            f"from {compat.__name__} import spare_controller\nspare_controller()\n"
         )
 
     def _start_watchdog(self) -> "subprocess.Popen[bytes]":
@@ -313,8 +308,6 @@ class Cluster:
             for each in [self._controller, *self._engines.values()]:
                 if each is not None:
                     each.look()
-            parts = self._controller_parts
-            self._lost_parts = [p.pid for p in parts if not is_running(p)]
             for engine_id, each in list(self._registered.items()):
                 if not each.is_alive:
                     # Its calls that have not ended then fail in the client.
@@ -339,17 +332,13 @@ class Cluster:
         if self._is_ending.is_set():
             return "the lab was stopped; %dist_stop, then %dist_start, starts another"
         assert self._controller is not None
-        if not self._controller.is_alive:
-            death = self._controller.death()
-            what = f"at {death.clock}: {death}"
-        elif self._lost_parts:
-            what = f"in part: its heart monitor, pid {self._lost_parts[0]}, is gone"
-        else:
+        if self._controller.is_alive:
             return ""
+        death = self._controller.death()
         return (
-            f"ipyparallel's controller, which carries every message, died {what}; no "
-            "rank can be reached: %dist_restart --all (lab.restart(everyone=True)) "
-            "restarts everything"
+            "ipyparallel's controller, which carries every message, died at "
+            f"{death.clock}: {death}; no rank can be reached: %dist_restart --all "
+            "(lab.restart(everyone=True)) restarts everything"
         )
 
     def death(self, rank: int) -> Death:
