@@ -417,14 +417,21 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("statement", ["import labkit", "import labkit.lab"])
-def test_the_first_import_is_cheap(statement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("statement", "needed"),
+    [
+        ("import labkit", set()),
+        ("import labkit.lab", {"numpy"}),  # records.py has its record type
+        ("import labkit.magics.lab_magics", {"numpy", "IPython"}),  # `%load_ext`
+    ],
+)
+def test_the_first_import_is_cheap(
+    statement: str, needed: set[str], tmp_path: Path
+) -> None:
     code = f"{statement}; import sys; print(*sys.modules)"
     loaded = run_python(code, tmp_path).split()
     heavy = {"torch", "matplotlib", "IPython", "pandas", "numpy", "ipyparallel"}
-    if statement != "import labkit":
-        heavy.remove("numpy")  # records.py has its record type
-    assert heavy & set(loaded) == set()
+    assert heavy & set(loaded) == needed
 
 
 BLOCKED = """

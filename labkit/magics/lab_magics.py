@@ -1,9 +1,9 @@
 """The magics: each parses its line, delegates to the Lab and shows the result."""
 
 import sys
+from typing import TYPE_CHECKING
 from typing import Any
 
-import pandas as pd
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics
 from IPython.core.magic import cell_magic
@@ -28,11 +28,6 @@ from labkit.magics.line import parsed
 from labkit.magics.line import whole_numbers
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution.options import RunOptions
-from labkit.notebook.live.live_view import show
-from labkit.notebook.runs.catalog import delete_runs
-from labkit.notebook.runs.catalog import find_runs
-from labkit.notebook.runs.catalog import list_runs
-from labkit.notebook.runs.run import Run
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
@@ -44,6 +39,14 @@ from labkit.selftest import OUTPUT_HELP
 from labkit.selftest import check
 from labkit.strategies import STRATEGIES
 from labkit.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labkit.notebook.runs.run import Run
+
+# pandas, and what imports it, is imported by the magics that show a table or a run:
+# `%load_ext` would take twice as long.
 
 
 class ProgressLine:
@@ -234,6 +237,8 @@ class LabMagics(Magics):
     @parsed
     def dist_status(self, args: Args) -> Any:
         """Show a table by rank: process, device, state, memory, last run and step."""
+        import pandas as pd
+
         table = current_lab().status()
         if "cause" in table:  # too long for a column
             for cause, rows in table.groupby(table.pop("cause"), sort=False):
@@ -269,6 +274,10 @@ class LabMagics(Magics):
     def dist_runs(self, args: Args) -> Any:
         """List the runs, also those on disk; with names, compare them in one picture
         and one table."""
+        from labkit.notebook.runs.catalog import delete_runs
+        from labkit.notebook.runs.catalog import find_runs
+        from labkit.notebook.runs.catalog import list_runs
+
         filters = {key: getattr(args, key) for key in ("strategy", "state", "last")}
         filters = {key: value for key, value in filters.items() if value is not None}
         if bool(args.names) + bool(args.delete) + bool(filters) > 1:
@@ -287,7 +296,7 @@ class LabMagics(Magics):
             return self._compare(find_runs(args.names, own))
         return to_read(list_runs(own=own, **filters).drop(columns="folder"))
 
-    def _compare(self, runs: list[Run]) -> pd.DataFrame:
+    def _compare(self, runs: "list[Run]") -> "pd.DataFrame":
         from labkit.notebook.runs.comparison import compare_runs
         from labkit.notebook.runs.comparison import plot_comparison
 
@@ -302,6 +311,9 @@ class LabMagics(Magics):
     @parsed
     def dist_show(self, args: Args) -> None:
         """Show a run's picture in this cell, live while it runs."""
+        from labkit.notebook.live.live_view import show
+        from labkit.notebook.runs.catalog import find_runs
+
         if args.name is None:
             runs = current_lab().runs
         else:
@@ -373,7 +385,7 @@ def ready_line(lab: Lab) -> str:
     )
 
 
-def to_read(table: pd.DataFrame) -> pd.DataFrame:
+def to_read(table: "pd.DataFrame") -> "pd.DataFrame":
     """A table of runs as words: numbers of three digits, bytes in a unit that suits
     most of them, what is optional (parts of a rank's memory, theory) only where it is
     there."""
@@ -398,4 +410,6 @@ def to_read(table: pd.DataFrame) -> pd.DataFrame:
 
 def three_digits(value: float) -> str:
     """A number to read; "-" for one that is not known."""
+    import pandas as pd
+
     return "-" if pd.isna(value) else significant(float(value))
