@@ -40,12 +40,10 @@ from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 from labkit.records import SAFE_PATH
 
-# Registration waits for heartbeats; ipyparallel's own period of 3 s makes it slow.
-# A rank that holds the GIL for long must not count as dead: `_supervise` reports the
-# dead.
 _CONTROLLER_ARGS = [
-    "--HeartMonitor.period=250",
-    "--HeartMonitor.max_heartmonitor_misses=2400",
+    # A rank that holds the GIL for long must not count as dead: `_supervise` reports
+    # the dead.
+    "--HeartMonitor.max_heartmonitor_misses=10000",
     "--IPController.use_threads=True",
     "--nodb",  # it would keep what each cell sent and got, and copy it each time
     "--log-level=ERROR",
@@ -96,6 +94,12 @@ def start_cluster(num_ranks: int, **settings: Any) -> "Cluster":
     return Cluster(num_ranks, **settings)
 
 
+def heartbeat_period(num_ranks: int) -> str:
+    """An option of the controller. Engines are registered by a heartbeat, for which
+    ipyparallel's 3 s is long; each takes a tenth of a millisecond a rank."""
+    return f"--HeartMonitor.period={min(250, max(100, 12 * num_ranks))}"
+
+
 class Cluster:
     """One ipyparallel engine per rank, on this host, all ours.
 
@@ -124,7 +128,7 @@ class Cluster:
             profile_dir=str(self.folder),
             cluster_file="",
             controller_ip="127.0.0.1",
-            controller_args=_CONTROLLER_ARGS,
+            controller_args=[*_CONTROLLER_ARGS, heartbeat_period(num_ranks)],
             engine_launcher_class=compat.launcher_of_engines(self._fork),
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
