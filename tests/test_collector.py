@@ -40,6 +40,17 @@ def rows(frame: pd.DataFrame, *columns: str) -> list[tuple]:
     return list(wanted.where(wanted.notna(), None).itertuples(index=False, name=None))
 
 
+def test_a_long_history_is_not_copied_as_it_grows() -> None:
+    """Copies that are given up take as much memory again while they are made."""
+    collector, many = Collector([0]), np.zeros(2**20 + 1, RECORD)
+    collector.add(0, Batch(0, ["loss"], many))
+    before = collector.records(0)
+    for sequence in range(len(many), 4 * len(many), len(many)):
+        collector.add(0, Batch(sequence, ["loss"], many))
+    assert len(collector.records(0)) == 4 * len(many)
+    assert np.shares_memory(collector.records(0), before)
+
+
 # ---- history ----
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from labkit.notebook.history import pace
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.catalog import list_runs
 from labkit.notebook.runs.comparison import compare_runs
@@ -51,6 +52,28 @@ def test_a_step_that_not_all_ranks_came_to_has_no_mean_loss() -> None:
     # Ranks that never log a loss are not waited for.
     assert list(make_run({0: [3.0, 2.0], 1: []}).mean_loss()["loss"]) == [3.0, 2.0]
     assert make_run(EMPTY).mean_loss().empty
+
+
+@pytest.mark.parametrize("state", ["finished", "failed"])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        EMPTY,
+        {0: [3.0, 2.0], 1: []},
+        {0: [3.0, 2.0, 9.0], 1: [1.0, 4.0]},
+        {0: [3.0, 2.0, math.nan], 1: [1.0, math.nan]},
+        {0: [3.0, math.inf], 1: [1.0, 2.0]},
+        {0: [math.nan], 1: [math.nan]},
+    ],
+)
+def test_the_last_loss_is_that_of_the_last_mean(
+    losses: dict[int, Sequence[float]], state: str
+) -> None:
+    run = make_run(losses)
+    run.state = state
+    means = run.mean_loss()["loss"]
+    wanted = means.iloc[-1] if len(means) else math.nan
+    assert run.last_loss == pytest.approx(wanted, nan_ok=True)
 
 
 # ---- repr ----
@@ -121,6 +144,22 @@ def test_world_size_counts_the_ranks_of_the_run() -> None:
 def test_steps_a_second_are_measured_between_the_first_and_last_step() -> None:
     run = make_run({0: [1.0] * 11}, seconds_a_step=0.25)
     assert run.steps_per_s() == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 1, 2, 4, 4, 5, 9, 9], [4, 4, 1, 2, 2, 9]])
+def test_seconds_of_a_step_lie_between_first_records(
+    steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks divide them, and where `log(step=)` goes back."""
+    monkeypatch.setattr(pace, "_BLOCK_RECORDS", 3)
+    records = np.zeros(len(steps), RECORD)
+    records["step"] = steps
+    records["seconds"] = np.arange(len(steps)) ** 2
+    collector = Collector([0])
+    collector.add(0, Batch(0, ["loss"], records))
+    distinct, first = np.unique(steps, return_index=True)
+    wanted = np.diff(records["seconds"][first]) / np.diff(distinct)
+    assert pace.step_seconds(collector, 0).tolist() == wanted.tolist()
 
 
 def test_steps_a_second_are_those_of_the_slowest_rank() -> None:

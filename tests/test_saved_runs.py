@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from kernels import running_kernel
@@ -140,6 +143,45 @@ def test_records_go_to_the_table_and_back_unchanged(folder: Path) -> None:
             for field in ("step", "seconds", "memory_bytes", "value"):
                 assert now[field].tobytes() == was[field].tobytes()
     assert_same(loaded, run)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1, 2, 3)])
+def test_a_long_history_takes_its_memory_once(
+    folder: Path, ranks: tuple[int, ...]
+) -> None:
+    """At the end of a run, and when it is loaded, less than a copy is made of it."""
+    run = new_run(ranks=ranks)
+    num_steps = 2**20 // len(ranks)
+    records = np.zeros(num_steps, RECORD)
+    records["step"] = np.arange(num_steps) + 1
+    records["seconds"] = 0.1 * records["step"]
+    total = records.nbytes * len(ranks)
+    for rank in ranks:
+        run.collector.add(rank, Batch(0, ["loss"], records))
+
+    ended = extra_bytes(lambda: end(run))
+    assert run.info["summary"]["steps_per_s"] == pytest.approx(10)
+    shown = extra_bytes(lambda: (run.status_line(), run.summary()))
+    found: list[Run] = []
+    loaded = extra_bytes(lambda: found.append(labkit.load_run("run-1")))
+    assert max(ended, shown) < total
+    assert loaded < 2 * total
+    for rank in ranks:
+        assert np.array_equal(found[0].collector.records(rank), records)
+
+
+def extra_bytes(do: Callable[[], object]) -> int:
+    """What `do` takes at most in arrays, those of Arrow's pool too."""
+    default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        do()
+        return tracemalloc.get_traced_memory()[1] + pool.max_memory()
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(default)
 
 
 def test_a_run_without_records_is_loaded_as_well(folder: Path) -> None:

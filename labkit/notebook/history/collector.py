@@ -1,5 +1,6 @@
 """Receives the ranks' records of one run and keeps its history."""
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,10 @@ from labkit.records import ReplicaNotes
 _AGAIN = "(again)"  # no metric can be called so
 _FIELDS = {name: field for field, name in PROGRESS.items()}
 _LEADING = ["step", "rank", "seconds", "loss", "memory_bytes"]
+_LONG = 2**20
+_ROOM = 2**24
+"""Elements that an array which has become `_LONG` has room for. Room that was never
+written to takes no memory, and to copy a long array takes it twice."""
 
 
 class Collector:
@@ -220,19 +225,46 @@ class Collector:
         records = self.records(rank)
         return records[records["metric"] == names.index(metric)]
 
-    def history(self) -> pd.DataFrame:
+    def ends(self, rank: int, metric: str) -> tuple[float, float]:
+        """The first and the last value of a rank's metric; NaN where it has none."""
+        names = self._names[rank]
+        number = names.index(metric) if metric in names else -1
+        records = self.records(rank)
+        is_of = records["metric"] == number
+        if not is_of.any():
+            return math.nan, math.nan
+        first, last = is_of.argmax(), len(is_of) - 1 - is_of[::-1].argmax()
+        return float(records["value"][first]), float(records["value"][last])
+
+    def last_step(self, rank: int, metric: str, through: float = np.inf) -> int | None:
+        """The last step, up to `through`, at which a rank's metric was a number; None
+        where it was at none."""
+        if metric not in self._names[rank]:
+            return None
+        records = self.records(rank)
+        is_there = records["metric"] == self._names[rank].index(metric)
+        is_there &= ~np.isnan(records["value"])
+        is_there &= records["step"] <= through
+        if not is_there.any():
+            return None
+        first = np.iinfo("i8").min
+        return int(records["step"].max(where=is_there, initial=first))
+
+    def history(self, step: int | None = None) -> pd.DataFrame:
         """One row a rank and step: step, rank, seconds, loss, memory_bytes, metrics.
 
-        A metric that was logged twice at one step has a row for each time.
+        A metric that was logged twice at one step has a row for each time. With `step`
+        it has that step alone.
         """
-        frames = [self._history_of(rank) for rank in self.ranks]
+        frames = [self._history_of(rank, step) for rank in self.ranks]
         frame = pd.concat([f for f in frames if len(f)] or frames, ignore_index=True)
         frame = frame.sort_values(["step", "rank"], kind="stable", ignore_index=True)
         others = [name for name in frame.columns if name not in _LEADING]
         return frame[[*_LEADING, *others]]
 
-    def _history_of(self, rank: int) -> pd.DataFrame:
-        records = pd.DataFrame(self.records(rank))
+    def _history_of(self, rank: int, step: int | None) -> pd.DataFrame:
+        found = self.records(rank)
+        records = pd.DataFrame(found if step is None else found[found["step"] == step])
         if records.empty:
             return pd.DataFrame(columns=_LEADING)
         names = self._names[rank]
@@ -263,7 +295,10 @@ class GrowingArray:
         """Append `added`: (n,) of the same dtype."""
         length = self._length + len(added)
         if length > len(self._elements):
-            larger = np.empty(max(length, 2 * self._length), self._elements.dtype)
+            room = max(length, 2 * self._length)
+            if room > _LONG:
+                room = max(room, _ROOM)
+            larger = np.empty(room, self._elements.dtype)
             larger[: self._length] = self.view()
             self._elements = larger
         self._elements[self._length : length] = added

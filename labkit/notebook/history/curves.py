@@ -16,6 +16,7 @@ from labkit.notebook.history.thinning import extremes
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
 
+_BLOCK = 2**14
 MAX_RANK_LINES = 8
 """More ranks are drawn as a band."""
 UNSEEN = frozenset({"samples", "tokens", LOSS_WEIGHT})
@@ -224,12 +225,20 @@ class Curves:
             records = {rank: self._collector.records(rank) for rank in self.ranks}
             for rank in self.ranks:
                 self._name(rank)
-            for rank in self.ranks:
-                self._take(rank, records[rank])
-            # Records of the last step may still be on their way.
-            through = min(self._last_step.values(), default=0.0) - 1
-            for spread in self._spreads.values():
-                spread.settle(np.inf if is_final else through)
+            new = {rank: records[rank][self._num_seen[rank] :] for rank in self.ranks}
+            # In blocks, of all ranks in turns: a long history that is taken at once,
+            # as that of a run from disk, would need several times its memory.
+            for begin in range(0, max(map(len, new.values()), default=0), _BLOCK):
+                for rank in self.ranks:
+                    self._take(rank, new[rank][begin : begin + _BLOCK])
+                # Records of the last step may still be on their way.
+                self._settle(min(self._last_step.values()) - 1)
+            if is_final:
+                self._settle(np.inf)
+
+    def _settle(self, through: float) -> None:
+        for spread in self._spreads.values():
+            spread.settle(through)
 
     def _name(self, rank: int) -> None:
         names = self._collector.metrics(rank)
@@ -242,7 +251,6 @@ class Curves:
         self._numbers[rank] = numbers
 
     def _take(self, rank: int, records: np.ndarray) -> None:
-        records = records[self._num_seen[rank] :]
         self._num_seen[rank] += len(records)
         if not len(records):
             return

@@ -6,6 +6,8 @@ import numpy as np
 
 from labkit.notebook.history.collector import Collector
 
+_BLOCK_RECORDS = 2**16
+
 
 def steps_per_s(
     collector: Collector,
@@ -20,7 +22,11 @@ def steps_per_s(
     """
     ranks = collector.ranks if ranks is None else ranks
     found = [step_seconds(collector, rank, num_steps) for rank in ranks]
-    medians = [float(np.median(seconds)) for seconds in found if len(seconds)]
+    medians = [
+        float(np.median(seconds, overwrite_input=True))
+        for seconds in found
+        if len(seconds)
+    ]
     paces = [seconds for seconds in medians if seconds > 0]
     return 1.0 / max(paces) if paces else None
 
@@ -45,5 +51,27 @@ def step_seconds(
     if num_steps is not None:
         logged = [n for n in collector.metrics(rank) if not n.startswith("(")]
         records = records[-num_steps * max(1, len(logged)) :]
-    steps, first = np.unique(records["step"], return_index=True)
-    return np.diff(records["seconds"][first]) / np.diff(steps)
+    steps = records["step"]
+    if (steps[1:] < steps[:-1]).any():  # the cell's `log(step=)` goes back
+        steps, first = np.unique(steps, return_index=True)
+        return np.diff(records["seconds"][first]) / np.diff(steps)
+    return _in_order(records)
+
+
+def _in_order(records: np.ndarray) -> np.ndarray:
+    """What `step_seconds` returns, of records whose steps never go back.
+
+    In blocks: arrays of all steps would take as much memory as the records.
+    """
+    steps = records["step"]
+    is_next = steps[1:] != steps[:-1]
+    found = np.empty(np.count_nonzero(is_next))
+    last, num_found = records[:1], 0
+    for begin in range(0, len(is_next), _BLOCK_RECORDS):
+        block = slice(begin, begin + _BLOCK_RECORDS)
+        firsts = np.concatenate([last, records[1:][block][is_next[block]]])
+        last = firsts[-1:]
+        seconds = np.diff(firsts["seconds"]) / np.diff(firsts["step"])
+        found[num_found : num_found + len(seconds)] = seconds
+        num_found += len(seconds)
+    return found

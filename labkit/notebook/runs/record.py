@@ -124,31 +124,35 @@ class RunRecord:
             One row per step: step, seconds since the start, loss.
         """
         history = self.history.dropna(subset=["loss"])
-        if self.state != "finished":
-            history = self._in_whole_steps(history)
-        weights = pd.Series(1.0, history.index)
-        for metric in ("samples", LOSS_WEIGHT):
-            weights = history.get(metric, weights).fillna(weights)
-        sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
-            "step", as_index=False
-        )
-        table = sums.agg({"seconds": "max", "loss": "sum", "weight": "sum"})
-        return table.assign(loss=table["loss"] / table["weight"]).drop(columns="weight")
+        return _mean_by_step(history[history["step"] <= self._last_whole_step()])
 
-    def _in_whole_steps(self, losses: pd.DataFrame) -> pd.DataFrame:
-        """Those of steps that every rank which has losses has reached."""
-        steps = losses.groupby("rank")["step"].max()
-        last = [
-            max(step, self.collector.steps[rank])
-            for rank, step in zip(steps.index.tolist(), steps, strict=True)
+    def _last_whole_step(self) -> float:
+        """The last step that every rank which has losses has reached."""
+        if self.state == "finished":
+            return math.inf
+        collector = self.collector
+        last = {rank: collector.last_step(rank, "loss") for rank in collector.ranks}
+        reached = [
+            max(step, collector.steps[rank])
+            for rank, step in last.items()
+            if step is not None
         ]
-        return losses[losses["step"] <= min(last, default=0)]
+        return min(reached, default=0)
 
     @property
     def last_loss(self) -> float:
         """The loss of the last global batch; NaN where none was noticed."""
-        losses = self.mean_loss()["loss"]
-        return float(losses.iloc[-1]) if len(losses) else float("nan")
+        # Without the history of all steps, which takes several times what they do.
+        through = self._last_whole_step()
+        found = [
+            self.collector.last_step(rank, "loss", through)
+            for rank in self.collector.ranks
+        ]
+        steps = [step for step in found if step is not None]
+        if not steps:
+            return math.nan
+        history = self.collector.history(max(steps)).dropna(subset=["loss"])
+        return float(_mean_by_step(history)["loss"].iloc[-1])
 
     @property
     def memory(self) -> pd.DataFrame:
@@ -377,13 +381,13 @@ class RunRecord:
         seconds = self.elapsed()
         lags = lag_by_rank(self.collector)
         for rank in self.collector.ranks:
-            losses = self.collector.series(rank, "loss")
+            first_loss, last_loss = self.collector.ends(rank, "loss")
             rows.append(
                 {
                     "rank": rank,
                     "steps": self.collector.steps[rank],
-                    "first_loss": losses["value"][0] if len(losses) else float("nan"),
-                    "last_loss": losses["value"][-1] if len(losses) else float("nan"),
+                    "first_loss": first_loss,
+                    "last_loss": last_loss,
                     "seconds": seconds,
                     "steps_per_s": steps_per_s(self.collector, [rank]) or math.nan,
                     "peak_memory_mib": self._peak_bytes(rank) / 2**20,
@@ -429,3 +433,16 @@ class RunRecord:
             return table
         place = int(table[[*PARTS]].sum(axis=1).to_numpy().argmax())
         return table[table["rank"] == table["rank"].iloc[place]]
+
+
+def _mean_by_step(history: pd.DataFrame) -> pd.DataFrame:
+    """One row per step of a history in which every row has a loss: step, seconds and
+    the mean loss over the ranks, weighted."""
+    weights = pd.Series(1.0, history.index)
+    for metric in ("samples", LOSS_WEIGHT):
+        weights = history.get(metric, weights).fillna(weights)
+    sums = history.assign(loss=history["loss"] * weights, weight=weights).groupby(
+        "step", as_index=False
+    )
+    table = sums.agg({"seconds": "max", "loss": "sum", "weight": "sum"})
+    return table.assign(loss=table["loss"] / table["weight"]).drop(columns="weight")

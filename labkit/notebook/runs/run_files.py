@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from typing import BinaryIO
@@ -42,6 +43,7 @@ MAX_RESTARTED = 2**16
 """Restarts of a run on disk, times its ranks."""
 BLOCK_RECORDS = 2**16
 """So many are read at once."""
+_BUFFER_BYTES = 2**16
 MIN_ROWS = 2**22
 MAX_ROWS_PER_BYTE = 16
 """Of a table with more than `MIN_ROWS`. Each call of `log` leaves a time of its own:
@@ -192,19 +194,35 @@ def _write_table(path: Path, collector: Collector) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    tables = []
-    for rank in collector.ranks:
-        records = collector.records(rank)
-        names = pa.array(collector.metrics(rank), pa.string())
-        ids = pa.array(records["metric"].astype("i4"))
-        columns = {
-            "rank": pa.array(np.full(len(records), rank, "i4")),
-            "metric": pa.DictionaryArray.from_arrays(ids, names),
-        }
-        for name in ("step", "seconds", "memory_bytes", "value"):
-            columns[name] = pa.array(np.ascontiguousarray(records[name]))
-        tables.append(pa.table(columns))
-    parquet.write_table(pa.concat_tables(tables).unify_dictionaries(), path)
+    of_ranks = {rank: collector.metrics(rank) for rank in collector.ranks}
+    ids = {name: at for at, name in enumerate(dict.fromkeys(chain(*of_ranks.values())))}
+    names = pa.array([*ids], pa.string())
+    schema = pa.schema(
+        [
+            ("rank", pa.int32()),
+            ("metric", pa.dictionary(pa.int32(), pa.string())),
+            ("step", pa.int64()),
+            ("seconds", pa.float64()),
+            ("memory_bytes", pa.int64()),
+            ("value", pa.float64()),
+        ]
+    )
+    # In blocks: a table of all records would take their memory once more.
+    with parquet.ParquetWriter(path, schema) as writer:
+        for rank, own in of_ranks.items():
+            own_ids = np.array([ids[name] for name in own], "i4")
+            records = collector.records(rank)
+            for begin in range(0, len(records), BLOCK_RECORDS):
+                block = records[begin : begin + BLOCK_RECORDS]
+                metrics = pa.array(own_ids[block["metric"]])
+                columns = [
+                    pa.array(np.full(len(block), rank, "i4")),
+                    pa.DictionaryArray.from_arrays(metrics, names),
+                ]
+                for name in ("step", "seconds", "memory_bytes", "value"):
+                    columns.append(pa.array(np.ascontiguousarray(block[name])))
+                batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+                writer.write_batch(batch)
 
 
 def journal_folder(folder: Path, num_restarts: int) -> Path:
@@ -238,11 +256,15 @@ def read_records(
 
 def _read_table(path: Path, collector: Collector) -> None:
     """In blocks, each of them checked: a file of 1 MiB may hold 40 million rows."""
+    import pyarrow as pa
     from pyarrow import parquet
 
     if not path.is_file():
         raise ValueError(f"{path} is no file")
-    with parquet.ParquetFile(path, read_dictionary=["metric"]) as file:
+    # By default all of the file would be read ahead, and kept.
+    with parquet.ParquetFile(
+        path, read_dictionary=["metric"], buffer_size=_BUFFER_BYTES, pre_buffer=False
+    ) as file:
         types = {each.name: str(each.type) for each in file.schema_arrow}
         if {name: types.get(name) for name in _TYPES} != _TYPES:
             raise ValueError(f"{path} has the columns {short_repr(types)}")
@@ -258,8 +280,10 @@ def _read_table(path: Path, collector: Collector) -> None:
         check_room(path, num_rows)
         collector.reset()
         names: dict[int, list[str]] = {}
-        for block in file.iter_batches(BLOCK_RECORDS, columns=[*_TYPES]):
+        blocks = file.iter_batches(BLOCK_RECORDS, columns=[*_TYPES], use_threads=False)
+        for block in blocks:
             _take_block(path, block, collector, names)
+    pa.default_memory_pool().release_unused()  # it would keep as much as the table
 
 
 def _take_block(
