@@ -465,6 +465,23 @@ def test_a_run_that_has_ended_is_summarized_once(
     pd.testing.assert_frame_equal(listed[columns][:2], on_disk[columns][:2])
 
 
+def test_runs_of_the_session_are_listed_without_their_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a list of 200 takes no longer than one of 200 runs that are read from disk."""
+    runs = [new_run(f"run-{number}") for number in range(3)]
+    for run in runs:
+        log(run, 0, ("loss", 5, 0.25))
+        end(run)
+    read: list[Path] = []
+    read_info = run_files.read_info
+    monkeypatch.setattr(
+        run_files, "read_info", lambda path: read.append(path) or read_info(path)
+    )
+    assert list(labkit.list_runs(own=runs[:2]).index) == ["run-0", "run-1", "run-2"]
+    assert read == [runs[2].folder]
+
+
 def test_runs_are_deleted_by_name_or_folder_and_none_by_mistake(folder: Path) -> None:
     runs = [new_run(name) for name in ("a", "b", "b")]
     for run in runs:

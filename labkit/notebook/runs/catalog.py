@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from collections.abc import Container
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -104,14 +105,17 @@ def _find(name: str, parent: Path) -> list[Path]:
     return found
 
 
-def _stored(parent: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The runs' folders and their `run.json`, oldest first; others are passed over.
+def _stored(
+    parent: Path, but: Container[Path | None] = ()
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The runs' folders and their `run.json`, oldest first; others are passed over,
+    and so are those of `but`.
 
     Of one that has a `run.json` which cannot be read a line says so, once.
     """
     found = []
     try:
-        paths = sorted(parent.iterdir())
+        paths = sorted(path for path in parent.iterdir() if path not in but)
     except (FileNotFoundError, NotADirectoryError):
         paths = []
     except OSError as error:
@@ -193,16 +197,15 @@ def list_runs(
         for run in own
     ]
     here = {run.folder for run in own}
-    for path, info in _stored(parent):
-        if path not in here:
-            try:
-                # Of one that has not ended there is no summary.
-                run = None if info.get("summary") else open_run(path)
-                with run_files.reading(path):
-                    summary = summarize(run) if run else info["summary"]
-                    rows.append(_row(info["name"], info, path, summary))
-            except ValueError as error:
-                warn_once(path, f"passed over a run that cannot be read: {error}")
+    for path, info in _stored(parent, but=here):
+        try:
+            # Of one that has not ended there is no summary.
+            run = None if info.get("summary") else open_run(path)
+            with run_files.reading(path):
+                summary = summarize(run) if run else info["summary"]
+                rows.append(_row(info["name"], info, path, summary))
+        except ValueError as error:
+            warn_once(path, f"passed over a run that cannot be read: {error}")
     rows.sort(key=lambda row: (row["when"], row["folder"]))
     if strategy is not None:  # also one of a later version
         known_to = [*STRATEGIES, *(row["strategy"] for row in rows)]
