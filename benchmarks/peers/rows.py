@@ -43,7 +43,8 @@ TRAINING = (
 PREPARED = (
     "The script says by hand what the strategy is, and nothing watches it: after "
     "`prepare` the ranks see to it that they take the same steps, and the picture is "
-    "drawn beside them."
+    "drawn beside them. ZeRO's buckets are an eighth of a small model, so that a "
+    "picture of memory shows the stage; the script has DeepSpeed's own."
 )
 FASTER_LAUNCH = (
     "`notebook_launcher` forks ranks from a kernel that has torch, and ends them with "
@@ -76,8 +77,8 @@ ROWS = (
         "start to a cell that all-reduces, 2 ranks",
         "s",
         "import_torch",
-        why=FASTER_LAUNCH + " Monarch's ranks import torch side by side, and no "
-        "controller, store and watchdog come up with them.",
+        why=FASTER_LAUNCH + " Ranks of torchrun and Monarch import torch side by side, "
+        "and no controller, store and watchdog come up with them.",
     ),
     Row("start_8", "the same, 8 ranks", "s", "import_torch", why=FASTER_LAUNCH),
     Row("start_16", "the same, 16 ranks", "s", "import_torch", why=FASTER_LAUNCH),
@@ -98,9 +99,10 @@ ROWS = (
             f"{verb} {size} MB {way}",
             "s",
             f"memcpy_{size}",
-            why="labkit's arrays are encrypted on their way, and cross the controller; "
-            "Monarch and ipyparallel encrypt nothing, `notebook_launcher` forks ranks "
-            "that have them.",
+            why="labkit's arrays are encrypted and cross the controller, and from 1 MiB "
+            "on go through a file that only the user can read, which copies them three "
+            "times; Monarch and ipyparallel encrypt nothing, `notebook_launcher` forks "
+            "ranks that have them.",
         )
         for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
         for size in (1, 100)
@@ -163,8 +165,9 @@ ROWS = (
         "processes",
         "processes beside ranks and kernel",
         "processes",
-        why="ipyparallel's controller, and labkit's fork server, painter and watchdog "
-        "with their helpers, which see to it that nothing is left behind.",
+        why="ipyparallel's controller, the process from which ranks are forked, the "
+        "painter, and a watchdog that imports nothing, so that it outlives the others "
+        "and nothing is left behind.",
     ),
     *(
         row
