@@ -151,8 +151,11 @@ def notes(figures: dict[str, Any]) -> Iterator[str]:
     ]
     if behind:
         yield "## Where labkit is not first\n"
+        by_reason: dict[str, list[str]] = {}
         for row, best in behind:
-            yield f"- {full_title(row)}: {best} is. {row.why}"
+            by_reason.setdefault(row.why, []).append(f"{full_title(row)} ({best} is)")
+        for why, which in by_reason.items():
+            yield f"- {'; '.join(which)}. {why}"
         yield ""
     yield "## Limits\n"
     for name, value in figures["limits"].items():
@@ -235,8 +238,9 @@ def has_number(found: dict[str, Found]) -> bool:
 # ---- the picture ----
 
 SHOWN = (
-    *("start_2", "edit", "cell_2", "push_100", "pull_100"),
-    *("raise_prompt", "kill_prompt", "interrupt_prompt"),
+    *("start_2", "edit", "cell_2", "push_100"),
+    *("raise_prompt", "raise_next", "kill_prompt", "kill_next"),
+    *("interrupt_prompt", "interrupt_next"),
 )
 MARKERS = "oDs^vPX"
 
@@ -245,7 +249,7 @@ def picture(figures: dict[str, Any]) -> Figure:
     """Seconds of every peer, a line for a row; who hangs is at the right edge."""
     rows = [BY_KEY[key] for key in SHOWN if key in figures["rows"]]
     names = peers(figures)
-    figure = Figure(figsize=(9, 1.4 + 0.45 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.33 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     least, most = 1e-3, 100.0
     for place, name in enumerate(names):
@@ -260,17 +264,21 @@ def picture(figures: dict[str, Any]) -> Figure:
         for line, row in enumerate(rows):
             found = figures["rows"][row.key].get(name, {})
             if "hangs" in found:
-                hanging.append((most * (1.25 + 0.35 * place), line))
+                hanging.append((most * 1.15 * 1.2**place, line))
             elif found.get("values"):
                 seconds.append((median(found["values"]), line))
         axes.plot(*transposed(seconds), label=name, **style)
-        axes.plot(*transposed(hanging), clip_on=False, **(style | {"mfc": "none"}))
+        [drawn] = axes.plot(*transposed(hanging), clip_on=False, **style, mfc="none")
+        drawn.set_in_layout(False)
     axes.set_xscale("log")
     axes.set_xlim(least, most * 4)
     axes.axvspan(most, most * 4, color="#f2f2f2", zorder=0)
     axes.text(most * 2, -0.75, "hangs", ha="center", fontsize=SMALL, color=INK)
     axes.set_xticks([1e-3, 1e-2, 0.1, 1, 10], ["1 ms", "10 ms", "0.1 s", "1 s", "10 s"])
-    axes.set_yticks(range(len(rows)), [full_title(row) for row in rows])
+    titles = [
+        row.title if row.key.endswith("_next") else full_title(row) for row in rows
+    ]
+    axes.set_yticks(range(len(rows)), titles)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(labelsize=SMALL, colors=INK)
     axes.grid(True, color="#e5e5e5", linewidth=0.6)

@@ -99,10 +99,10 @@ ROWS = (
             f"{verb} {size} MB {way}",
             "s",
             f"memcpy_{size}",
-            why="labkit's arrays are encrypted and cross the controller, and from 1 MiB "
-            "on go through a file that only the user can read, which copies them three "
-            "times; Monarch and ipyparallel encrypt nothing, `notebook_launcher` forks "
-            "ranks that have them.",
+            why="labkit's arrays are encrypted and cross the controller; those of more "
+            "than 1 MiB go through a file that only the user can read, and are copied "
+            "three times. Monarch and ipyparallel encrypt nothing, `notebook_launcher` "
+            "forks ranks that have them.",
         )
         for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
         for size in (1, 100)
