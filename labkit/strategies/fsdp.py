@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: every rank keeps a shard of everything."""
 
 import inspect
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -152,17 +153,14 @@ class FSDP(Prepared):
         if self.division is not None:
             self.division.begin_backward(roots)
         ours = set(map(id, used))
-        flags = [id(whole_of(part)) in ours for part in self._parts]
+        whole = [id(whole_of(part)) for part in self._parts]
+        flags = [each in ours for each in whole]
         # A group is reduced where any of its parameters is reached.
         of_group = iter(flags)
         reached = [any([next(of_group) for _ in g.fsdp_params]) for g in self._groups]
         some = self.agree(flags, alike=reached)
         self._used.clear()
-        self._used.update(
-            id(whole_of(part))
-            for part, is_used in zip(self._parts, some, strict=True)
-            if is_used
-        )
+        self._used.update(itertools.compress(whole, some))
 
     def step(self, closure: Closure | None = None) -> Norm | None:
         self.note_step()
@@ -229,11 +227,13 @@ def run_on_route(
     """What a group of parameters does before its block runs, which is noted where it
     gathers them, or will reduce gradients for this call: the root's parameters, once
     gathered, stay until the backward pass is over."""
-    reduces = torch.is_grad_enabled() and any(
-        isinstance(each, torch.Tensor) and each.requires_grad
-        for each in tree_leaves(args)
-    )
-    if reduces or not group.is_unsharded:
+    if not group.is_unsharded or (
+        torch.is_grad_enabled()
+        and any(
+            isinstance(each, torch.Tensor) and each.requires_grad
+            for each in tree_leaves(args)
+        )
+    ):
         route.add(number)
     if torch.is_inference_mode_enabled():
         # Or what it gathers into could never be part of a backward pass.

@@ -159,13 +159,13 @@ def numbers_of(keys: Any) -> Any:
     return keys.tolist() if isinstance(keys, np.ndarray) else keys
 
 
-def add_numbers(numbers: "array[int]", keys: Any) -> None:
+def add_numbers(numbers: list[np.ndarray], keys: Any) -> None:
     """Add sample indices, unless they are keys of another kind."""
     if isinstance(keys, np.ndarray):
-        numbers.frombytes(keys.tobytes())
+        numbers.append(keys)
         return
     with contextlib.suppress(*OF_ANOTHER_KIND):
-        numbers.extend(keys)
+        numbers.append(np.array(array("q", keys)))
 
 
 class GlobalBatches(Sampler[Any]):
@@ -181,9 +181,9 @@ class GlobalBatches(Sampler[Any]):
         """Of what this pass had before it."""
         self.as_tensors = False
         """Whether indices come as a tensor, for a dataset that takes one."""
-        self.drawn = array("q")
+        self.drawn: list[np.ndarray] = []
         """The samples of the last pass so far, without those that do not count."""
-        self.dealt = array("q")
+        self.dealt: list[np.ndarray] = []
         """Those of all ranks together."""
         self._shares: deque[Share] = deque()
         """Of the microbatches that are on their way."""
@@ -207,7 +207,7 @@ class GlobalBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._shares.clear()
-        self.drawn, self.dealt = array("q"), array("q")
+        self.drawn, self.dealt = [], []
         shares: dict[int, tuple[Any, Share]] = {}  # by microbatch, the last one
         for place, (batch, fingerprint) in enumerate(self.order.batches(self.epoch)):
             if place < self.first:
@@ -261,7 +261,8 @@ class Stream:
         self.epoch = 0
         self.first = 0
         self.first_fingerprint = 0
-        self.drawn = self.dealt = array("q")
+        self.drawn: list[np.ndarray] = []
+        self.dealt: list[np.ndarray] = []
         self.generator = source.generator or torch.Generator()
         """What workers are seeded from."""
         self._has_own_generator = source.generator is not None

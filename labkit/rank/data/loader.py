@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
@@ -73,9 +73,7 @@ class RankLoader:
         on_batch: Callable[[Share, "RankLoader"], None],
         on_end: Callable[[], None],
         before_batch: Callable[["RankLoader"], None] = lambda loader: None,
-        on_drawn: Callable[[Sequence[int], Sequence[int], int], None] = (
-            lambda *drawn: None
-        ),
+        on_drawn: Callable[[np.ndarray, np.ndarray, int], None] = lambda *drawn: None,
         weigh: Weigh | None = None,
     ) -> None:
         self.loader = loader
@@ -197,7 +195,10 @@ class RankLoader:
                 self._on_batch(share, self)
                 yield to_device(batch, self.device)
             if not had and self.batches.dealt:
-                self._on_drawn(self.batches.drawn, self.batches.dealt, self.num_epochs)
+                drawn = np.concatenate(self.batches.drawn)
+                self._on_drawn(
+                    drawn, np.concatenate(self.batches.dealt), self.num_epochs
+                )
         finally:
             self._at = None
             self._on_end()

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -57,13 +56,15 @@ class ReplicaWatch:
             }
 
     def note_draw(
-        self, indices: Iterable[int], dealt: Sequence[int], epoch: int
+        self,
+        drawn: Sequence[int] | np.ndarray,
+        dealt: Sequence[int] | np.ndarray,
+        epoch: int,
     ) -> None:
         """Note the samples that this rank drew in one epoch, of those that all ranks
         were to draw."""
-        drawn = np.fromiter(indices, dtype=np.int64)
-        whole = mixed(np.asarray(dealt))
-        self._draws.append(Draw(epoch, len(dealt), len(drawn), mixed(drawn), whole))
+        ours, whole = (mixed(np.asarray(each, np.int64)) for each in (drawn, dealt))
+        self._draws.append(Draw(epoch, len(dealt), len(drawn), ours, whole))
 
     @contextlib.contextmanager
     def watching_loaders(self, num_backwards: Callable[[], int]) -> Iterator[None]:

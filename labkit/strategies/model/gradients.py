@@ -59,7 +59,8 @@ class CellGradients:
         self._parameters = list(parameters)
         self._given: dict[int, tuple[nn.Parameter, torch.Tensor | None]] = {}
         """By the parameter's id: what the cell was given, or has put in its place."""
-        self._depth = 0
+        self.depth = 0
+        """Above 0 it is not the cell that looks."""
         for parameter in self._parameters:
             is_sharded = hasattr(parameter, "ds_tensor")
             usual = ShardedParameter if is_sharded else PartitionedParameter
@@ -76,18 +77,14 @@ class CellGradients:
             self.end_ours()
 
     def begin_ours(self) -> None:
-        self._depth += 1
+        self.depth += 1
 
     def begin_pass(self) -> None:
         """A backward pass begins, within which it is not the cell that looks."""
-        self._depth = 1  # whatever an interrupt has left
+        self.depth = 1  # whatever an interrupt has left
 
     def end_ours(self) -> None:
-        self._depth -= 1
-
-    @property
-    def is_ours(self) -> bool:
-        return self._depth > 0
+        self.depth -= 1
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         if self.owner.hides_gradients:
@@ -159,7 +156,7 @@ class PartitionedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         gradients = _of.get(id(self))
-        if gradients is None or gradients.is_ours:
+        if gradients is None or gradients.depth > 0:
             with DisableTorchFunctionSubclass():  # it is torch's own, and not a cell's
                 found: torch.Tensor | None = _grad.__get__(self)
             return found
@@ -168,7 +165,7 @@ class PartitionedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         gradients = _of.get(id(self))
-        if gradients is None or gradients.is_ours:
+        if gradients is None or gradients.depth > 0:
             with DisableTorchFunctionSubclass():
                 _grad.__set__(self, value)
         else:
@@ -200,14 +197,15 @@ class ShardedParameter(PartitionedParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
-            if func in _HARMLESS:
+            # A step has a hundred of these, most of them DeepSpeed's.
+            if func in _HARMLESS or not is_of_cell(sys._getframe(1)):
                 return func(*args, **kwargs)
             fleeting = [
                 leaf
-                for leaf in tree_leaves((args, kwargs))
+                for leaf in leaves_of((*args, *kwargs.values()))
                 if type(leaf) is cls and is_fleeting(leaf)
             ]
-            if fleeting and is_of_cell(sys._getframe(1)):
+            if fleeting:
                 if func in _SHAPES:
                     shape = torch.empty(plain_shape(args[0]), device="meta")
                     return func(shape, *args[1:], **kwargs)
@@ -267,6 +265,15 @@ def gather(parameter: Any) -> None:
     gradients = _of.get(id(parameter))
     if gradients is not None and is_fleeting(parameter):
         gradients.owner.gather([parameter])
+
+
+def leaves_of(values: Iterable[Any]) -> Iterator[Any]:
+    """What arguments are made of. Most are tensors, which need not be searched."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif value is not None:
+            yield from tree_leaves(value)
 
 
 def is_of_cell(frame: Any) -> bool:

@@ -140,6 +140,8 @@ class ZeRO(Prepared):
         """Whether they are partial sums, which a loop must not see."""
         self._is_reduced = False
         """Whether the gradients so far are averaged over the ranks."""
+        self._is_clear = False
+        """Whether DeepSpeed has had no gradients since they were cleared."""
         self._used: set[int] = set()
         self._ever_used: set[int] = set()
         """Ids of parameters that have had gradients, in this step and before."""
@@ -193,7 +195,7 @@ class ZeRO(Prepared):
         elif self._is_reduced:
             self._carry()
         self._agree_on_used(used)
-        self._has_gradients = True
+        self._has_gradients, self._is_clear = True, False
         self.hides_gradients = not self.is_last
         prepare_backward(self.engine, self._zero)
         self._gradients.begin_pass()
@@ -293,7 +295,7 @@ class ZeRO(Prepared):
         """Put `value`, which is whole and equal on all ranks, in its place."""
         if id(parameter) not in self._trained_ids:
             return
-        self._has_gradients = True
+        self._has_gradients, self._is_clear = True, False
         self._reduce()
         self._partition_gradient(parameter, value * self._loss_scale)
 
@@ -326,12 +328,10 @@ class ZeRO(Prepared):
             )
 
     def _check_trained(self, *, only_new: bool = False) -> None:
-        now = {id(p): p for p in self._owned() if p.requires_grad}
-        if now.keys() == self._trained_ids or (
-            only_new and now.keys() < self._trained_ids
-        ):
+        now = {id(p) for p in self._owned() if p.requires_grad}
+        if now == self._trained_ids or (only_new and now < self._trained_ids):
             return
-        changed = now.keys() ^ self._trained_ids
+        changed = now ^ self._trained_ids
         name, is_trained = next(
             (name, parameter.requires_grad)
             for name, parameter in self.module.named_parameters()
@@ -394,9 +394,12 @@ class ZeRO(Prepared):
         self._recover()
         self._gradients.forget()
         self._has_gradients = self._is_reduced = self.hides_gradients = False
+        if self._is_clear:  # as after a step
+            return
         with self._gradients.ours():
             self._zero.zero_grad(set_to_none=True)
             self._discard()
+        self._is_clear = True
 
     def _note_unused(self) -> None:
         """DeepSpeed steps a parameter without a gradient as if that were 0."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.model.gradients import is_absent
 from labkit.strategies.model.gradients import is_empty
@@ -37,11 +38,16 @@ class ZeRO3(ZeRO):
         for number, module in enumerate(self.module.modules()):
             numbers[id(module)] = number
         offload = zero.parameter_offload
+        for when in ("pre", "post"):
+            for of in ("forward", "backward"):
+                name = f"{when}_sub_module_{of}_function"
+                setattr(offload, name, partial(run_plainly, getattr(offload, name)))
         offload.pre_sub_module_forward_function = partial(
             run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )
+        reduce = zero.reduce_ready_partitions_and_remove_grads
         zero.reduce_ready_partitions_and_remove_grads = partial(
-            process_filled, zero.reduce_ready_partitions_and_remove_grads
+            process_filled, partial(run_plainly, reduce)
         )
 
     def _reduce_gradients(self) -> None:
@@ -171,6 +177,13 @@ class ZeRO3(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
         }
+
+
+def run_plainly(run: Callable[..., None], *args: Any) -> None:
+    """What DeepSpeed does around a layer, to which parameters are plain ones: it asks
+    nearly all of the questions that `ShardedParameter` would have to answer."""
+    with DisableTorchFunctionSubclass():
+        run(*args)
 
 
 def run_on_route(
