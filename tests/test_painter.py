@@ -56,6 +56,22 @@ def kernel() -> Iterator[Kernel]:
         yield kernel
 
 
+def test_of_a_run_that_has_ended_no_picture_is_kept(kernel: Kernel) -> None:
+    """A session has thousands of them, and the lab keeps each run."""
+    loop = LOOP.format(at_step_100="pass")
+    assert kernel.run(loop).status == "ok"
+    left = kernel.run(
+        "import gc\n"
+        "from labkit.notebook.execution.cell_execution import CellExecution\n"
+        "from labkit.notebook.live.live_view import LiveView\n"
+        "from labkit.notebook.live.render_process import Picture\n"
+        "gc.collect()\n"
+        "kinds = CellExecution, LiveView, Picture\n"
+        "print([type(o).__name__ for o in gc.get_objects() if type(o) in kinds])"
+    )
+    assert left.stdout.strip() == "[]"
+
+
 def test_pictures_are_drawn_elsewhere_and_give_way(
     kernel: Kernel, tmp_path: Path
 ) -> None:

@@ -142,6 +142,8 @@ class Training:
         finally:
             if self._view:
                 self._view.close()
+            # The lab keeps its runs, and not the view of each, with a picture in it.
+            self.run.execution = None
             # Of a run that failed, what was about to be equal is not.
             is_whole = self.run.state == "finished"
             mismatches = self.run.mismatches

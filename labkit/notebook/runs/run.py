@@ -57,7 +57,7 @@ class Run(RunRecord):
     on_refresh: "Callable[[Run], None] | None" = field(default=None, kw_only=True)
     """Reads what another kernel has written of it since."""
     execution: Execution | None = field(default=None, init=False)
-    """What runs it, where it is of this lab."""
+    """What runs it, where it is of this lab; None when it has ended."""
     job: "Job | None" = field(default=None, init=False)
     """What runs it in the background."""
     has_ended: threading.Event = field(default_factory=threading.Event, init=False)
@@ -131,10 +131,11 @@ class Run(RunRecord):
             Ranks that have not reached that step after so many seconds are interrupted
             where they are.
         """
-        if self.execution is None or self.state != "running":
+        execution = self.execution
+        if execution is None or self.state != "running":
             return
         try:
-            self.execution.stop_at_a_step()
+            execution.stop_at_a_step()
         except RuntimeError:
             self.interrupt()
         if self.job is not None and not self.job.join(timeout):
@@ -151,9 +152,10 @@ class Run(RunRecord):
         timeout : float, optional
             How many seconds to wait; by default without a limit.
         """
-        if self.execution is None or self.job is None or self.state != "running":
+        execution = self.execution
+        if execution is None or self.job is None or self.state != "running":
             return
-        self.execution.interrupt()
+        execution.interrupt()
         self.job.join(timeout)
 
     def end(self, state: str) -> None:
