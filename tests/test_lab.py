@@ -366,6 +366,36 @@ def test_a_flush_waits_only_where_something_was_written() -> None:
     assert flushes == ["", "a"]
 
 
+def test_a_flush_during_a_write_does_not_take_the_place_of_the_next() -> None:
+    texts: list[str] = []
+    flushes: list[list[str]] = []
+
+    def write(text: str) -> None:
+        holder.flush()  # as another thread, which comes too early
+        texts.append(text)
+
+    holder = SimpleNamespace(write=write, flush=lambda: flushes.append([*texts]))
+    flush_what_was_written(holder)
+    holder.write("a")
+    holder.flush()
+    assert flushes[-1] == ["a"]
+
+
+def test_a_flush_that_was_interrupted_is_made_up_for() -> None:
+    outcomes = [KeyboardInterrupt, None]
+
+    def flush() -> None:
+        if error := outcomes.pop(0):
+            raise error
+
+    holder = SimpleNamespace(write=lambda text: None, flush=flush)
+    flush_what_was_written(holder)
+    with pytest.raises(KeyboardInterrupt):
+        holder.flush()
+    holder.flush()
+    assert outcomes == []
+
+
 @pytest.mark.parametrize("number", long_but([0, 2, 5, 10], 2))
 def test_a_port_that_another_process_takes_does_not_fail_the_start(
     monkeypatch: pytest.MonkeyPatch, number: int

@@ -94,18 +94,24 @@ def flush_what_was_written(stream: Any) -> None:
     that publishes: a third of what a trivial cell takes of an engine.
     """
     write, flush = stream.write, stream.flush
-    has_written = True
+    # Told apart by identity: what a thread has written is newer than any flush that
+    # ended before it, whoever was interrupted where.
+    written: list[Any] = []
+    flushed: list[Any] | None = None
 
     def write_and_note(text: str) -> Any:
-        nonlocal has_written
-        has_written = True
-        return write(text)
+        nonlocal written
+        try:
+            return write(text)
+        finally:
+            written = []  # after it: a flush meanwhile may have missed it
 
     def flush_if_written() -> None:
-        nonlocal has_written
-        if has_written:
-            has_written = False  # before the flush: another thread may write in it
+        nonlocal flushed
+        seen = written
+        if seen is not flushed:
             flush()
+            flushed = seen  # after it: an interrupt may cut it short
 
     stream.write, stream.flush = write_and_note, flush_if_written
 
