@@ -1,11 +1,12 @@
 # `make lab` opens JupyterLab on the notebooks, `make test` runs the tests.
 # Both make the environment that they need in .venv, once, with the versions in
-# constraints.txt. `make test-third-party` and `make test-oldest` have their own.
+# constraints.txt. `make test-third-party`, `make test-oldest` and `make bench` have
+# their own.
 
 PYTHON ?= python3
 PORT ?=
 ARGS ?=
-# Of pytest: each has a lab of two ranks.
+# Of pytest; each starts a lab of two ranks.
 WORKERS ?= 2
 BIN := .venv/bin
 THIRD_PARTY := .venv-third-party
@@ -32,8 +33,8 @@ help:
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
-	@echo "make bench [ARGS=--write]                  beside the peers, 15 minutes"
-	@echo "make bench-quick [ARGS=--write]            the same with 2 ranks, 4 minutes"
+	@echo "make bench [ARGS=--write]                  beside the peers, 20 minutes"
+	@echo "make bench-quick                           the same with 2 ranks, 4 minutes"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -50,14 +51,14 @@ lab: .venv/installed
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
 # A test that fails runs once more, as CPython's `--rerun` does: one that passes then is
-# listed with its failure, as a race to mend, and does not fail the build.
+# listed with its failure, as a race to fix, and does not fail the build.
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
   --durations=20 --reruns 1
 
 check: .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long" tests
 
-# On two cores: one runs where the labs of the others wait.
+# Three suit two cores: one works while the labs of the others wait.
 test: WORKERS = 3
 test: .venv/installed lint browser
 	$(PYTEST) -m "not long"

@@ -1,7 +1,7 @@
-"""What a history of many records takes of the memory of a kernel, as RSS.
+"""How much memory of a kernel (RSS) a long history takes.
 
-First what it holds afterwards, then the most meanwhile: while records come in, at the
-end of the run, which writes them to disk, and where another kernel loads it.
+For each phase, the memory held at its end and its peak: while records arrive, while the
+run ends and is written to disk, and while another kernel loads it.
 """
 
 import os

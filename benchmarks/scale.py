@@ -1,6 +1,6 @@
-"""What a lab of more ranks costs: its start, memory, cells, copies, failures, end.
+"""The cost of a lab as ranks are added: start, memory, cells, copies, failures, end.
 
-For each number of ranks (`--ranks 2,8,16,32,64`), in a fresh kernel: seconds from
+For each number of ranks (`--ranks`), in a fresh kernel: seconds from
 sending a cell to its reply; the processes beside the kernel, and the memory of all of
 them (PSS: what several share counts once). A failure is one rank that raises, and an
 interrupt comes, while the others sit in a collective.

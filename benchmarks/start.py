@@ -11,7 +11,7 @@ from _measure import parser
 from _measure import print_table
 from _measure import spread
 
-TARGET = "about 5 s"
+TARGET = "<= 4 s"
 
 
 def main() -> None:

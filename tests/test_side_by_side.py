@@ -76,7 +76,7 @@ def test_the_first_is_bold_where_more_is_better(figures: dict[str, Any]) -> None
 def test_who_hangs_says_so_and_is_never_first(figures: dict[str, Any]) -> None:
     rows = rows_of(report.page(figures))
     row = rows[BY_KEY["raise_prompt"].title]
-    assert row[:2] == ["**0.5 s**", "hangs (> 20 s)"]
+    assert row[:2] == ["**0.5 s**", "no prompt in 20 s"]
     assert rows["variables"][:2] == ["kept", "lost, all started again"]
 
 

@@ -23,13 +23,13 @@ from peers.session import NotThereError
 from peers.session import Session
 
 LIMITS = {
-    "loopback": "a byte there and back by TCP on the loopback device",
+    "loopback": "one byte sent and returned over TCP on the loopback interface",
     "memcpy_1": "1 MB copied in memory",
     "memcpy_100": "100 MB copied in memory",
     "import_torch": "a Python that imports torch",
     "pss_torch": "a Python that has imported torch",
-    "matmul_2": "the multiplications of the 2 ms loop at the rate of a large one",
-    "matmul_10": "the same of the 10 ms loop",
+    "matmul_2": "the matrix products of the 2 ms loop at the rate of a large one",
+    "matmul_10": "the same for the 10 ms loop",
 }
 VERSION = "from importlib.metadata import version; print(version({package!r}))"
 IMPORT = "import torch, psutil; print(psutil.Process().memory_full_info().pss)"
@@ -52,7 +52,7 @@ def described(sessions: list[type[Session]]) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(gib, 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "load_before": load(),
         "versions": {each.name: version(each) for each in sessions},

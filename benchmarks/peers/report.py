@@ -28,8 +28,10 @@ HEAD = """# Side by side
 
 labkit and its peers, each in an environment of its own, driven through a real kernel
 (torchrun through the shell), by `make bench`: see [Benchmarks](benchmarks.md). They
-take turns in one run. A cell has the median, and the least and the most in brackets;
-the first in a row is **bold**. Times are seen from the front end.
+take turns within one run. Each cell gives the median, with the minimum and maximum in
+parentheses; a figure without them was measured once, as every failure is. The best
+median in a row is **bold**, even where ranges overlap. Times are seen from the front
+end. *Limit* is what the hardware or a bare Python would take, as explained below.
 """
 
 
@@ -43,8 +45,10 @@ def page(figures: dict[str, Any]) -> str:
         "## Speed and size\n",
         table(figures, speed),
         "## Failures\n",
-        "A cell that has not ended by its limit hangs. Where no cell works after it, "
-        "everything is started again, which the time until a cell works includes.\n",
+        "Each failure was tried once. A cell that has not ended by its limit counts as "
+        "hung; that time is not part of the next row. Where the next cell does not "
+        "work within 15 s either, the kernel and all ranks are restarted: the time "
+        "until a cell works includes that wait and the restart.\n",
         table(figures, failures),
         "\n".join(notes(figures)),
     ]
@@ -60,7 +64,7 @@ def machine(described: dict[str, Any]) -> str:
         f"of {described['cpu']}, {described['memory_gib']} GiB, "
         f"{described['system']}, Python {described['python']}; load average "
         f"{before[0]} before and {after[0]} after; two ranks on the CPU over gloo, "
-        f"where nothing else is said, one thread each. {versions}.\n"
+        f"unless stated, one thread each. {versions}.\n"
     )
 
 
@@ -95,7 +99,7 @@ def row_of(row: Row, found: dict[str, Found], names: list[str]) -> list[str]:
 def cell(row: Row, found: Found) -> str:
     """A median with its spread, or what stands in its place."""
     if "hangs" in found:
-        return f"hangs (> {found['hangs']:.0f} s)"
+        return f"no prompt in {found['hangs']:.0f} s"
     if "text" in found:
         return str(found["text"])
     if not (values := found.get("values")):
@@ -260,31 +264,35 @@ def picture(figures: dict[str, Any]) -> Figure:
             "linestyle": "",
             "zorder": 4 if place == 0 else 3,
         }
+        offset = 0.08 * (place - len(names) // 2)  # or they hide each other
         seconds, hanging = [], []
         for line, row in enumerate(rows):
             found = figures["rows"][row.key].get(name, {})
             if "hangs" in found:
-                hanging.append((most * 1.15 * 1.2**place, line))
+                hanging.append((most * 1.15 * 1.2**place, line + offset))
             elif found.get("values"):
-                seconds.append((median(found["values"]), line))
+                seconds.append((median(found["values"]), line + offset))
         axes.plot(*transposed(seconds), label=name, **style)
         [drawn] = axes.plot(*transposed(hanging), clip_on=False, **style, mfc="none")
         drawn.set_in_layout(False)
     axes.set_xscale("log")
     axes.set_xlim(least, most * 4)
     axes.axvspan(most, most * 4, color="#f2f2f2", zorder=0)
-    axes.text(most * 2, -0.75, "hangs", ha="center", fontsize=SMALL, color=INK)
+    axes.text(most * 2, -0.75, "no prompt", ha="center", fontsize=SMALL, color=INK)
     axes.set_xticks([1e-3, 1e-2, 0.1, 1, 10], ["1 ms", "10 ms", "0.1 s", "1 s", "10 s"])
-    titles = [
-        row.title if row.key.endswith("_next") else full_title(row) for row in rows
-    ]
+    titles = [full_title(row).replace("from there until", "until") for row in rows]
+    titles = [title.replace("`", "") for title in titles]
     axes.set_yticks(range(len(rows)), titles)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(labelsize=SMALL, colors=INK)
     axes.grid(True, color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("seconds, less is better", fontsize=MEDIUM, color=INK)
+    axes.set_xlabel(
+        "seconds (log scale), less is better; each failure was tried once",
+        fontsize=MEDIUM,
+        color=INK,
+    )
     figure.legend(loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False)
     return figure
 

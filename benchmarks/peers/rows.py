@@ -32,19 +32,21 @@ class Row:
 
 OURS = ("log_cost", "log_latency")
 TRIVIAL = (
-    "A cell of labkit's is signed, checked before it runs, and answered with its "
+    "A labkit cell is signed, checked before it runs, and answered with its "
     "outcome on every rank, so that a failure elsewhere ends it; Monarch sends a "
     "message to actors that already wait, from Rust."
 )
 TRAINING = (
-    "The live picture is drawn on the cores that the ranks use, where they have no "
-    "other, and each step is recorded: on more cores than ranks this goes away."
+    "labkit's hooks and records take CPU time of each rank's main thread in every step "
+    "([how much](benchmarks.md)), and another process draws the live picture, which "
+    "here shares two cores with the ranks."
 )
 PREPARED = (
-    "The script says by hand what the strategy is, and nothing watches it: after "
-    "`prepare` the ranks see to it that they take the same steps, and the picture is "
-    "drawn beside them. ZeRO's buckets are an eighth of a small model, so that a "
-    "picture of memory shows the stage; the script has DeepSpeed's own."
+    "The script applies the strategy by hand, with no checks. After `prepare`, labkit "
+    "checks in every step that the ranks do the same work, and draws the picture "
+    "beside them. For a small model labkit sets ZeRO's bucket size to an eighth of the "
+    "model, so that the memory picture shows the stage; the script uses DeepSpeed's "
+    "default, which is much quicker here."
 )
 FASTER_LAUNCH = (
     "`notebook_launcher` forks ranks from a kernel that has torch, and ends them with "
@@ -62,8 +64,8 @@ WHAT_FAILS = {
 FAILURE_WHY = {
     "raise": NOTHING_TO_KEEP,
     "kill": (
-        "What is first lets the cell go as soon as a connection breaks, without the "
-        "cause of death; see what its next cell takes. " + NOTHING_TO_KEEP
+        "What is first ends the cell as soon as a connection breaks, without naming "
+        "the cause, and takes longer until the next cell works."
     ),
     "interrupt": (
         "What is first ends the cell and leaves its ranks in the collective, or ends "
@@ -77,8 +79,7 @@ ROWS = (
         "start to a cell that all-reduces, 2 ranks",
         "s",
         "import_torch",
-        why=FASTER_LAUNCH + " Ranks of torchrun and Monarch import torch side by side, "
-        "and no controller, store and watchdog come up with them.",
+        why=FASTER_LAUNCH + " The others bring up no controller and no watchdog.",
     ),
     Row("start_8", "the same, 8 ranks", "s", "import_torch", why=FASTER_LAUNCH),
     Row("start_16", "the same, 16 ranks", "s", "import_torch", why=FASTER_LAUNCH),
@@ -99,10 +100,10 @@ ROWS = (
             f"{verb} {size} MB {way}",
             "s",
             f"memcpy_{size}",
-            why="labkit's arrays are encrypted and cross the controller; those of more "
-            "than 1 MiB go through a file that only the user can read, and are copied "
-            "three times. Monarch and ipyparallel encrypt nothing, `notebook_launcher` "
-            "forks ranks that have them.",
+            why="labkit sends up to 1 MiB encrypted through its controller; what is "
+            "larger goes through a file that only the user can read, and is copied "
+            "three times. Monarch and ipyparallel do not encrypt by default; what "
+            "`notebook_launcher` forks has the array already.",
         )
         for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
         for size in (1, 100)
@@ -158,16 +159,21 @@ ROWS = (
         "memory_kernel",
         "memory of the kernel (PSS)",
         "MB",
-        why="pandas and matplotlib, for histories and pictures.",
+        why="labkit loads pandas and matplotlib into the kernel.",
     ),
-    Row("memory_all", "memory of everything (PSS)", "MB", why="As in its parts."),
+    Row(
+        "memory_all",
+        "memory of everything (PSS)",
+        "MB",
+        why="The sum of the parts above.",
+    ),
     Row(
         "processes",
         "processes beside ranks and kernel",
         "processes",
         why="ipyparallel's controller, the process from which ranks are forked, the "
-        "painter, and a watchdog that imports nothing, so that it outlives the others "
-        "and nothing is left behind.",
+        "one that draws the pictures, and a watchdog that imports nothing, so that it "
+        "outlives the others and nothing is left behind.",
     ),
     *(
         row

@@ -1,4 +1,4 @@
-"""What labkit takes of ipyparallel that is private: messages to one engine, launchers.
+"""The private parts of ipyparallel that labkit uses: messages to one engine, launchers.
 
 Its public views run functions; labkit sends a cell with metadata, listens to one
 request's output, and asks an engine over the control channel while it runs a cell.
@@ -78,10 +78,10 @@ def send_request(
     f"{_CLIENT}._iopub_stream", f"{_CLIENT}._dispatch_iopub", f"{_CLIENT}._io_loop"
 )
 def keep_listening(client: Any) -> None:
-    """Hear what engines publish also after something that cannot be read.
+    """Keep receiving what engines publish, even after what cannot be unpickled.
 
-    A cell may publish an object of a class that this process has not. The client
-    unpickles it; where that raises, pyzmq does not look again for what else has come.
+    A cell may publish an object of a class that this process does not have. The client
+    unpickles it; after an exception pyzmq does not check for further messages.
     """
 
     def take(parts: Any) -> None:
@@ -97,7 +97,7 @@ def keep_listening(client: Any) -> None:
     f"{_CLIENT}._send", f"{_CLIENT}._query_stream", f"{_CLIENT}._update_engines"
 )
 def ask_for_engines(client: Any) -> None:
-    """Have the client learn of all engines that the controller knows, in a moment.
+    """Ask the controller for all its engines; the client learns of them by the reply.
 
     It gets a list when it connects, and hears of each one that comes later; but only
     after it has subscribed to that, and so not of what comes between the two.
@@ -146,8 +146,8 @@ def spare_controller() -> None:
 
 @GATE.needs(f"{_CLIENT}._build_targets")
 def ident_of(client: Any, engine_id: int) -> bytes:
-    """By what messages are sent to an engine; IndexError or NoEnginesRegistered where
-    the controller does not know it any more."""
+    """The identity that routes messages to an engine; IndexError or
+    NoEnginesRegistered where the controller does not know it any more."""
     ident: bytes = client._build_targets(engine_id)[0][0]
     return ident
 

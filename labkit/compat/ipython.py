@@ -1,4 +1,4 @@
-"""What labkit takes of IPython and ipykernel that is private."""
+"""The private parts of IPython and ipykernel that labkit uses."""
 
 import argparse
 import asyncio
@@ -80,10 +80,10 @@ def leave_to_threads(outputs: Iterable[Any], header: dict[str, Any]) -> None:
     "ipykernel.kernelbase:Kernel._publish_execute_input",
 )
 def publish_no_echo(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
-    """Do not send a request's code back, nor that it is run now, if `of(its message)`.
+    """Do not publish a request's code or its busy status if `of(its message)`.
 
-    Who sent it knows its code, and hears of its end. These are two of the five messages
-    that a cell is otherwise answered with.
+    The sender knows both. They are two of the five messages that a cell is otherwise
+    answered with.
     """
     publish_status = kernel._publish_status
     publish_input = kernel._publish_execute_input

@@ -1,4 +1,4 @@
-"""What a rank prints to: whole again after every cell, and heard between two cells."""
+"""A rank's output streams: restored after every cell, forwarded between cells too."""
 
 import builtins
 import contextlib
@@ -51,7 +51,7 @@ class Console:
             self._leave_to_threads()
 
     def _leave_to_threads(self) -> None:
-        """What is printed but by the main thread belongs to the listener."""
+        """What threads other than the main one print belongs to the listener."""
         outputs = (*self._streams.values(), self._shell.display_pub)
         leave_to_threads(outputs, self._listener)
 
@@ -91,7 +91,7 @@ def flush_what_was_written(stream: Any) -> None:
     """Have `stream.flush` do nothing where nothing was written since the last time.
 
     IPython and ipykernel flush eight times a cell, and each time wait for the thread
-    that publishes: a third of what a trivial cell takes of an engine.
+    that publishes: a third of an engine's time for a trivial cell.
     """
     write, flush = stream.write, stream.flush
     # Told apart by identity: what a thread has written is newer than any flush that
