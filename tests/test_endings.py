@@ -35,7 +35,8 @@ def start_lab(kernel: Kernel) -> str:
     kernel.run("%load_ext labkit")
     kernel.run("%dist_start -n 2")
     [token] = kernel.lab_tokens()
-    assert len(watchdog.find_processes(token)) >= 5
+    # The controller, the fork server and two ranks.
+    assert len(watchdog.find_processes(token)) >= 4
     return token
 
 
