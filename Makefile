@@ -50,10 +50,10 @@ lab: .venv/installed
 	@echo "Starting JupyterLab; open the URL with the token that it prints."
 	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
 
-# A test that fails runs once more, as CPython's `--rerun` does: one that passes then is
-# listed with its failure, as a race to fix, and does not fail the build.
+# A test that fails runs again, as with CPython's `--rerun`, and at most twice: one that
+# passes then is listed with its failures, as a race to fix, and does not fail the build.
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-  --durations=20 --reruns 1
+  --durations=20 --reruns 2 --reruns-delay 3
 
 check: .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long" tests

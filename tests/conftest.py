@@ -9,6 +9,7 @@ from kernels import Kernel
 from kernels import running_kernel
 
 from labkit import Lab
+from labkit import timeouts
 
 ENGINE_FIXTURES = {
     *("lab", "shared_lab", "own_lab", "lab_of_3", "lab_of_4"),
@@ -73,6 +74,8 @@ def lab(shared_lab: Lab) -> Lab:
 def shared_kernel() -> Iterator[Kernel]:
     with running_kernel() as kernel:
         kernel.run("%load_ext labkit")
+        module = f"__import__('sys').modules['{timeouts.__name__}']"
+        kernel.run(f"{module}.FOLD_S = {timeouts.FOLD_S}")
         yield kernel
 
 
