@@ -19,6 +19,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook.cluster import engines
 from labkit.notebook.cluster import watchdog
+from labkit.notebook.kernel.output import OutputMerger
 from labkit.rank.engine.console import flush_what_was_written
 from labkit.rank_spec import parse_ranks
 
@@ -364,6 +365,33 @@ def test_a_flush_waits_only_where_something_was_written() -> None:
     holder.flush()
     holder.flush()
     assert flushes == ["", "a"]
+
+
+def test_both_streams_are_sent_in_the_order_of_what_is_written(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_message = OutputMerger.add_message
+    came: dict[int, list[str]] = {0: [], 1: []}
+
+    def note(
+        merger: OutputMerger, rank: int, kind: str, content: dict[str, Any]
+    ) -> None:
+        if kind == "stream":
+            came[rank].append(content["text"])
+        add_message(merger, rank, kind, content)
+
+    monkeypatch.setattr(OutputMerger, "add_message", note)
+    run(
+        lab,
+        """
+        import sys
+        for i in range(20):
+            print(f"err {i}", file=sys.stderr)
+            print(f"out {i}")
+        """,
+    )
+    text = "".join(f"err {i}\nout {i}\n" for i in range(20))
+    assert ["".join(texts) for texts in came.values()] == [text, text]
 
 
 def test_a_flush_during_a_write_does_not_take_the_place_of_the_next() -> None:
