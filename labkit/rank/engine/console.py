@@ -16,8 +16,8 @@ NO_KEYBOARD = (
     "the notebook, which has a debugger"
 )
 
-TURNS_PER_S = 50
-"""From stdout to stderr or back, for which the order of what is written is kept."""
+MAX_TURNS = 50
+"""From stdout to stderr or back, a second: so many keep the order of what is written."""
 
 
 class Console:
@@ -126,7 +126,7 @@ def keep_order(*streams: Any) -> None:
 
     By themselves each sends within a fifth of a second: ranks that write the same would
     be shown to differ. A flush takes a tenth of a millisecond, so that a loop that goes
-    to and fro between streams is kept in order for its first turns of every second.
+    back and forth between streams is kept in order for its first turns of every second.
     """
     last = streams[0]
     num_turns, second = 0, 0
@@ -141,7 +141,7 @@ def keep_order(*streams: Any) -> None:
                 if (now := int(time.monotonic())) != second:
                     num_turns, second = 0, now
                 num_turns += 1
-                if num_turns <= TURNS_PER_S:
+                if num_turns <= MAX_TURNS:
                     earlier.flush()
             return write(text)
 
