@@ -17,7 +17,7 @@ NO_KEYBOARD = (
 )
 
 MAX_TURNS = 50
-"""From stdout to stderr or back, a second: so many keep the order of what is written."""
+"""In a second, from stdout to stderr or back: for these the order is kept."""
 
 
 class Console:
