@@ -2,6 +2,8 @@
 
 An MLP (64-128-10) on the digits, global batch 64, two CPU ranks over gloo, one torch
 thread each: a step of about a millisecond, so that whatever labkit adds can be seen.
+`--hidden` makes it longer; `--ranks`, fewer than the cores, leaves some of those to the
+kernel and its helpers.
 In a real kernel, where the live picture is drawn and published. Every way takes its
 turn in every round; steps are timed by the loop itself, from step 50 to the last.
 
@@ -38,7 +40,8 @@ from labkit.data import digits
 
 num_steps, first_timed = {steps}, 50
 torch.manual_seed(0)
-model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+layers = nn.Linear(64, {hidden}), nn.ReLU(), nn.Linear({hidden}, 10)
+model = nn.Sequential(nn.Flatten(), *layers)
 """
 
 TEXTBOOK = """
@@ -106,16 +109,21 @@ WAYS = {
 
 
 def main() -> None:
-    args = parser(__doc__, rounds=5, steps=4000).parse_args()
+    args = parser(__doc__, rounds=5, steps=4000, ranks=2, hidden=128).parse_args()
     rates, pictures = defaultdict(list), defaultdict(list)
-    with lab_kernel("%dist_start -n 2 --device cpu --threads 1") as kernel:
+    start = f"%dist_start -n {args.ranks} --device cpu --threads 1"
+    with lab_kernel(start) as kernel:
         for number in range(args.rounds):
             # There and back again, so that a slow drift of the machine cancels out.
             turns = list(WAYS) if number % 2 == 0 else list(reversed(WAYS))
             for way in turns:
                 magic, setup = WAYS[way]
-                code = MODEL.format(steps=args.steps) + setup + LOOP
-                measured = in_cell(kernel, magic, code) if magic else by_torchrun(code)
+                size = MODEL.format(steps=args.steps, hidden=args.hidden)
+                code = size + setup + LOOP
+                if magic:
+                    measured = in_cell(kernel, magic, code)
+                else:
+                    measured = by_torchrun(code, args.ranks)
                 rates[way].append(measured[0])
                 pictures[way].append(measured[1])
     print_table(
@@ -148,9 +156,9 @@ def in_cell(kernel: Kernel, magic: str, code: str) -> tuple[float, int]:
     return kernel.value("rate"), shown.num_pictures
 
 
-def by_torchrun(code: str) -> tuple[float, int]:
+def by_torchrun(code: str, num_ranks: int) -> tuple[float, int]:
     """Steps per second of the loop as a script under torchrun; nothing is drawn."""
-    options = ["--standalone", "--nproc-per-node", "2"]
+    options = ["--standalone", "--nproc-per-node", str(num_ranks)]
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "loop.py")
