@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from kernels import running_kernel
 from kernels import wait_until
 from test_runs import make_run
 
+from labkit.notebook.live import live_view
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.live.render_process import NICENESS
 from labkit.notebook.live.render_process import SESSION_NICENESS
 from labkit.notebook.live.render_process import Painter
+from labkit.notebook.live.render_process import Picture
 from labkit.notebook.live.render_process import paint
 from labkit.notebook.plots.run_plot import RunPlot
 from labkit.records import RECORD
@@ -100,6 +103,22 @@ def test_pictures_are_drawn_elsewhere_and_give_way(
         assert psutil.Process(painter).nice() == NICENESS
     loaded = kernel.run("import sys; print('matplotlib.figure' in sys.modules)")
     assert loaded.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("since_s", "num_cores", "wait_s"), [(1, 2, 5.0), (20, 2, 50.0), (20, 64, 5.0)]
+)
+def test_a_long_run_is_drawn_less_often_where_cores_are_few(
+    monkeypatch: pytest.MonkeyPatch, since_s: float, num_cores: int, wait_s: float
+) -> None:
+    monkeypatch.setattr(live_view, "num_cores", lambda: num_cores)
+    monkeypatch.setattr(LiveView, "_show", lambda *_: None)
+    view = LiveView(make_run({0: [3.0], 1: [3.0]}))
+    view._asked_at = view._began + since_s
+    view._picture = Future()
+    view._picture.set_result(Picture(b"", cpu_s=1.0))
+    view._take_picture()
+    assert view._next_draw == pytest.approx(view._asked_at + wait_s)
 
 
 def test_a_painter_that_dies_is_replaced(kernel: Kernel) -> None:

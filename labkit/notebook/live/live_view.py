@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from labkit import timeouts
+from labkit.notebook.cluster.placement import num_cores
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.live.render_process import GONE
@@ -28,6 +29,10 @@ from labkit.records import shorten
 REFRESH_S = 0.5
 MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
+LASTING_LOAD = 0.01
+"""The share of all cores, in a run that takes longer than `LASTING_S`: its ranks need
+them, and its picture changes less and less."""
+LASTING_S = 10.0
 MAX_FAILURES = 2
 """How often the painter's process may die in a run."""
 
@@ -50,7 +55,8 @@ class LiveView:
         """What the painter is drawing."""
         self._asked_at = 0.0
         self._num_failures = 0
-        self._next_draw = time.monotonic() + self.refresh_s
+        self._began = time.monotonic()
+        self._next_draw = self._began + self.refresh_s
         self._num_drawn = -1
         self._has_failed = False
         self._in_notebook = is_notebook()
@@ -171,7 +177,10 @@ class LiveView:
                 raise
             self._restart_painting()  # its process has died; there will be another
             return
-        wait_s = max(self.refresh_s, found.cpu_s / MAX_LOAD)
+        load = MAX_LOAD
+        if self._asked_at > self._began + LASTING_S:
+            load = min(load, LASTING_LOAD * num_cores())
+        wait_s = max(self.refresh_s, found.cpu_s / load)
         self._next_draw = self._asked_at + wait_s
         self._show({"image/png": found.png})
 
