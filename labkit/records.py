@@ -123,6 +123,8 @@ class CellSpec:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     """The `TrainOptions` of a training cell, except its config, which is pickled."""
+    has_config: bool = False
+    """Whether a config was sent before."""
     folder: str | None = None
     """The run's, in which ranks keep their records; None for a run without one."""
     checkpoints: dict[str, Any] | None = None

@@ -315,6 +315,17 @@ def test_a_script_for_another_number_of_ranks_is_reported(lab: Lab) -> None:
     lab.run("dist.barrier()")
 
 
+def test_a_config_is_that_of_its_own_run(lab: Lab, capsys: Captured) -> None:
+    code = (
+        "from labkit.rank.engine.rpc import runner\n"
+        "print(runner()._session.options.config)"
+    )
+    config = {"prescale_gradients": True}
+    for given in (config, {}, config):
+        train(lab, "zero1", code, config=given)
+        assert capsys.readouterr().out == f"[ranks 0-1] {given}\n"
+
+
 def test_single_is_a_world_of_one(lab: Lab, capsys: Captured) -> None:
     code = "print(rank, world_size, dist.get_world_size())\ndist.barrier()"
     assert train(lab, "single", code).world_size == 1

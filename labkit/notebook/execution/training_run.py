@@ -54,6 +54,7 @@ class RunListener(CellListener):
     def __init__(self, run: Run, view: LiveView | None) -> None:
         self._run = run
         self._view = view
+        self._is_to_save = False
         self.may_clear = view is None
 
     def take_batch(self, rank: int, batch: Batch) -> None:
@@ -61,9 +62,12 @@ class RunListener(CellListener):
 
     def take_report(self, rank: int, report: Any) -> None:
         self._run.collector.add_report(rank, report)
-        persistence.save(self._run)
+        self._is_to_save = True  # once for all ranks that report now
 
     def tick(self) -> None:
+        if self._is_to_save:
+            self._is_to_save = False
+            persistence.save(self._run)
         if self._view:
             self._view.tick()
 
@@ -84,7 +88,8 @@ class Training:
         self._targets = [0] if request.strategy.is_single else everyone
         num_servers = request.options.servers
         self._servers = request.strategy.server_ranks(num_servers, len(self._targets))
-        self._config = serialization.dumps(dict(request.options.config))
+        config = dict(request.options.config)
+        self._config = serialization.dumps(config) if config else b""
         self._function: Packed | None = None
         if callable(request.work):
             self._function = pack_function(request.work)
@@ -156,7 +161,8 @@ class Training:
         call = partial(self._group.cluster.call, ranks=self._targets, timeout_s=None)
         if self._function is not None:
             call(f"{_CALLS}:receive_function", *self._function)
-        call(f"{_CALLS}:receive_config", self._config)
+        if self._config:
+            call(f"{_CALLS}:receive_config", self._config)
 
     def _cell_spec(self) -> CellSpec:
         request, folder = self._request, self.run.folder
@@ -166,6 +172,7 @@ class Training:
             strategy=request.strategy.name,
             seed=request.options.seed,
             options=request.options.for_message(),
+            has_config=bool(self._config),
             folder=None if folder is None else str(folder),
             checkpoints=asdict(plan) if plan else None,
             directory=working_directory(),

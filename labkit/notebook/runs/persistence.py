@@ -1,5 +1,6 @@
 """A run on disk: kept as it runs, and opened again."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -227,7 +228,8 @@ def summarize(run: Run) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+@functools.cache  # to read them takes milliseconds
+def versions() -> Mapping[str, str]:
     """Of Python and the packages that a run depends on; "" for what is not there."""
     found = {"python": platform.python_version()}
     for name in _VERSIONED:

@@ -332,7 +332,8 @@ class CellRunner:
             self._contexts.enter_context(self.group.alone())
             world_size = 1
             self.shell.user_ns["world_size"] = world_size
-        options = TrainOptions(**spec.options, config=self.config)
+        config = self.config if spec.has_config else {}
+        options = TrainOptions(**spec.options, config=config)
         servers = strategy.server_ranks(options.servers, world_size)
         roles: Roles | None = None
         if servers:
