@@ -1,5 +1,6 @@
 """One training run on a lab's ranks: starts it, shows it, waits for its end."""
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.strategies import Strategy
 
+INTERVAL_S = 0.5
+"""Between writes of what ranks report; a short run is written as it begins and ends."""
+
 _CALLS = "labkit.rank.engine.rpc"
 
 
@@ -55,6 +59,7 @@ class RunListener(CellListener):
         self._run = run
         self._view = view
         self._is_to_save = False
+        self._next_save = time.monotonic() + INTERVAL_S
         self.may_clear = view is None
 
     def take_batch(self, rank: int, batch: Batch) -> None:
@@ -62,11 +67,12 @@ class RunListener(CellListener):
 
     def take_report(self, rank: int, report: Any) -> None:
         self._run.collector.add_report(rank, report)
-        self._is_to_save = True  # once for all ranks that report now
+        self._is_to_save = True
 
     def tick(self) -> None:
-        if self._is_to_save:
+        if self._is_to_save and time.monotonic() >= self._next_save:
             self._is_to_save = False
+            self._next_save = time.monotonic() + INTERVAL_S
             persistence.save(self._run)
         if self._view:
             self._view.tick()
