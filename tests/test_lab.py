@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from kernels import wait_until
 from marks import long_but
 from torch import nn
 
@@ -392,6 +393,43 @@ def test_both_streams_are_sent_in_the_order_of_what_is_written(
     )
     text = "".join(f"err {i}\nout {i}\n" for i in range(20))
     assert ["".join(texts) for texts in came.values()] == [text, text]
+
+
+def test_what_forks_print_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    # Under pytest ipykernel leaves a process's file descriptors alone.
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        captured = capsys.readouterr()
+        shown += captured.out + captured.err
+        return all(f"{i} {name}" in shown for i in range(4) for name in ("out", "err"))
+
+    with Lab(num_ranks=1) as lab:
+        run(
+            lab,
+            """
+            import sys
+            from torch.utils.data import DataLoader, Dataset
+
+            class Printing(Dataset):
+                def __len__(self):
+                    return 4
+
+                def __getitem__(self, i):
+                    print(i, "out")
+                    print(i, "err", file=sys.stderr)
+                    return i
+
+            for batch in DataLoader(Printing(), batch_size=2, num_workers=2):
+                pass
+            """,
+        )
+        wait_until(is_shown, 20, "what workers print")
+    assert shown.count("out") == shown.count("err") == 4
 
 
 def test_a_flush_during_a_write_does_not_take_the_place_of_the_next() -> None:

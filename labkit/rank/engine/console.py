@@ -30,7 +30,7 @@ class Console:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._streams: dict[str, Any] = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._print = builtins.print
         self._listener: dict[str, Any] = {}
         self._directory: str | None = None
@@ -41,6 +41,7 @@ class Console:
             setattr(stream, "close", lambda: None)  # noqa: B010
             flush_what_was_written(stream)
         keep_order(*self._streams.values())
+        os.register_at_fork(after_in_child=self._write_to_descriptors)
         sys.breakpointhook = pass_breakpoint
         # Lightning takes a prompt for a sign of an interactive user.
         vars(sys).pop("ps1", None)
@@ -84,6 +85,15 @@ class Console:
                 getattr(sys, name).flush()
             setattr(sys, name, own)
         builtins.print = self._print
+
+    def _write_to_descriptors(self) -> None:
+        """In a fork, as a DataLoader's worker is: nothing sends what its streams keep.
+
+        The rank reads its own file descriptors 1 and 2, which forks share.
+        """
+        for number, stream in enumerate(self._streams.values(), start=1):
+            file = open(number, "w", buffering=1, closefd=False)  # noqa: SIM115
+            stream.write, stream.flush = file.write, file.flush
 
     def end_cell(self) -> None:
         """Send what the cell has printed; threads that continue print between cells."""
