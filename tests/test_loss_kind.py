@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from labkit.rank.loss.kind import CONSTANT
 from labkit.rank.loss.kind import CURVED_MEAN
 from labkit.rank.loss.kind import NORMALIZED
+from labkit.rank.loss.kind import PAIRS
 from labkit.rank.loss.kind import PARTLY_SUM
 from labkit.rank.loss.kind import SUM
 from labkit.rank.loss.kind import UNEVEN
@@ -46,6 +47,46 @@ def dice(x: Tensor, dim: int | None = None) -> Tensor:
     both = (p * T).sum() if dim is None else (p * T).sum(dim)
     all_of = p.sum() + T.sum() if dim is None else p.sum(dim) + T.sum(dim)
     return 1 - ((2 * both + 1) / (all_of + 1)).mean()
+
+
+def paired(scores: Tensor) -> Tensor:
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def clip(x: Tensor) -> Tensor:
+    scores = F.normalize(x) @ F.normalize(x * T).T * Q[0].exp()
+    return (paired(scores) + paired(scores.T)) / 2
+
+
+def simclr(x: Tensor) -> Tensor:
+    views = F.normalize(torch.cat([x, x * T]))
+    scores = (views @ views.T / 0.1).masked_fill(torch.eye(8).bool(), -9e15)
+    return F.cross_entropy(scores, torch.arange(8).roll(4))
+
+
+def triplets(x: Tensor) -> Tensor:
+    return F.relu(1 + torch.cdist(x, x * 2) - (x - T).norm(dim=1)).mean()
+
+
+class AllGather(torch.autograd.Function):
+    """As a collective of a rank that is alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient[:4] + gradient[4:]
+
+
+def gathered(x: Tensor) -> Tensor:
+    return paired(AllGather.apply(x) @ AllGather.apply(x * 2).T)
+
+
+def sent(x: Tensor) -> Tensor:
+    one, other = torch.cat([x, X]), torch.cat([x * 2, X])
+    return paired(one @ other.T)
 
 
 def learned(x: Tensor) -> Tensor:
@@ -111,6 +152,11 @@ RIGHT: dict[str, Loss] = {
     "signs": lambda x: F.relu(1 - SIGNS * x[:, 0]).mean(),
     "half of the batch": lambda x: F.cross_entropy(x[:2], WHOLE[:2]) / 2,
     "the mean of a loss": lambda x: F.cross_entropy(x, WHOLE).mean(),
+    "as many classes as samples": lambda x: F.cross_entropy(x[:, :3] @ P[:4].T, WHOLE),
+    "a queue": lambda x: paired(x @ T.T),
+    "within samples": lambda x: torch.bmm(x[:, :4, None], x[:, None, :4]).mean(),
+    "gathered": gathered,
+    "beside what is sent": sent,
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
     "no graph": lambda x: x.detach().sum(),
@@ -176,6 +222,12 @@ NOTED: dict[str, tuple[Loss, str]] = {
         CURVED_MEAN,
     ),
     "advantages": (lambda x: -(x[:, 0] * ADVANTAGES).mean(), NORMALIZED),
+    "pairs": (lambda x: paired(x @ (x * T).T), PAIRS),
+    "pairs by einsum": (lambda x: paired(torch.einsum("id,jd->ij", x, x * T)), PAIRS),
+    "pairs, both ways": (clip, PAIRS),
+    "two views": (simclr, PAIRS),
+    "triplets": (triplets, PAIRS),
+    "pairs and a mean": (lambda x: clip(x) + F.mse_loss(x, T), PAIRS),
 }
 
 

@@ -75,6 +75,8 @@ STATISTICS = (
 """What makes one number of many, and is no mean or sum."""
 DOTS = ("Dot", "Vdot", "Mm", "Mv", "Bmm", "Trace")
 """Of vectors they are the sum of the products of their elements."""
+PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
+"""What gives a number for each pair of rows of two matrices."""
 LAYERS = (
     "Addmm",
     "Linear",
@@ -223,6 +225,37 @@ class Terms:
                         return True
         return False
 
+    def has_pairs(self, terms: list[Term]) -> bool:
+        """Whether each sample is compared with every other one of this rank."""
+        if len(terms) > MAX_NODES_BESIDE:
+            return False
+        for term in terms:
+            waiting: list[tuple[Any, int]] = [(term.node, 0)]
+            seen: set[Any] = set()
+            has_pairs = False
+            while waiting and len(seen) < MAX_NODES_BESIDE:
+                node, output = waiting.pop(0)
+                if node in seen or node is None:
+                    continue
+                seen.add(node)
+                if _is_gathered(node):
+                    return False
+                has_pairs = has_pairs or self._is_of_pairs(node, output)
+                waiting += node.next_functions
+            if has_pairs:
+                return True
+        return False
+
+    def _is_of_pairs(self, node: Any, output: int) -> bool:
+        if kind_of(node) not in PAIRED or len(node.next_functions) < 2:
+            return False
+        *others, rows, columns = (1, 1, *(_shape(node, output) or ()))
+        number = self._num_samples or 0
+        # Twice as many of two views of each sample.
+        is_square = rows == columns and rows in (number, 2 * number)
+        inputs = [each for each, _ in node.next_functions[:2]]
+        return is_square and prod(others) == 1 and all(map(self.is_of_data, inputs))
+
     def is_of_data(self, node: Any) -> bool | None:
         """Whether what `node` computes has to do with data, or with parameters alone;
         None where that is not found."""
@@ -362,6 +395,14 @@ def _is_normalized(given: torch.Tensor) -> bool:
     if abs(float(given.mean())) > 1e-4 or len(given.abs().unique()) == 1:
         return False
     return any(abs(float(given.std(correction=each)) - 1) < 1e-3 for each in (0, 1))
+
+
+def _is_gathered(node: Any) -> bool:
+    """Whether it brings together what several ranks have: by a collective, or beside
+    what others have sent, which no gradient goes to."""
+    kind = kind_of(node)
+    is_sent = kind == "Cat" and any(each is None for each, _ in node.next_functions)
+    return is_sent or ("gather" in node.name().lower() and kind != "Gather")
 
 
 def _begins_with(term: Term, num_samples: int | None) -> bool:

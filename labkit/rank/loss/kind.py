@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from labkit.compat.torch import all_gather_with_gradients
 from labkit.compat.torch import no_dispatch
 from labkit.rank.loss.graph import Factor
 from labkit.rank.loss.graph import Term
@@ -52,6 +53,13 @@ NORMALIZED = (
     "process normalizes them over the whole batch. Normalize them before prepare, over "
     "all samples"
 )
+PAIRS = (
+    "the loss compares each sample with every other one, but each rank and microbatch "
+    "has only its own samples to compare, so it differs from the loss of one process "
+    "on the whole batch. Bring the ranks' embeddings together before comparing them: "
+    f"{all_gather_with_gradients()}(embeddings, 0, dist.group.WORLD). Every rank needs "
+    "as many samples for that: a DataLoader with drop_last=True"
+)
 
 
 class LossWatch:
@@ -97,6 +105,8 @@ class LossWatch:
 
     def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
+        if num_samples and num_samples > 1 and found.has_pairs(terms):
+            return PAIRS
         if num_samples and num_samples > 1 and found.has_curved(terms):
             return CURVED_MEAN
         if num_samples and num_samples > 1 and found.has_normalized(terms):
