@@ -227,6 +227,16 @@ NOTED: dict[str, tuple[Loss, str]] = {
     "pairs, both ways": (clip, PAIRS),
     "two views": (simclr, PAIRS),
     "triplets": (triplets, PAIRS),
+    "pairs by broadcasting": (
+        lambda x: paired(F.cosine_similarity(x[:, None], (x * T)[None], dim=-1)),
+        PAIRS,
+    ),
+    "differences of pairs": (
+        lambda x: F.softplus((x[:, 0] * 2)[:, None] - (x[:, 0] * 3)[None]).mean(),
+        PAIRS,
+    ),
+    "correlations": (lambda x: torch.corrcoef(x.T).pow(2).mean(), CURVED_MEAN),
+    "a Gram matrix": (lambda x: (x.T @ (x * T) / 4 - 1).pow(2).sum(), CURVED_MEAN),
     "pairs and a mean": (lambda x: clip(x) + F.mse_loss(x, T), PAIRS),
 }
 

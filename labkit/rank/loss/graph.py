@@ -77,6 +77,7 @@ DOTS = ("Dot", "Vdot", "Mm", "Mv", "Bmm", "Trace")
 """Of vectors they are the sum of the products of their elements."""
 PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
 """What gives a number for each pair of rows of two matrices."""
+BROADCAST = ("Add", "Sub", "Rsub", "Mul", "Div")
 LAYERS = (
     "Addmm",
     "Linear",
@@ -203,58 +204,89 @@ class Terms:
         beside = [each for term in terms for each in self._beside(term)]
         return bool(beside) and bool(len(beside) % number)
 
-    def has_normalized(self, terms: list[Term]) -> bool:
-        """Whether samples count by numbers that the loop has normalized over them."""
+    def near(self, terms: list[Term]) -> list[tuple[Any, int]]:
+        """The operations right below terms, unless there are many of those, and which
+        of its outputs each is reached by."""
         if len(terms) > MAX_NODES_BESIDE:
-            return False
-        for term in terms:
-            waiting: list[Any] = [term.node]
-            seen: set[Any] = set()
-            while waiting and len(seen) < MAX_NODES_BESIDE:
-                node = waiting.pop(0)
-                if node in seen or node is None:
-                    continue
-                seen.add(node)
-                inputs = [each for each, _ in node.next_functions]
-                waiting += inputs
-                if kind_of(node) == "Mul" and None in inputs:
-                    given = saved_value(node, "self" if inputs[0] is None else "other")
-                    if isinstance(given, torch.Tensor) and (
-                        given.numel() == self._num_samples and _is_normalized(given)
-                    ):
-                        return True
-        return False
-
-    def has_pairs(self, terms: list[Term]) -> bool:
-        """Whether each sample is compared with every other one of this rank."""
-        if len(terms) > MAX_NODES_BESIDE:
-            return False
+            return []
+        found: list[tuple[Any, int]] = []
         for term in terms:
             waiting: list[tuple[Any, int]] = [(term.node, 0)]
             seen: set[Any] = set()
-            has_pairs = False
             while waiting and len(seen) < MAX_NODES_BESIDE:
                 node, output = waiting.pop(0)
-                if node in seen or node is None:
+                if node is None or node in seen:
                     continue
                 seen.add(node)
-                if _is_gathered(node):
-                    return False
-                has_pairs = has_pairs or self._is_of_pairs(node, output)
+                found.append((node, output))
                 waiting += node.next_functions
-            if has_pairs:
+        return found
+
+    def has_normalized(self, near: list[tuple[Any, int]]) -> bool:
+        """Whether samples count by numbers that the loop has normalized over them."""
+        for node, _ in near:
+            inputs = [each for each, _ in node.next_functions]
+            if None in inputs and kind_of(node) == "Mul":
+                given = saved_value(node, "self" if inputs[0] is None else "other")
+                if isinstance(given, torch.Tensor) and (
+                    given.numel() == self._num_samples and _is_normalized(given)
+                ):
+                    return True
+        return False
+
+    def has_pairs(self, near: list[tuple[Any, int]]) -> bool:
+        """Whether each sample is compared with every other one of this rank."""
+        has_some = any(self._is_of_pairs(*each) for each in near) or self._spreads(near)
+        return has_some and not any(_is_gathered(node) for node, _ in near)
+
+    def has_products(self, near: list[tuple[Any, int]]) -> bool:
+        """Whether features are multiplied by each other and summed over the samples, as
+        in a matrix of their covariances."""
+        number = self._num_samples or 0
+        for node, _ in near:
+            if kind_of(node) != "Mm":
+                continue
+            left, right = (_shape(*each) or (0, 0) for each in node.next_functions)
+            if (
+                left[-1] == right[0] == number
+                and left[0] % number
+                and all(self.is_of_data(each) for each, _ in node.next_functions)
+            ):
                 return True
         return False
 
     def _is_of_pairs(self, node: Any, output: int) -> bool:
+        """Whether it is a square of numbers, of rows of two matrices of data."""
         if kind_of(node) not in PAIRED or len(node.next_functions) < 2:
             return False
         *others, rows, columns = (1, 1, *(_shape(node, output) or ()))
-        number = self._num_samples or 0
-        # Twice as many of two views of each sample.
-        is_square = rows == columns and rows in (number, 2 * number)
         inputs = [each for each, _ in node.next_functions[:2]]
-        return is_square and prod(others) == 1 and all(map(self.is_of_data, inputs))
+        return (
+            rows == columns
+            and rows in self._sizes_of_pairs()
+            and prod(others) == 1
+            and all(map(self.is_of_data, inputs))
+        )
+
+    def _spreads(self, near: list[tuple[Any, int]]) -> bool:
+        """Whether rows are compared by broadcasting: (k, 1, ...) with (1, k, ...)."""
+        for each in near:
+            if kind_of(each[0]) not in BROADCAST:
+                continue
+            shape = _shape(*each) or ()
+            rows = shape[0] if shape else 0
+            if shape[:2] != (rows, rows) or rows not in self._sizes_of_pairs():
+                continue
+            nodes = {_shape(*each): each[0] for each in near}
+            parts = (rows, 1, *shape[2:]), (1, rows, *shape[2:])
+            if all(part in nodes and self.is_of_data(nodes[part]) for part in parts):
+                return True
+        return False
+
+    def _sizes_of_pairs(self) -> tuple[int, int]:
+        """Twice as many where there are two views of each sample."""
+        number = self._num_samples or 0
+        return number, 2 * number
 
     def is_of_data(self, node: Any) -> bool | None:
         """Whether what `node` computes has to do with data, or with parameters alone;

@@ -40,11 +40,11 @@ CONSTANT = (
 )
 CURVED_MEAN = (
     "the loss is not a mean over samples, but computed from means or sums over the "
-    "batch (a root, a logarithm or a quotient of them, or a standard deviation). Each "
-    "rank and microbatch computes it from its own samples, so the average differs "
-    "from the loss of one process on the whole batch. Compute it for each sample and "
-    "take the mean of that, or use a loss that is a mean, such as the MSE instead of "
-    "its root"
+    "batch (a root, a logarithm or a quotient of them, a standard deviation or a "
+    "correlation). Each rank and microbatch computes it from its own samples, so the "
+    "average differs from the loss of one process on the whole batch. Compute it for "
+    "each sample and take the mean of that, or use a loss that is a mean, such as the "
+    "MSE instead of its root"
 )
 
 NORMALIZED = (
@@ -105,12 +105,14 @@ class LossWatch:
 
     def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
-        if num_samples and num_samples > 1 and found.has_pairs(terms):
-            return PAIRS
-        if num_samples and num_samples > 1 and found.has_curved(terms):
-            return CURVED_MEAN
-        if num_samples and num_samples > 1 and found.has_normalized(terms):
-            return NORMALIZED
+        if num_samples and num_samples > 1:
+            near = found.near(terms)
+            if found.has_pairs(near):
+                return PAIRS
+            if found.has_curved(terms) or found.has_products(near):
+                return CURVED_MEAN
+            if found.has_normalized(near):
+                return NORMALIZED
         terms = [term for term in terms if term.curve is None and term.kind != "other"]
         if len(terms) > 1:
             terms = [term for term in terms if found.is_of_data(term.node) is not False]
