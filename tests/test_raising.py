@@ -250,7 +250,7 @@ def test_a_model_whose_backward_pass_failed_is_trained_on(
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
 def test_a_loop_that_catches_what_a_backward_pass_raises_continues(
     lab: Lab, strategy: str, zeroes: bool, references: list[dict[str, Any]]
 ) -> None:

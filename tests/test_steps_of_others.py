@@ -5,6 +5,7 @@ import textwrap
 
 import numpy as np
 import pytest
+import torch
 
 from labkit import Lab
 from labkit import Run
@@ -189,3 +190,49 @@ def test_deepspeed_begins_again_in_another_group(lab: Lab) -> None:
     """
     for _ in range(2):
         check(lab, train(lab, "raw", engine), 4)
+
+
+HOOKED = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+groups = [{"params": each.parameters()} for each in model]
+optimizer = torch.optim.SGD(groups, lr=0.1)
+samples = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
+model, optimizer, loader = prepare(
+    model, optimizer, samples, batch_size=8, shuffle=False
+)
+average = [p.detach().clone() for p in model.parameters()]
+norms = []
+
+def halve(*step):
+    norms.append(sum(p.grad.norm().item() for p in model.parameters()))
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+@torch.no_grad()
+def follow(*step):
+    for own, p in zip(average, model.parameters()):
+        own.lerp_(p, 0.3)
+
+optimizer.register_step_pre_hook(halve)
+optimizer.register_step_post_hook(follow)
+for x, y in loader:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_hooks_of_a_step_see_the_model_before_and_after_it(
+    lab: Lab, strategy: str
+) -> None:
+    """DeepSpeed steps each group by itself, from parts."""
+    found = []
+    for each in ("single", strategy):
+        lab.run(MODEL)
+        lab.train(each, HOOKED, live=False)
+        ranks = "0" if each == "single" else "all"
+        lab.run("with torch.no_grad(): out = model(torch.eye(4))", ranks=ranks)
+        found.append([lab.pull(name) for name in ("average", "norms", "out")])
+    torch.testing.assert_close(found[1], found[0])

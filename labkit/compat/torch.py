@@ -229,6 +229,18 @@ def call_step_hooks(optimizer: torch.optim.Optimizer, *, is_before: bool) -> Non
         hook(optimizer, (), {})
 
 
+@contextlib.contextmanager
+@GATE.needs(*(f"torch.optim:Optimizer.{name}" for name in HOOKS_OF_STEP))
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it torch does nothing of that around the optimizer's step."""
+    kept = {name: getattr(optimizer, name) for name in HOOKS_OF_STEP}
+    vars(optimizer).update({name: OrderedDict() for name in HOOKS_OF_STEP})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(kept)
+
+
 # ---- autograd ----
 
 

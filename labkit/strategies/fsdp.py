@@ -18,11 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
+from labkit.compat.data_parallel import reset_step
 from labkit.compat.data_parallel import set_reduction
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.data_parallel import whole_size
@@ -42,6 +45,7 @@ from labkit.strategies.model.shards import check_parts
 from labkit.strategies.model.shards import hand_to_optimizer
 from labkit.strategies.model.shards import shapes_of_parts
 from labkit.strategies.model.spectral import in_one_precision
+from labkit.strategies.prepared import DROPPED
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
@@ -116,6 +120,11 @@ class FSDP(Prepared):
             )
             self._undo.append(partial(delattr, group, "pre_forward"))
             self._undo.append(partial(delattr, group, "post_backward"))
+        self._waiting: RemovableHandle | None = None
+        """Recovers from a backward pass that has failed, once the model is used."""
+        self._has_dropped = False
+        """Whether one has failed, and no zero_grad() followed."""
+        self._undo.append(self._stop_waiting)
         follow(self)
         self._undo.append(partial(unfollow, self))
         self._undo += in_one_precision(self.module)
@@ -150,6 +159,10 @@ class FSDP(Prepared):
         return found
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        self._recover()
+        if self._has_dropped:
+            self._has_dropped = False
+            self.note(DROPPED)
         if self.division is not None:
             self.division.begin_backward(roots)
         ours = set(map(id, used))
@@ -161,6 +174,37 @@ class FSDP(Prepared):
         some = self.agree(flags, alike=reached)
         self._used.clear()
         self._used.update(itertools.compress(whole, some))
+
+    def end_backward(self, *, has_failed: bool) -> None:
+        if not has_failed:
+            return
+        self._has_dropped = True
+        if self._waiting is None:
+            # Not now: the other ranks may be gone, and what they sent with them.
+            self._waiting = register_module_forward_pre_hook(
+                lambda module, args: self._recover()
+            )
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+            self._waiting = None
+
+    def _recover(self) -> None:
+        """Drop what a backward pass that has failed half-way has left, if one has:
+        without it `fully_shard` reduces no gradients any more."""
+        if self._waiting is None:
+            return
+        self._stop_waiting()
+        reset_step(self._root, drops_gathers=False)
+        self.optimizer.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._has_dropped = False
+        super().zero_grad(set_to_none)
+
+    def finish(self) -> None:
+        self._recover()
 
     def step(self, closure: Closure | None = None) -> Norm | None:
         self.note_step()

@@ -78,6 +78,13 @@ class Division(Protocol):
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+DROPPED = (
+    "a backward pass failed half-way, with the gradients of some parameters averaged "
+    "over the ranks and others not, so all gradients of that step are dropped. Call "
+    "optimizer.zero_grad() where the loop catches the exception, as other strategies "
+    "need it, too"
+)
+
 
 class Prepared:
     """A model and its optimizer under a strategy.

@@ -16,6 +16,8 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import call_before_reduction
 from labkit.compat.deepspeed import forget_backward
 from labkit.compat.deepspeed import prepare_backward
+from labkit.compat.torch import call_step_hooks
+from labkit.compat.torch import without_step_hooks
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
@@ -28,6 +30,7 @@ from labkit.strategies.model.states import Source
 from labkit.strategies.model.states import check_hyperparameters
 from labkit.strategies.model.states import plain_shape
 from labkit.strategies.model.states import set_hyperparameters
+from labkit.strategies.prepared import DROPPED
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
@@ -53,13 +56,6 @@ from labkit.strategies.zero.setup import place
 from labkit.strategies.zero.setup import restore_digits
 from labkit.strategies.zero.states import Partitions
 from labkit.strategies.zero.states import ZeROStates
-
-DROPPED = (
-    "a backward pass failed half-way, with the gradients of some parameters averaged "
-    "over the ranks and others not, so all gradients of that step are dropped. Call "
-    "optimizer.zero_grad() where the loop catches the exception, as other strategies "
-    "need it, too"
-)
 
 
 class ZeRO(Prepared):
@@ -358,6 +354,15 @@ class ZeRO(Prepared):
                 "there is nothing to add to or to zero. Call optimizer.zero_grad() "
                 "once a step, or use ddp"
             )
+        # Not around DeepSpeed's own: it steps each group by itself, from parts, and the
+        # parameters are as before until the last is done.
+        call_step_hooks(self.optimizer, is_before=True)
+        with without_step_hooks(self.optimizer):
+            norm = self._step()
+        call_step_hooks(self.optimizer, is_before=False)
+        return norm
+
+    def _step(self) -> Norm | None:
         if not self._gradients.hand_back():
             self.zero_grad()
         if not self._has_gradients:
