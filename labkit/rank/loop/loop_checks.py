@@ -12,6 +12,7 @@ from labkit.checks import short_repr
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.own_gradients import gradient_use
+from labkit.rank.loop.own_gradients import group_gradient_use
 from labkit.rank.loop.rank_guards import lonely_use
 from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
@@ -75,6 +76,7 @@ class LoopChecks:
         )
         self.check_ownership(model, optimizer)
         self.check_rank_guards(code)
+        self.check_groups(code)
         if self._strategy.server and self._world_size > 1:
             self._note_gradients(code)
 
@@ -133,6 +135,19 @@ class LoopChecks:
                 "forever for the others. Run it on all ranks and print or save the "
                 "result on one; save_checkpoint(folder), called on all ranks, saves "
                 "the whole model"
+            )
+
+    def check_groups(self, code: str) -> None:
+        """UnsupportedLoopError where `code` looks for gradients in the optimizer's
+        groups, and the strategy has none there."""
+        if not self._strategy.has_own_gradients:
+            return
+        if use := group_gradient_use(code):
+            raise UnsupportedLoopError(
+                f"{use} reads gradients of the parameters in optimizer.param_groups, "
+                f"and under {self._strategy.name} these are the parts that this rank "
+                "updates, without gradients: nothing would be clipped or changed. Take "
+                "the parameters from model.parameters(), or give --clip NORM"
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

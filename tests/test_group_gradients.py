@@ -1,0 +1,63 @@
+"""Loops that look for gradients in an optimizer's groups."""
+
+import pytest
+
+from labkit import Lab
+from labkit import RankError
+from labkit.rank.loop.own_gradients import group_gradient_use
+
+READS = [
+    "for g in opt.param_groups:\n    clip_grad_norm_(g['params'], 1.0)",
+    "for g in self.optimizer.param_groups:\n"
+    "    for p in g['params']:\n"
+    "        if p.grad is not None:\n"
+    "            p.grad.data.clamp_(-1, 1)",
+    "nn.utils.clip_grad_value_(opt.param_groups[0]['params'], 1.0)",
+    "clip_grad_norm_([p for g in opt.param_groups for p in g['params']], 1.0)",
+    "mine = [p for g in opt.param_groups for p in g['params']]\n"
+    "clip_grad_norm_(mine, 1.0)",
+    "mine = opt.param_groups[0]['params']\nfor p in mine:\n    p.grad.mul_(0.5)",
+]
+READS_NONE = [
+    "for g in opt.param_groups:\n    g['lr'] = 0.1",
+    "for g in opt.param_groups:\n    for p in g['params']:\n        p.grad = None",
+    "for g in opt.param_groups:\n    for p in g['params']:\n        p.data.clamp_(0)",
+    "for g in self.param_groups:\n    for p in g['params']:\n        p.grad.mul_(0.5)",
+    "for p in model.parameters():\n    p.grad.mul_(opt.param_groups[0]['lr'])",
+    "clip_grad_norm_(model.parameters(), opt.param_groups[0]['lr'])",
+    "def no python",
+]
+
+
+@pytest.mark.parametrize("code", READS)
+def test_gradients_of_groups_are_found(code: str) -> None:
+    found = group_gradient_use("pass\n" + code)
+    assert found is not None
+    assert found.startswith("line ")
+
+
+@pytest.mark.parametrize("code", READS_NONE)
+def test_other_uses_of_groups_are_none(code: str) -> None:
+    assert group_gradient_use(code) is None
+
+
+CLIPS = """
+import torch.nn.functional as F
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+samples = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 2))
+model, optimizer, loader = prepare(model, optimizer, samples, batch_size=8)
+for x, y in loader:
+    F.mse_loss(model(x), y).backward()
+    for group in optimizer.param_groups:
+        torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+    optimizer.step()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_they_are_refused_where_groups_hold_parts_without_gradients(lab: Lab) -> None:
+    lab.train("ddp", CLIPS, live=False)
+    with pytest.raises(RankError, match=r"line 9: .*these are the parts that this"):
+        lab.train("zero2", CLIPS, live=False)
