@@ -26,6 +26,17 @@ def test_max_norm_is_for_one_rank(kind: type[nn.Module], strategy: str) -> None:
     check_supported(nn.Sequential(kind(4, 2)), STRATEGIES[strategy], num_ranks=2)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3", "fsdp"])
+def test_a_scripted_model_is_refused(strategy: str) -> None:
+    plain = nn.Linear(3, 2)
+    scripted: nn.Module = torch.jit.script(plain)  # type: ignore[no-untyped-call]
+    traced: nn.Module = torch.jit.trace(plain, torch.ones(1, 3))  # type: ignore[no-untyped-call]
+    for model in (scripted, traced):
+        with pytest.raises(UnsupportedLoopError, match="give prepare the plain model"):
+            check_supported(model, STRATEGIES[strategy])
+
+
 @pytest.mark.parametrize(
     ("strategy", "precision", "is_refused"),
     [

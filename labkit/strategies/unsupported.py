@@ -18,6 +18,12 @@ def check_supported(
 ) -> None:
     """UnsupportedLoopError, with what to write instead, unless `strategy` can train a
     model like this."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedLoopError(
+            "the model comes from torch.jit.script or torch.jit.trace, whose modules "
+            "take no hooks of Python's; give prepare the plain model, and script or "
+            "trace what is trained"
+        )
     if num_ranks > 1:
         check_embeddings(model, strategy.name)
     if not strategy.is_partitioned:

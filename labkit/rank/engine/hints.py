@@ -92,6 +92,7 @@ HINTS = {
     r"aten\.(?!_foreach_|stack)\S+ got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
+    "cannot be performed without redistribution": IN_PARTS,
     "on inputs with different meshes": IN_PARTS,
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|shape|square|sum|view)'": PARTIAL_SUMS,
