@@ -80,16 +80,16 @@ def leave_to_threads(outputs: Iterable[Any], header: dict[str, Any]) -> None:
     "ipykernel.kernelbase:Kernel._publish_execute_input",
 )
 def publish_no_echo(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
-    """Do not publish a request's code, begin and end, where `of(its message)`.
+    """Do not publish a request's code or its busy status if `of(its message)`.
 
-    The sender knows the one, and has the reply for the other. They are three of the
-    five messages that a cell is otherwise answered with.
+    The sender knows both. They are two of the five messages that a cell is otherwise
+    answered with.
     """
     publish_status = kernel._publish_status
     publish_input = kernel._publish_execute_input
 
     def status(state: str, channel: str, parent: Any = None) -> None:
-        if not of(parent or kernel.get_parent(channel)):
+        if state != "busy" or not of(parent or kernel.get_parent(channel)):
             publish_status(state, channel, parent)
 
     def execute_input(code: str, parent: dict[str, Any], number: int) -> None:
