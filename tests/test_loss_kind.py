@@ -80,8 +80,17 @@ class AllGather(torch.autograd.Function):
         return gradient[:4] + gradient[4:]
 
 
-def gathered(x: Tensor) -> Tensor:
-    return paired(AllGather.apply(x) @ AllGather.apply(x * 2).T)
+class Gather(AllGather):
+    """Another name for it, which torch's own has as well."""
+
+
+def gathered(x: Tensor, gather: Any = AllGather) -> Tensor:
+    return paired(gather.apply(x) @ gather.apply(x * 2).T)
+
+
+def attention_in_a_loop(x: Tensor) -> Tensor:
+    scores = [(each[:4, None] * 2) @ each[None, :4] for each in x]
+    return torch.stack([F.softmax(each, -1).mean() for each in scores]).mean()
 
 
 def sent(x: Tensor) -> Tensor:
@@ -156,6 +165,11 @@ RIGHT: dict[str, Loss] = {
     "a queue": lambda x: paired(x @ T.T),
     "within samples": lambda x: torch.bmm(x[:, :4, None], x[:, None, :4]).mean(),
     "gathered": gathered,
+    "gathered by Gather": lambda x: gathered(x, Gather),
+    "attention in a loop": attention_in_a_loop,
+    "two embeddings added": lambda x: (
+        (x[:, None, :3] * 2 + (P[:4] * 1)[None] + x[:, :4, None]).square().mean()
+    ),
     "beside what is sent": sent,
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
@@ -226,6 +240,15 @@ NOTED: dict[str, tuple[Loss, str]] = {
     "pairs by einsum": (lambda x: paired(torch.einsum("id,jd->ij", x, x * T)), PAIRS),
     "pairs, both ways": (clip, PAIRS),
     "two views": (simclr, PAIRS),
+    "pairs beside a constant": (
+        lambda x: paired(torch.cat([x, T], 1) @ torch.cat([x, T], 1).T),
+        PAIRS,
+    ),
+    "distances": (lambda x: F.pdist(x).mean(), PAIRS),
+    "correlations of many": (
+        lambda x: torch.corrcoef(x.repeat(1, 3)[:, :12].T).pow(2).mean(),
+        CURVED_MEAN,
+    ),
     "triplets": (triplets, PAIRS),
     "pairs by broadcasting": (
         lambda x: paired(F.cosine_similarity(x[:, None], (x * T)[None], dim=-1)),

@@ -92,7 +92,9 @@ class Console:
         The rank reads its own file descriptors 1 and 2, which forks share.
         """
         for number, stream in enumerate(self._streams.values(), start=1):
-            file = open(number, "w", 1, "utf-8", closefd=False)  # noqa: SIM115
+            file = open(  # noqa: SIM115
+                number, "w", 1, "utf-8", "backslashreplace", closefd=False
+            )
             stream.write, stream.flush = file.write, file.flush
 
     def end_cell(self) -> None:

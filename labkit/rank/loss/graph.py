@@ -236,28 +236,39 @@ class Terms:
 
     def has_pairs(self, near: list[tuple[Any, int]]) -> bool:
         """Whether each sample is compared with every other one of this rank."""
-        has_some = any(self._is_of_pairs(*each) for each in near) or self._spreads(near)
-        return has_some and not any(_is_gathered(node) for node, _ in near)
+        pairs = [each for each in near if self._is_of_pairs(*each)]
+        # As many as samples: each within one sample.
+        if not self._is_some(pairs) and not any(self._spreads(*each) for each in near):
+            return False
+        return not any(_is_gathered(*each) for each in near)
 
     def has_products(self, near: list[tuple[Any, int]]) -> bool:
         """Whether features are multiplied by each other and summed over the samples, as
         in a matrix of their covariances."""
-        number = self._num_samples or 0
-        for node, _ in near:
-            if kind_of(node) != "Mm":
-                continue
-            left, right = (_shape(*each) or (0, 0) for each in node.next_functions)
-            if (
-                left[-1] == right[0] == number
-                and left[0] % number
-                and all(self.is_of_data(each) for each, _ in node.next_functions)
-            ):
-                return True
-        return False
+        return self._is_some([each for each in near if self._is_product(each[0])])
+
+    def _is_some(self, found: list[tuple[Any, int]]) -> bool:
+        return bool(len({node for node, _ in found}) % (self._num_samples or 1))
+
+    def _is_product(self, node: Any) -> bool:
+        if kind_of(node) != "Mm":
+            return False
+        left, right = (_shape(*each) or (0, 0) for each in node.next_functions)
+        return (
+            left[-1] == right[0] == self._num_samples
+            and left[0] != self._num_samples
+            and all(self.is_of_data(each) for each, _ in node.next_functions)
+        )
 
     def _is_of_pairs(self, node: Any, output: int) -> bool:
-        """Whether it is a square of numbers, of rows of two matrices of data."""
-        if kind_of(node) not in PAIRED or len(node.next_functions) < 2:
+        """Whether it is a square of numbers, of rows of two matrices of data, or half
+        of one."""
+        kind = kind_of(node)
+        if kind == "Pdist":
+            halves = [k * (k - 1) // 2 for k in self._sizes_of_pairs()]
+            is_half = prod(_shape(node, output) or ()) in halves
+            return is_half and self.is_of_data(node.next_functions[0][0]) is True
+        if kind not in PAIRED or len(node.next_functions) < 2:
             return False
         *others, rows, columns = (1, 1, *(_shape(node, output) or ()))
         inputs = [each for each, _ in node.next_functions[:2]]
@@ -268,20 +279,26 @@ class Terms:
             and all(map(self.is_of_data, inputs))
         )
 
-    def _spreads(self, near: list[tuple[Any, int]]) -> bool:
-        """Whether rows are compared by broadcasting: (k, 1, ...) with (1, k, ...)."""
-        for each in near:
-            if kind_of(each[0]) not in BROADCAST:
+    def _spreads(self, node: Any, output: int) -> bool:
+        """Whether it compares rows by broadcasting: (k, 1, ...) with (1, k, ...)."""
+        shape = _shape(node, output) or () if kind_of(node) in BROADCAST else ()
+        rows = shape[0] if shape else 0
+        if shape[:2] != (rows, rows) or rows not in self._sizes_of_pairs():
+            return False
+        found: dict[tuple[int, ...], Any] = {}
+        waiting, seen = [*node.next_functions], set()
+        while waiting and len(seen) < MAX_NODES_BESIDE:
+            each = waiting.pop()
+            if each[0] is None or each[0] in seen:
                 continue
-            shape = _shape(*each) or ()
-            rows = shape[0] if shape else 0
-            if shape[:2] != (rows, rows) or rows not in self._sizes_of_pairs():
-                continue
-            nodes = {_shape(*each): each[0] for each in near}
-            parts = (rows, 1, *shape[2:]), (1, rows, *shape[2:])
-            if all(part in nodes and self.is_of_data(nodes[part]) for part in parts):
-                return True
-        return False
+            seen.add(each[0])
+            below = _shape(*each) or ()
+            if below[:2] == (rows, rows):
+                waiting += each[0].next_functions
+            else:
+                found[below] = each[0]
+        parts = {(rows, 1, *shape[2:]), (1, rows, *shape[2:])}
+        return set(found) == parts and all(map(self.is_of_data, found.values()))
 
     def _sizes_of_pairs(self) -> tuple[int, int]:
         """Twice as many where there are two views of each sample."""
@@ -429,12 +446,18 @@ def _is_normalized(given: torch.Tensor) -> bool:
     return any(abs(float(given.std(correction=each)) - 1) < 1e-3 for each in (0, 1))
 
 
-def _is_gathered(node: Any) -> bool:
+def _is_gathered(node: Any, output: int) -> bool:
     """Whether it brings together what several ranks have: by a collective, or beside
     what others have sent, which no gradient goes to."""
-    kind = kind_of(node)
-    is_sent = kind == "Cat" and any(each is None for each, _ in node.next_functions)
-    return is_sent or ("gather" in node.name().lower() and kind != "Gather")
+    name = str(node.name())
+    if "gather" in name.lower():
+        return name != "GatherBackward0"  # torch.gather's
+    inputs = [each for each in node.next_functions if each[0] is not None]
+    is_sent = kind_of(node) == "Cat" and len(inputs) < len(node.next_functions)
+    if not is_sent and not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    rows, *others = ((_shape(*each) or (0,))[0] for each in ((node, output), *inputs))
+    return rows > max(others, default=rows)
 
 
 def _begins_with(term: Term, num_samples: int | None) -> bool:
