@@ -17,6 +17,9 @@ READS = [
     "mine = [p for g in opt.param_groups for p in g['params']]\n"
     "clip_grad_norm_(mine, 1.0)",
     "mine = opt.param_groups[0]['params']\nfor p in mine:\n    p.grad.mul_(0.5)",
+    "n = sum(p.grad.norm() for g in opt.param_groups for p in g['params'])",
+    "clip_grad_norm_(max_norm=1.0, parameters=opt.param_groups[0]['params'])",
+    "g = opt.param_groups[0]\nclip_grad_norm_(list(g['params']), 1.0)",
 ]
 READS_NONE = [
     "for g in opt.param_groups:\n    g['lr'] = 0.1",
@@ -25,6 +28,18 @@ READS_NONE = [
     "for g in self.param_groups:\n    for p in g['params']:\n        p.grad.mul_(0.5)",
     "for p in model.parameters():\n    p.grad.mul_(opt.param_groups[0]['lr'])",
     "clip_grad_norm_(model.parameters(), opt.param_groups[0]['lr'])",
+    "for g in opt.param_groups:\n"
+    "    for p in g['params']:\n"
+    "        if p.grad is not None:\n"
+    "            p.grad.data.zero_()",
+    "ps = opt.param_groups[0]['params']\n"
+    "print(len(ps))\n"
+    "ps = list(model.parameters())\n"
+    "clip_grad_norm_(ps, 1.0)",
+    "n = len(opt.param_groups[0]['params'])\nclip_grad_norm_(model.parameters(), n)",
+    "for g in opt.param_groups:\n"
+    "    print(len(g['params']))\n"
+    "    clip_grad_norm_(model.parameters(), 1.0)",
     "def no python",
 ]
 

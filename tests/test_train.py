@@ -326,6 +326,33 @@ def test_a_config_is_that_of_its_own_run(lab: Lab, capsys: Captured) -> None:
         assert capsys.readouterr().out == f"[ranks 0-1] {given}\n"
 
 
+BREAKS_OFF = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+samples = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+model, optimizer, loader = prepare(model, optimizer, samples, batch_size=8)
+for epoch in range(3):
+    for number, (x, y) in enumerate(loader):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            break
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_a_step_that_is_broken_off_leaves_no_gradients(lab: Lab, strategy: str) -> None:
+    models = []
+    for each in ("single", strategy):
+        lab.train(each, BREAKS_OFF, accumulate=2, live=False)
+        models.append(lab.pull("model", full=True))
+    expected, found = models
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value)
+
+
 def test_single_is_a_world_of_one(lab: Lab, capsys: Captured) -> None:
     code = "print(rank, world_size, dist.get_world_size())\ndist.barrier()"
     assert train(lab, "single", code).world_size == 1

@@ -124,6 +124,14 @@ def whole_size(part: Any) -> int:
     return size.numel()
 
 
+@GATE.needs(f"{_PARAM}.unsharded_accumulated_grad")
+def drop_whole_gradient(part: Any) -> None:
+    """Forget the gradients of microbatches, which `fully_shard` has not reduced yet."""
+    part.unsharded_accumulated_grad = None
+    if (whole := whole_of(part)) is not None:
+        whole.grad = None
+
+
 @GATE.needs(f"{_GROUP}._all_gather_result", f"{_STATE}._is_root")
 def reset_step(module: FSDPModule, *, drops_gathers: bool) -> None:
     """Take back what a step that failed half-way has left; `module` need not be a root.

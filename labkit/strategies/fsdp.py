@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.data_parallel import drop_whole_gradient
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
 from labkit.compat.data_parallel import reset_step
@@ -198,10 +199,16 @@ class FSDP(Prepared):
         self._stop_waiting()
         reset_step(self._root, drops_gathers=False)
         self.optimizer.zero_grad()
+        self._drop_whole_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._has_dropped = False
         super().zero_grad(set_to_none)
+        self._drop_whole_gradients()
+
+    def _drop_whole_gradients(self) -> None:
+        for part in self._parts:
+            drop_whole_gradient(part)
 
     def finish(self) -> None:
         self._recover()

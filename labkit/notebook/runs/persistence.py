@@ -72,7 +72,7 @@ def begin(
         "config": dict(config or {}),
         "devices": list(devices),
         "backend": backend,
-        "versions": versions(),
+        "versions": dict(versions()),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "pid_created": psutil.Process().create_time(),
@@ -228,7 +228,7 @@ def summarize(run: Run) -> dict[str, Any]:
     }
 
 
-@functools.cache  # to read them takes milliseconds
+@functools.cache  # to read them takes milliseconds; cleared when ranks restart
 def versions() -> Mapping[str, str]:
     """Of Python and the packages that a run depends on; "" for what is not there."""
     found = {"python": platform.python_version()}

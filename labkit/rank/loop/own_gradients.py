@@ -1,7 +1,9 @@
 """Finds where a cell computes with gradients that are its rank's own."""
 
 import ast
-import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 CLIPPING = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "get_total_norm"}
 """Functions that read the gradients of parameters."""
@@ -9,8 +11,6 @@ HARMLESS = {"zero_", "detach_", "requires_grad_"}
 """Methods that only clear a gradient."""
 OTHER_GRADS = {"autograd", "func"}
 """What has a function `grad`."""
-OF_GROUPS = re.compile(r"(?<!\bself)\.param_groups\b")
-"""Of an optimizer, but for what a class of optimizers says of itself."""
 
 
 def gradient_use(code: str) -> str | None:
@@ -42,49 +42,102 @@ def group_gradient_use(code: str) -> str | None:
         tree = ast.parse(code)
     except SyntaxError:
         return None
-    nodes = [*ast.walk(tree)]
-    parents = {
-        id(child): node for node in nodes for child in ast.iter_child_nodes(node)
-    }
-    lists = {
-        target.id
-        for node in nodes
-        if isinstance(node, ast.Assign) and is_of_groups(node.value, set())
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found = []
-    for node in nodes:
-        if isinstance(node, ast.For):
-            is_theirs = is_of_groups(node.iter, lists) or (
-                OF_GROUPS.search(text(node.iter)) and "['params']" in text(node)
-            )
-            inside = (each for part in node.body for each in ast.walk(part))
-            if is_theirs and any(
-                isinstance(each, ast.Attribute | ast.Call) and reads(each, parents)
-                for each in inside
-            ):
-                found.append(node.lineno)
-        elif (
-            isinstance(node, ast.Call)
-            and reads(node, parents)
-            and any(is_of_groups(each, lists) for each in node.args)
-        ):
-            found.append(node.lineno)
     lines = code.splitlines()
-    return f"line {min(found)}: {lines[min(found) - 1].strip()}" if found else None
+    if found := [*GroupUse(tree).lines()]:
+        return f"line {min(found)}: {lines[min(found) - 1].strip()}"
+    return None
 
 
-def is_of_groups(node: ast.expr, lists: set[str]) -> bool:
-    """Whether it is a list of parameters from an optimizer's groups."""
-    if isinstance(node, ast.Name):
-        return node.id in lists
-    found = text(node)
-    return "['params']" in found and bool(OF_GROUPS.search(found))
+class GroupUse:
+    """Where a cell reads gradients of the parameters in an optimizer's groups."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self._nodes = [*ast.walk(tree)]
+        self._parents: dict[int, Any] = {
+            id(child): node
+            for node in self._nodes
+            for child in ast.iter_child_nodes(node)
+        }
+        values: dict[str, list[ast.expr]] = defaultdict(list)
+        for node in self._nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        values[target.id].append(node.value)
+        self._loops = [
+            node
+            for node in self._nodes
+            if isinstance(node, ast.For | ast.comprehension)
+        ]
+        self._lists: set[str] = set()
+        """Names that are never anything but lists of such parameters."""
+        self._groups = {
+            loop.target.id
+            for loop in self._loops
+            if isinstance(loop.target, ast.Name) and is_groups(loop.iter)
+        }
+        for name, given in values.items():
+            if all(is_groups(each, is_one=True) for each in given):
+                self._groups.add(name)
+            if all(self._is_list(each) for each in given):
+                self._lists.add(name)
+
+    def lines(self) -> Iterator[int]:
+        """Those that read gradients of such parameters."""
+        for node in self._nodes:
+            if isinstance(node, ast.Call) and reads(node, self._parents):
+                given = [*node.args[:1]]
+                given += [k.value for k in node.keywords if k.arg == "parameters"]
+                if any(map(self._is_list, given)):
+                    yield node.lineno
+        for loop in self._loops:
+            if isinstance(loop.target, ast.Name) and self._is_list(loop.iter):
+                is_for = isinstance(loop, ast.For)
+                inside: Any = loop if is_for else self._parents[id(loop)]
+                for node in ast.walk(inside):
+                    if (
+                        isinstance(node, ast.Attribute)
+                        and isinstance(node.value, ast.Name)
+                        and node.value.id == loop.target.id
+                        and reads(node, self._parents)
+                    ):
+                        yield inside.lineno
+
+    def _is_list(self, node: ast.expr) -> bool:
+        """Whether it is a list of parameters from an optimizer's groups."""
+        if isinstance(node, ast.Name):
+            return node.id in self._lists
+        if isinstance(node, ast.Call):  # list(...), filter(..., ...)
+            name = getattr(node.func, "id", "")
+            is_same = name in ("list", "tuple", "filter", "set") and node.args
+            return bool(is_same) and self._is_list(node.args[-1])
+        if isinstance(node, ast.ListComp | ast.GeneratorExp):
+            element = getattr(node.elt, "id", None)
+            return any(
+                getattr(each.target, "id", "") == element and self._is_list(each.iter)
+                for each in node.generators
+            )
+        return (
+            isinstance(node, ast.Subscript)
+            and getattr(node.slice, "value", None) == "params"
+            and (
+                is_groups(node.value, is_one=True)
+                or getattr(node.value, "id", "") in self._groups
+            )
+        )
 
 
-def text(node: ast.AST) -> str:
-    return ast.unparse(node)
+def is_groups(node: ast.expr, *, is_one: bool = False) -> bool:
+    """Whether it is an optimizer's groups, or with `is_one` one of them; not what a
+    class of optimizers says of itself."""
+    if is_one:
+        if not isinstance(node, ast.Subscript) or isinstance(node.slice, ast.Slice):
+            return False
+        node = node.value
+    is_own = isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"
+    return (
+        isinstance(node, ast.Attribute) and node.attr == "param_groups" and not is_own
+    )
 
 
 def reads(node: ast.Attribute | ast.Call, parents: dict[int, ast.AST]) -> bool:
@@ -96,6 +149,8 @@ def reads(node: ast.Attribute | ast.Call, parents: dict[int, ast.AST]) -> bool:
         return False
     owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
     around = parents[id(node)]
+    while isinstance(around, ast.Attribute) and around.attr == "data":
+        around = parents[id(around)]
     is_cleared = isinstance(around, ast.Attribute) and around.attr in HARMLESS
     is_asked = isinstance(around, ast.Compare) and all(
         isinstance(each, ast.Constant) and each.value is None

@@ -286,7 +286,8 @@ class Terms:
         if shape[:2] != (rows, rows) or rows not in self._sizes_of_pairs():
             return False
         found: dict[tuple[int, ...], Any] = {}
-        waiting, seen = [*node.next_functions], set()
+        waiting = [*node.next_functions]
+        seen: set[Any] = set()
         while waiting and len(seen) < MAX_NODES_BESIDE:
             each = waiting.pop()
             if each[0] is None or each[0] in seen:

@@ -359,7 +359,8 @@ class ZeRO(Prepared):
         call_step_hooks(self.optimizer, is_before=True)
         with without_step_hooks(self.optimizer):
             norm = self._step()
-        call_step_hooks(self.optimizer, is_before=False)
+        if not self._zero.overflow:  # in fp16 such a step is left out
+            call_step_hooks(self.optimizer, is_before=False)
         return norm
 
     def _step(self) -> Norm | None:
