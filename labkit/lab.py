@@ -33,7 +33,6 @@ from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.live import render_process
-from labkit.notebook.runs import persistence
 from labkit.options import documented
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import parse_ranks
@@ -104,7 +103,6 @@ class Lab:
     ) -> None:
         options = StartOptions(num_ranks, backend, device, threads, group_timeout_s)
         self.placements = place_ranks(options)
-        persistence.versions.cache_clear()
         self.runs: list[Run] = []
         """Training runs, newest last."""
         from labkit.notebook.cluster.rank_group import RankGroup
@@ -642,7 +640,6 @@ class Lab:
             If a cell is running, or the ranks do not start.
         """
         self._wait_for_the_last_run()
-        persistence.versions.cache_clear()
         return self._running().restart(everyone=everyone)
 
     def check(self) -> None:

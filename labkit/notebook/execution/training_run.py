@@ -132,6 +132,7 @@ class Training:
             config=options.config,
             checkpoints=request.checkpoints,
             resumed_from=self._first_step,
+            pids=list(self._group.cluster.pids.values()),
         )
         on_run(self.run)
         self._view = request.view(self.run) if request.view else None

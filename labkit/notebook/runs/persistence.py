@@ -61,6 +61,7 @@ def begin(
     config: Mapping[str, Any] | None,
     checkpoints: CheckpointPlan | None = None,
     resumed_from: int | None = None,
+    pids: Sequence[int] = (),
 ) -> None:
     """Make a run's folder, and write what is known of it before it runs.
 
@@ -72,7 +73,7 @@ def begin(
         "config": dict(config or {}),
         "devices": list(devices),
         "backend": backend,
-        "versions": dict(versions()),
+        "versions": dict(versions(tuple(pids))),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "pid_created": psutil.Process().create_time(),
@@ -228,9 +229,10 @@ def summarize(run: Run) -> dict[str, Any]:
     }
 
 
-@functools.cache  # to read them takes milliseconds; cleared when ranks restart
-def versions() -> Mapping[str, str]:
-    """Of Python and the packages that a run depends on; "" for what is not there."""
+@functools.lru_cache(1)  # to read them takes milliseconds
+def versions(pids: tuple[int, ...]) -> Mapping[str, str]:
+    """Of Python and the packages that a run on these processes depends on; "" for what
+    is not there."""
     found = {"python": platform.python_version()}
     for name in _VERSIONED:
         try:
