@@ -11,6 +11,7 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.compat.torch import all_gather_with_gradients
 from labkit.data import digits
 
 Captured = pytest.CaptureFixture[str]
@@ -351,6 +352,37 @@ def test_a_step_that_is_broken_off_leaves_no_gradients(lab: Lab, strategy: str) 
     expected, found = models
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value)
+
+
+COMPARES = """
+import torch.nn.functional as F
+
+model = torch.nn.Linear(8, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+samples = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 8))
+model, optimizer, loader = prepare(model, optimizer, samples, batch_size=8)
+for x, y in loader:
+    one, other = (F.normalize(each) for each in model(torch.stack([x, y])))
+    {gather}
+    scores = one @ other.T
+    F.cross_entropy(scores, torch.arange(len(scores))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+GATHER = """
+    from {} import {} as gather
+    one, other = (gather(each, 0, dist.group.WORLD) for each in (one, other))
+""".format(*all_gather_with_gradients().rsplit(".", 1))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_loss_that_compares_a_ranks_samples_alone_is_noted(
+    lab: Lab, capsys: Captured, strategy: str
+) -> None:
+    train(lab, strategy, COMPARES.format(gather="pass"))
+    assert "compares each sample with every other one" in capsys.readouterr().err
+    train(lab, strategy, COMPARES.format(gather=GATHER.strip()))
+    assert "compares each sample" not in capsys.readouterr().err
 
 
 def test_single_is_a_world_of_one(lab: Lab, capsys: Captured) -> None:

@@ -457,8 +457,9 @@ def _is_gathered(node: Any, output: int) -> bool:
     is_sent = kind_of(node) == "Cat" and len(inputs) < len(node.next_functions)
     if not is_sent and not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
-    rows, *others = ((_shape(*each) or (0,))[0] for each in ((node, output), *inputs))
-    return rows > max(others, default=rows)
+    rows, *rest = _shape(node, output) or (0,)
+    given = [_shape(*each) or (0,) for each in inputs]
+    return any(0 < each[0] < rows and [*each[1:]] == rest for each in given)
 
 
 def _begins_with(term: Term, num_samples: int | None) -> bool:
