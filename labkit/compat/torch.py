@@ -128,18 +128,6 @@ _MODES: tuple[tuple[Callable[[], list[Any]], Any], ...] = (
 # ---- processes ----
 
 
-@GATE.needs("torch.distributed._functional_collectives")
-def all_gather_with_gradients() -> str:
-    """The full name of PyTorch's all-gather that passes gradients on.
-
-    That of `torch.distributed.nn.functional` is deprecated since 2.13.
-    """
-    from torch.distributed import _functional_collectives as module
-
-    names = ("all_gather_single_autograd", "all_gather_tensor_autograd")
-    return next(f"{module.__name__}.{name}" for name in names if hasattr(module, name))
-
-
 @GATE.needs("torch.cuda:_is_in_bad_fork")
 def is_cuda_lost() -> bool:
     """Whether this process was forked from one that had used CUDA, and cannot."""
@@ -242,6 +230,18 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 # ---- autograd ----
+
+
+@GATE.needs("torch.distributed._functional_collectives")
+def all_gather_with_gradients() -> str:
+    """The full name of PyTorch's all-gather that passes gradients on.
+
+    That of `torch.distributed.nn.functional` is deprecated since 2.13.
+    """
+    from torch.distributed import _functional_collectives as module
+
+    names = ("all_gather_single_autograd", "all_gather_tensor_autograd")
+    return next(f"{module.__name__}.{name}" for name in names if hasattr(module, name))
 
 
 @GATE.needs("torch.autograd:_engine_run_backward")

@@ -20,18 +20,13 @@ def gradient_use(code: str) -> str | None:
         tree = ast.parse(code)
     except SyntaxError:  # which the cell itself will say
         return None
-    parents = {
-        id(child): node
-        for node in ast.walk(tree)
-        for child in ast.iter_child_nodes(node)
-    }
-    lines = code.splitlines()
+    parents = parents_in(tree)
     found = [
         node.lineno
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute | ast.Call) and reads(node, parents)
     ]
-    return f"line {min(found)}: {lines[min(found) - 1].strip()}" if found else None
+    return first_line(code, found)
 
 
 def group_gradient_use(code: str) -> str | None:
@@ -42,10 +37,24 @@ def group_gradient_use(code: str) -> str | None:
         tree = ast.parse(code)
     except SyntaxError:
         return None
-    lines = code.splitlines()
-    if found := [*GroupUse(tree).lines()]:
-        return f"line {min(found)}: {lines[min(found) - 1].strip()}"
-    return None
+    return first_line(code, [*GroupUse(tree).lines()])
+
+
+def first_line(code: str, numbers: list[int]) -> str | None:
+    """The first of these lines, with its number; None without any."""
+    if not numbers:
+        return None
+    number = min(numbers)
+    return f"line {number}: {code.splitlines()[number - 1].strip()}"
+
+
+def parents_in(tree: ast.AST) -> dict[int, Any]:
+    """The parent of each node, by the node's id."""
+    return {
+        id(child): node
+        for node in ast.walk(tree)
+        for child in ast.iter_child_nodes(node)
+    }
 
 
 class GroupUse:
@@ -53,11 +62,7 @@ class GroupUse:
 
     def __init__(self, tree: ast.AST) -> None:
         self._nodes = [*ast.walk(tree)]
-        self._parents: dict[int, Any] = {
-            id(child): node
-            for node in self._nodes
-            for child in ast.iter_child_nodes(node)
-        }
+        self._parents = parents_in(tree)
         values: dict[str, list[ast.expr]] = defaultdict(list)
         for node in self._nodes:
             if isinstance(node, ast.Assign):

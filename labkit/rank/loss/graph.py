@@ -78,6 +78,7 @@ DOTS = ("Dot", "Vdot", "Mm", "Mv", "Bmm", "Trace")
 PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
 """What gives a number for each pair of rows of two matrices."""
 BROADCAST = ("Add", "Sub", "Rsub", "Mul", "Div")
+"""What does so, of inputs spread to one shape."""
 LAYERS = (
     "Addmm",
     "Linear",
