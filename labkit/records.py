@@ -60,6 +60,9 @@ MAX_RANKS = 4096
 RESTART_FOLDER = "restart-{}"
 """In a run's folder: the journals of all ranks after the run's first, second, ...
 restart."""
+BEST_FOLDER = "best"
+"""In a run's folder: a checkpoint of the best state so far, of a run that is to end
+with it."""
 RECORDS_FILE = "rank-{}.records"
 """In a run's folder: a rank's records, one `RECORD` after the other, then zeros."""
 NAMES_FILE = "rank-{}.names"

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from labkit.notebook.runs.progress import status_line
 from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
 from labkit.options import check_values
+from labkit.records import BEST_FOLDER
 from labkit.records import COMPONENTS
 from labkit.records import Averages
 from labkit.records import CheckpointPlan
@@ -170,6 +172,9 @@ def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
     run.info["summary"] = summarize(run)
     if run.folder is None:
         return
+    for number in range(run.collector.num_restarts + 1):  # no rank reads it any more
+        best = run_files.journal_folder(run.folder, number) / BEST_FOLDER
+        shutil.rmtree(best, ignore_errors=True)
     try:
         run_files.write_records(run.folder, run.collector)
     except OSError as error:

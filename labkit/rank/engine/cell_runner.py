@@ -64,7 +64,7 @@ from labkit.strategies import find_strategy
 from labkit.strategies.mesh.roles import Roles
 from labkit.train_options import TrainOptions
 
-TRAINING_NAMES = ("prepare", "fit", "log")
+TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
 
 
 class CellRunner:
@@ -358,6 +358,7 @@ class CellRunner:
             device=self.group.device,
             seed=spec.seed,
             options=options,
+            folder=spec.folder,
             checkpoints=plan,
             roles=roles,
             report=lambda report: self._publish("report", report),
@@ -452,8 +453,8 @@ def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:
-    """Stands for prepare, fit and log in a plain `%%dist` cell."""
+    """Stands for prepare, fit, log and stop_early in a plain `%%dist` cell."""
     raise RuntimeError(
-        "prepare, fit and log belong to a training run; begin the cell with "
-        "%%dist_train STRATEGY, as %%dist_train ddp"
+        "prepare, fit, log and stop_early belong to a training run; begin the cell "
+        "with %%dist_train STRATEGY, as %%dist_train ddp"
     )

@@ -40,6 +40,8 @@ class RunRecords:
         self._steps_by_optimizer: Counter[int] = Counter()
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
+        self._loss_sum: Loss = 0.0
+        self._weight_sum = 0.0
 
     def put(self, name: str, value: Loss, step: int | None = None) -> None:
         """Send one; of the step taken last unless `step` says otherwise."""
@@ -67,9 +69,22 @@ class RunRecords:
         else:
             found = {f"loss {number + 1}" if number else NOTICED_LOSS: loss}
         if is_next:
-            found.update(counts())
+            found.update(step_counts := counts())
+            if loss is not None:
+                weight = float(
+                    step_counts.get(LOSS_WEIGHT, step_counts.get("samples", 1))
+                )
+                self._loss_sum += weight * loss
+                self._weight_sum += weight
         self._emitter.put_all(found, taken, self._read_memory())
         return is_next
+
+    def take_loss(self) -> tuple[float, float]:
+        """The sum of this rank's losses since it was last taken, each by its weight,
+        and the sum of the weights."""
+        found = float(self._loss_sum), self._weight_sum
+        self._loss_sum = self._weight_sum = 0.0
+        return found
 
     def log(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """What a cell logs; ValueError for what is no scalar."""

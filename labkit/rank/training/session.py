@@ -3,15 +3,18 @@
 import _thread
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -21,6 +24,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
+from labkit.compat.torch import no_dispatch
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
@@ -34,6 +38,10 @@ from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
+from labkit.rank.loop.arguments import type_and_value
+from labkit.rank.loop.early_stop import EarlyStop
+from labkit.rank.loop.early_stop import StopRule
+from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
@@ -42,12 +50,14 @@ from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import LossHooks
+from labkit.rank.loss.hooks import snapshot
 from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.oom_report import Forecastable
 from labkit.rank.measuring.oom_report import bare_copy
 from labkit.rank.measuring.oom_report import plain_copy
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
+from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.observers import Observer
 from labkit.rank.training.observers import ReplicaObserver
 from labkit.rank.training.observers import StepSampler
@@ -57,6 +67,7 @@ from labkit.rank.training.optimizer import watching_zero_grad
 from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.stop_point import StoppedAtStep
+from labkit.records import BEST_FOLDER
 from labkit.records import CHECKPOINT
 from labkit.records import CheckpointPlan
 from labkit.records import Note
@@ -108,6 +119,7 @@ class Session:
         device: torch.device,
         seed: int,
         options: TrainOptions,
+        folder: str | None = None,
         checkpoints: CheckpointPlan | None = None,
         report: Callable[[Any], None] = lambda measured: None,
         observers: Sequence[Observer] = (),
@@ -123,6 +135,8 @@ class Session:
         self.device = device
         self.seed = seed
         self.options = options
+        self._folder = folder
+        self._early_stop: EarlyStop | None = None
         self._roles = roles
         self._loss_hooks = LossHooks(self._after_optimizer_step)
         self._loss_hooks.on_backward = self._on_backward
@@ -287,7 +301,7 @@ class Session:
             self._noted.add(text)
             self._report(Note(text))
 
-    # ---- the three names a cell has ----
+    # ---- the names a cell has ----
 
     def prepare(
         self,
@@ -381,6 +395,7 @@ class Session:
         seed_everything(self.seed + self.peers.rank)
         rank_loader = self._rank_loader(loader, batches, weigh)
         self._checkpointer.add(stepping, rank_loader)
+        self._early_stop = None  # what it has seen is of another model
         self._records.resume(self._checkpointer.first_step)
         return model, stepping, rank_loader
 
@@ -398,6 +413,11 @@ class Session:
         shuffle: bool = True,
         weigh: Weigh | None = None,
         reduction: str = "mean",
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        monitor: str | None = None,
+        mode: str = "min",
+        restore_best: bool = False,
     ) -> None:
         """Train `model` with the plain loop, on data divided as by `prepare`.
 
@@ -421,11 +441,26 @@ class Session:
         metrics : mapping of str to callable, optional
             `function(output, y)` by name, each a batch's mean; their means over
             `validate` are logged as `val_<name>`.
+        patience : int, optional
+            Stop after so many epochs in a row without an improvement; by default after
+            `epochs`.
+        min_delta : float, default 0
+            An improvement that is not greater does not count.
+        monitor : str, optional
+            What has to improve: "val_loss", "val_<name>" of a metric, or "loss", the
+            mean over the epoch's samples. By default "val_loss", and "loss" without
+            `validate`.
+        mode : {"min", "max"}, default "min"
+            Whether a lower value is better, or a higher one.
+        restore_best : bool, default False
+            End with the state of the best epoch, as `stop_early` restores it, also
+            where all epochs were run.
 
         Raises
         ------
         ValueError
-            As `prepare`, and for `metrics` without `validate`.
+            As `prepare`, for `metrics` without `validate`, and for a metric to monitor
+            that there is not.
 
         Examples
         --------
@@ -435,6 +470,20 @@ class Session:
         check_functions(loss_fn, {} if metrics is None else metrics)
         if metrics and validate is None:
             raise ValueError("metrics need data: pass validate=dataset as well")
+        functions = {"loss": loss_fn, **(metrics or {})}
+        of_data = [] if validate is None else [f"val_{name}" for name in functions]
+        monitored, rule = rule_of_fit(
+            monitor,
+            ["loss", *of_data[1:], *of_data[:1]],
+            {
+                "patience": patience,
+                "min_delta": min_delta,
+                "mode": mode,
+                "restore_best": restore_best,
+            },
+        )
+        if rule is not None:
+            self._check_rule(rule)
         model, optimizer, loader = self.prepare(
             model,
             optimizer,
@@ -447,8 +496,9 @@ class Session:
         prepared = self._optimizers[-1].prepared
         self._records.note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
-        functions = {"loss": loss_fn, **(metrics or {})}
-        for _ in range(epochs):
+        self._records.take_loss()  # of what came before
+        self._early_stop = None if rule is None else EarlyStop(rule)
+        for epoch in range(1, epochs + 1):
             model.train()
             for batch in loader:
                 loss = prepared.train_batch(score, batch)
@@ -456,7 +506,10 @@ class Session:
                     self._loss_hooks.set_loss(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            if validate is not None and not self._checkpointer.is_replaying:
+            if self._checkpointer.is_replaying:
+                continue
+            found: dict[str, float] = {}
+            if validate is not None:
                 size = batch_size or loader.batches.batch_size
                 self._unite()
                 found = evaluate(
@@ -468,6 +521,91 @@ class Session:
                 )
                 self._agree()
                 self.log(step=None, **found)
+            if self._early_stop is None:
+                continue
+            value, weight = found.get(monitored, math.nan), 1.0
+            if monitored == "loss":
+                total, weight = self._records.take_loss()
+                value = total / weight if weight else math.nan
+            at = f"after epoch {epoch} of {epochs}, at step {self._records.num_steps}"
+            if self._is_to_stop(self._early_stop, value, weight, at, monitored):
+                self._records.note_progress(epochs=epoch)
+                return
+        if self._early_stop is not None and self._early_stop.num_no_better:
+            self._restore_best(self._early_stop)
+
+    def stop_early(
+        self,
+        metric: Any,
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "min",
+        restore_best: bool = False,
+    ) -> bool:
+        """Say whether the loop should end, as a metric no longer improves.
+
+        Collective: all ranks call it, and all get the same answer, by the mean of
+        their metrics. It counts anew after `prepare`, once it has been True, and in a
+        run that is resumed.
+
+        Parameters
+        ----------
+        metric : float
+            A number, or a tensor of one element: this rank's. NaN is no improvement.
+        patience : int, default 3
+            True after so many calls in a row without an improvement.
+        min_delta : float, default 0
+            An improvement that is not greater does not count.
+        mode : {"min", "max"}, default "min"
+            Whether a lower value is better, or a higher one.
+        restore_best : bool, default False
+            When it is True, set what `prepare` made to its state of the best call:
+            the models and their optimizers, each rank its own part. It costs no memory
+            of the device: at each improvement that state is written to the run's
+            folder, as `save_checkpoint` does, and deleted when the run ends.
+
+        Returns
+        -------
+        bool
+            Whether to leave the loop.
+
+        Raises
+        ------
+        ValueError
+            For a metric that is no number, and for `restore_best` where `prepare` has
+            made nothing, or where the run has no folder.
+
+        Examples
+        --------
+        >>> for epoch in range(100):
+        ...     for x, y in loader:
+        ...         train_step(x, y)
+        ...     if stop_early(validation_loss(model), patience=3, restore_best=True):
+        ...         break
+        """
+        rule = StopRule(patience, min_delta, mode, restore_best)
+        self._check_rule(rule)
+        if rule.restore_best and not self._prepared:
+            raise ValueError(
+                "restore_best restores what prepare made, and this cell has not called "
+                "it; save_checkpoint(folder, model=model) where the metric improves, "
+                "and load_checkpoint after the loop, do the same"
+            )
+        try:
+            value = float(snapshot(metric))
+        except (ArithmeticError, TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                "stop_early takes a number or a tensor of one element; found "
+                f"{type_and_value(metric)}"
+            ) from None
+        if self._checkpointer.is_replaying:
+            return False  # it was asked when that happened
+        if self._early_stop is None or self._early_stop.rule != rule:
+            self._early_stop = EarlyStop(rule)
+        at = f"at step {self._records.num_steps}"
+        what = "the metric of stop_early"
+        return self._is_to_stop(self._early_stop, value, 1.0, at, what)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
         """Record scalars of this rank: they are plotted live and in `Run.history`.
@@ -499,6 +637,53 @@ class Session:
         if self._checkpointer.is_replaying:
             return  # it was logged when it happened
         self._records.log(metrics, step)
+
+    # ---- stopping early ----
+
+    def _check_rule(self, rule: StopRule) -> None:
+        if rule.restore_best and self._folder is None:
+            raise ValueError(
+                "restore_best keeps the best state in the run's folder, and this run "
+                "has none on disk; set LABKIT_RUNS to a folder that can be written to"
+            )
+
+    def _is_to_stop(
+        self, watch: EarlyStop, value: float, weight: float, at: str, what: str
+    ) -> bool:
+        """Whether to stop, for all ranks alike, by the mean of their values.
+        Collective."""
+        if watch.see(self._mean_of_run(value, weight), at) and watch.rule.restore_best:
+            self._unite(with_optimizer=True)
+            Checkpoints(self.prepared).save_checkpoint(self._best_folder())
+        if not watch.is_over:
+            return False
+        self._restore_best(watch)
+        self._early_stop = None
+        if self.rank == 0:
+            self.note(f"stopped early {at}: {watch.why(what)}")
+        return True
+
+    def _mean_of_run(self, value: float, weight: float) -> float:
+        """The mean over all ranks of the run. Collective, and no part of what is
+        measured of a step."""
+        if self.world_size == 1:
+            return value
+        parts = [weight * value, weight] if weight else [0.0, 0.0]
+        with no_dispatch():
+            sums = torch.tensor(parts, dtype=torch.float64, device=self.device)
+            dist.all_reduce(sums)
+            total, whole = sums.tolist()
+        return total / whole if whole else math.nan
+
+    def _restore_best(self, watch: EarlyStop) -> None:
+        """Set what `prepare` made to the best state, if one was kept. Collective."""
+        if not watch.rule.restore_best or math.isnan(watch.best):
+            return
+        Checkpoints(self.prepared).load_checkpoint(self._best_folder())
+
+    def _best_folder(self) -> Path:
+        assert self._folder is not None
+        return Path(self._folder) / BEST_FOLDER
 
     # ---- the phases of `prepare` ----
 

@@ -1,0 +1,103 @@
+"""Decides when a metric has not improved for long enough."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import check_flag
+from labkit.checks import is_number
+from labkit.checks import short_repr
+from labkit.records import significant
+
+BETTER = {"min": "lower", "max": "higher"}
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When to stop, and whether the best state is then restored."""
+
+    patience: int
+    """So many values in a row that are no better than the best end the loop."""
+    min_delta: float = 0.0
+    """A value is better only if it is so by more than this."""
+    mode: str = "min"
+    restore_best: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("patience", self.patience, "the values without an improvement")
+        if not is_number(self.min_delta) or self.min_delta < 0:
+            raise ValueError(
+                f"min_delta is {short_repr(self.min_delta)}: by how much more a value "
+                "has to improve to count, a number from 0"
+            )
+        check_choice("mode", self.mode, BETTER)
+        check_flag("restore_best", self.restore_best)
+
+
+class EarlyStop:
+    """The values of one metric so far, the same on all ranks."""
+
+    def __init__(self, rule: StopRule) -> None:
+        self.rule = rule
+        self.best = math.nan
+        self.best_at = ""
+        """When that was, in words."""
+        self.last = math.nan
+        self.num_no_better = 0
+        """Values since the best."""
+
+    def see(self, value: float, at: str) -> bool:
+        """Take the next value; whether it is the best so far. NaN never is."""
+        rule = self.rule
+        gain = self.best - value if rule.mode == "min" else value - self.best
+        is_first = math.isnan(self.best) and not math.isnan(value)
+        is_best = is_first or gain > rule.min_delta
+        self.last = value
+        self.num_no_better = 0 if is_best else self.num_no_better + 1
+        if is_best:
+            self.best, self.best_at = value, at
+        return is_best
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there were too many values in a row that were no better."""
+        return self.num_no_better >= self.rule.patience
+
+    def why(self, what: str) -> str:
+        """Why it is, in words; `what` names the metric."""
+        rule = self.rule
+        delta = f" by more than {rule.min_delta:g}" if rule.min_delta else ""
+        times = f"{rule.patience} value{'s' * (rule.patience > 1)}"
+        if math.isnan(self.best):
+            return f"{what} was never a number in {times}"
+        restored = ", and that state is restored" if rule.restore_best else ""
+        return (
+            f"{what} is {significant(self.last)} and in {times} was never "
+            f"{BETTER[rule.mode]}{delta} than {significant(self.best)}, its best, "
+            f"{self.best_at}{restored}"
+        )
+
+
+def rule_of_fit(
+    monitor: str | None, names: list[str], given: dict[str, Any]
+) -> tuple[str, StopRule | None]:
+    """The metric that `fit` monitors, one of `names`, and the rule, if there is one.
+
+    `given` are its arguments for the rule. ValueError for what cannot be.
+    """
+    if given["patience"] is None:
+        usual = StopRule(1)
+        others = {"monitor": monitor, **{k: v for k, v in given.items() if v != 0}}
+        for name, value in others.items():
+            if value is not None and value != getattr(usual, name, None):
+                raise ValueError(
+                    f"{name}={short_repr(value)} is about stopping early; give "
+                    "patience as well, the epochs without an improvement"
+                )
+        return "", None
+    if monitor is None:
+        monitor = names[-1]
+    check_choice("metric to monitor", monitor, names)
+    return monitor, StopRule(**given)
