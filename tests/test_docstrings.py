@@ -79,7 +79,7 @@ def public() -> dict[str, Any]:
     found |= {name: getattr(Session, name) for name in TRAINING_NAMES}
     for name in checkpoint_names(Checkpoints()):
         found[name] = getattr(Checkpoints, name)
-    for name in ("data", "models", "checkpoint", "estimate"):
+    for name in ("data", "models", "checkpoint", "estimate", "train"):
         found |= of_module(importlib.import_module(f"labkit.{name}"))
     return found
 

@@ -35,6 +35,8 @@ MAY_IMPORT = {
     "checkpoint": {"compat", *GROUND_FLOOR},
     "strategies": {"compat", *GROUND_FLOOR},
     "compat": {"checks"},
+    # A script's own way in: what runs a cell on a rank, without lab and engine.
+    "train": {"checkpoint", "compat", "notebook", "rank", "strategies", *GROUND_FLOOR},
     # Its checks run on ranks, its drawings in the notebook's kernel.
     "course": {
         *("compat", "data", "estimate", "models", "notebook", "records"),
@@ -219,7 +221,7 @@ def test_the_notebook_reads_the_table_of_strategies_and_no_technique() -> None:
         each
         for each in IMPORTS
         if each.target.startswith("labkit.strategies.")
-        and part(each.importer) not in {"strategies", "rank", "estimate"}
+        and part(each.importer) not in {"strategies", "rank", "estimate", "train"}
     ]
     assert short_repr(wrong) == []
 
@@ -453,7 +455,7 @@ print("imported")
 def test_ranks_and_strategies_import_where_no_notebook_is_installed(
     tmp_path: Path,
 ) -> None:
-    parts = {"rank", "strategies", "estimate", "checkpoint"}
+    parts = {"rank", "strategies", "estimate", "checkpoint", "train"}
     names = [name for name in MODULES if part(name) in parts]
     assert {"labkit.rank.training.session", "labkit.strategies.ddp"} <= set(names)
     code = BLOCKED.format(blocked=sorted(FRONT_END), names=names)

@@ -225,6 +225,15 @@ class RankProcessGroup:
         connect(self._group)
         return self.prove(self.placement.group_timeout_s)
 
+    def adopt(self) -> None:
+        """Take the default group of this process, which a launcher's environment has
+        led to, as the one that it is a rank of. Once, in place of `install` and `join`:
+        torch's own ways into a group stay as they are."""
+        self._group = dist.group.WORLD
+        assert self._group is not None
+        self._num_within = None
+        connect(self._group)
+
     def prove(self, timeout_s: float) -> float:
         """The sum of all ranks, by one all-reduce. Collective."""
         ranks = torch.tensor([float(self.placement.rank)], device=self.device)
