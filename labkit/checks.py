@@ -201,6 +201,40 @@ def check_positive(what: str, value: Any, meaning: str) -> None:
         )
 
 
+MAX_PROFILED = 100
+"""Steps of a run: each has thousands of events on every rank."""
+PROFILED = 3
+"""Steps, where nothing else is asked for."""
+UNPROFILED = 10
+"""Steps before them, in which all is made and warmed up."""
+
+
+def steps_to_profile(value: Any, taken: int = 0) -> range:
+    """The steps that "5" (so many, after the first ten that a run takes) or "20-24"
+    asks for, and True; ValueError for anything else. `taken` were before the run."""
+    found = None
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", str(value))
+    if found is not None and found[1]:
+        steps = range(int(found[1]), int(found[2]) + 1)
+    else:
+        number = PROFILED if value is True else int(found[2]) if found else 0
+        steps = range(taken + UNPROFILED + 1, taken + UNPROFILED + 1 + number)
+    if not 1 <= len(steps) <= MAX_PROFILED or steps[0] < 2:
+        raise ValueError(
+            f"profile is {short_repr(value)}: write how many steps, after the first "
+            f"{UNPROFILED}, or which ones, as 5 or 20-24; {MAX_PROFILED} at most, and "
+            "from the second on"
+        )
+    return steps
+
+
+def check_profile(what: str, value: Any) -> None:
+    """ValueError unless `value` says which steps are to be profiled, or none."""
+    if value is not False:
+        steps_to_profile(value)
+
+
 def check_config(what: str, value: Any) -> None:
     """ValueError unless `value` is a dict that a strategy can read."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):

@@ -250,6 +250,7 @@ class Lab:
         asynchronous: bool = False,
         staleness: int | None = None,
         slow: str | None = None,
+        profile: bool | int | str | None = None,
         config: Mapping[str, Any] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,

@@ -36,6 +36,8 @@ class Option:
     """The default in words, where the value itself does not say it."""
     short: str = ""
     """As "-n", beside the long one."""
+    bare: str = ""
+    """What the option means where no value follows it; "" where one has to."""
 
 
 def option(
@@ -47,9 +49,11 @@ def option(
     choices: Sequence[str] | None = None,
     default_text: str = "",
     short: str = "",
+    bare: str = "",
 ) -> Any:
     """A field of an options class; a callable default makes the value."""
-    metadata = {"option": Option(help, check, metavar, choices, default_text, short)}
+    said = Option(help, check, metavar, choices, default_text, short, bare)
+    metadata = {"option": said}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

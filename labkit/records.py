@@ -68,6 +68,18 @@ RECORDS_FILE = "rank-{}.records"
 NAMES_FILE = "rank-{}.names"
 """In a run's folder: the names of a rank's metrics, [id, name] in each line."""
 
+PROFILE_FOLDER = "profile"
+"""In a run's folder: what ranks recorded of some steps, as TensorBoard reads it."""
+TRACE_FILE = "rank-{}.pt.trace.json.gz"
+"""In that folder: the trace of a rank."""
+STEP_MARK = "ProfilerStep#{}"
+"""The range of a trace that a step takes; TensorBoard knows it by this name."""
+DATA_MARK = "labkit: next batch"
+"""The range in which the loop waits for a batch."""
+MODULE_MARK = "nn.Module: "
+"""What the range begins with that the forward pass of a module takes: its name and
+class follow."""
+
 DUMP_SIGNAL = "SIGURG"
 """Makes a rank write its Python stack to a file; without that it does nothing."""
 

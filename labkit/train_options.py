@@ -6,11 +6,13 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from labkit.checks import PROFILED
 from labkit.checks import check_choice
 from labkit.checks import check_config
 from labkit.checks import check_count
 from labkit.checks import check_mesh
 from labkit.checks import check_positive
+from labkit.checks import check_profile
 from labkit.checks import check_slow
 from labkit.checks import check_staleness
 from labkit.options import option
@@ -119,6 +121,15 @@ class TrainOptions:
         "backward pass take FACTOR times as long",
         check_slow,
         metavar="RANK=FACTOR",
+    )
+    profile: bool | int | str | None = option(
+        None,
+        "record some steps of every rank with torch.profiler, and say why they are "
+        "slow: so many after the first ten (3 where none is given), or from one to "
+        "another, as 20-24",
+        check_profile,
+        metavar="STEPS",
+        bare=str(PROFILED),
     )
     config: Mapping[str, Any] = option(
         dict,

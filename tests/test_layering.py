@@ -55,12 +55,13 @@ OF_RANKS = {
 ROOMS = [
     [
         *("notebook", "notebook.kernel", "notebook.cluster", "notebook.diagnostics"),
-        *("notebook.history", "notebook.plots", "notebook.runs", "notebook.live"),
-        "notebook.execution",
+        *("notebook.history", "notebook.plots", "notebook.profile", "notebook.runs"),
+        *("notebook.live", "notebook.execution"),
     ],
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),
-        *("rank.loss", "rank.loop", "rank.training", "rank.engine"),
+        *("rank.loss", "rank.loop", "rank.training", "rank.profiling"),
+        "rank.engine",
     ],
     [
         *("strategies.mesh", "strategies.autograd", "strategies.model"),
@@ -287,6 +288,7 @@ DOCUMENTED = {
     *("_render_traceback_", "_repr_html_", "_repr_mimebundle_", "_repr_png_", "_oh"),
     *("_esm", "_css"),  # of anywidget
     *("_getframe", "_current_frames"),  # of sys
+    "_replace",  # of named tuples
     "_thread",
 }
 """Names that begin with an underscore, and are public all the same."""

@@ -49,6 +49,15 @@ def argument_of(each: "Field[Any]") -> Any:
         return argument(flag_of(each.name), action="store_true", help=help)
     if text := found.default_text or (default is not None and f"{default}"):
         help += f" (default: {text})"
+    if found.bare:
+        return argument(
+            flag_of(each.name),
+            nargs="?",
+            const=found.bare,
+            default=default,
+            metavar=found.metavar,
+            help=help,
+        )
     kinds = {each.type, *get_args(each.type)}
     names = [found.short] if found.short else []
     return argument(

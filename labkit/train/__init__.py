@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 OF_SCRIPTS = (
-    *(each.name for each in fields(TrainOptions)),
+    *(each.name for each in fields(TrainOptions) if each.name != "profile"),
     *("seed", "checkpoint", "every", "keep", "resume"),
 )
 """The options of a training run that are not about a notebook."""

@@ -203,7 +203,7 @@ def check_plain(strategy: str, options: RunOptions) -> None:
         )
     plain = TrainOptions().for_message()
     for name, value in options.for_message().items():
-        if value != plain[name] and name != "slow":
+        if value != plain[name] and name not in ("slow", "profile"):
             raise ValueError(
                 f"{strategy} leaves everything to the cell, so {flag_of(name)} is for "
                 "the cell to do"

@@ -19,6 +19,7 @@ from labkit.notebook.execution.options import first_step_of
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.history.consistency import NO_LONGER_ONE
 from labkit.notebook.kernel.output import execution_count
+from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import say
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.kernel.pickled_function import Packed
@@ -162,6 +163,8 @@ class Training:
             differ = [s for s in mismatches if is_whole or s.endswith(NO_LONGER_ONE)]
             for sentence in [*self.run.notes, *differ]:
                 say(sentence)
+            if self._request.options.profile and self.run.has_profile:
+                show_profile(self.run)
 
     def _send_work(self) -> None:
         # A function may refer to much, and what it refers to may run code.
@@ -213,3 +216,19 @@ class Training:
         else:
             where = f"resumed from step {self._first_step}"
         print(f"{self._name}: {where}")
+
+
+def show_profile(run: Run) -> None:
+    """Under the cell: why steps are slow, in words and as a picture."""
+    try:
+        profile = run.profile
+        text = repr(profile)
+    except (ValueError, MemoryError) as error:
+        say(f"the profile of {run.name} cannot be shown: {error}")
+        return
+    if is_notebook():
+        from IPython.display import display
+
+        display(profile)
+    else:
+        print(text)

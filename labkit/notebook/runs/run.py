@@ -1,5 +1,7 @@
 """The handle of a training run: waits for it, stops it, shows it."""
 
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,16 +13,20 @@ from typing import Any
 from typing import Protocol
 
 from labkit import timeouts
+from labkit.checks import steps_to_profile
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import memory_is_of
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.progress import status_line
 from labkit.notebook.runs.record import RunRecord
+from labkit.records import PROFILE_FOLDER
+from labkit.records import TRACE_FILE
 
 if TYPE_CHECKING:
     from labkit.notebook.kernel.background import Job
     from labkit.notebook.plots.figure import RunFigure
+    from labkit.notebook.profile.step_profile import StepProfile
 
 
 class Execution(Protocol):
@@ -217,6 +223,51 @@ class Run(RunRecord):
         if memory is not None:
             plot.add_memory(memory, self.peak_moments())
         return plot.figure
+
+    @functools.cached_property
+    def profile(self) -> "StepProfile":
+        """The steps that `--profile` has recorded: its text says why they are slow.
+
+        ValueError for a run that has none.
+        """
+        from labkit.notebook.profile.step_profile import StepProfile
+
+        if not self.has_profile or self.folder is None:
+            raise ValueError(
+                f"{self.name} has no profile: run it with --profile "
+                "(lab.train(..., profile=True)), for more steps than the first ten"
+            )
+        return StepProfile(
+            self.name,
+            self.strategy,
+            self.folder / PROFILE_FOLDER,
+            self.collector.ranks,
+            slowdown=self._slowdown_by_profiler(),
+        )
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether some of its steps were recorded by `--profile`."""
+        if self.folder is None:
+            return False
+        folder = self.folder / PROFILE_FOLDER
+        return any(
+            (folder / TRACE_FILE.format(r)).exists() for r in self.collector.ranks
+        )
+
+    def _slowdown_by_profiler(self) -> float | None:
+        """How many times as long as the others recorded steps took."""
+        if not self.options.profile:
+            return None
+        recorded = steps_to_profile(self.options.profile, self.resumed_from or 0)
+        seconds = self.history.groupby("step")["seconds"].max().diff()
+        # The first ones make what later ones use; as a recording ends it is written.
+        usual = seconds[seconds.index > seconds.index.min() + 3]
+        around = range(recorded[0] - 1, recorded[-1] + 2)
+        others = usual[~usual.index.isin(around)].median()
+        during = seconds[seconds.index.isin(recorded)].median()
+        ratio = float(during / others)
+        return ratio if math.isfinite(ratio) else None
 
     def plot_buckets(self) -> "RunFigure":
         """Plot the gradients that DDP sends together.

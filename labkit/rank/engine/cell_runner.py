@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from labkit.checks import slow_rank
+from labkit.checks import steps_to_profile
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import publish_no_echo
@@ -35,6 +37,7 @@ from labkit.rank.measuring.devices import why_lost
 from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.measuring.serving import Serving
+from labkit.rank.profiling.step_recorder import StepRecorder
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
 from labkit.rank.telemetry.exceptions import clear_frames
@@ -54,11 +57,13 @@ from labkit.rank.training.session import Session
 from labkit.rank.training.stop_point import StopPoint
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
+from labkit.records import PROFILE_FOLDER
 from labkit.records import SERVE_NAME
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
+from labkit.step_folders import step_of
 from labkit.strategies import Strategy
 from labkit.strategies import find_strategy
 from labkit.strategies.mesh.roles import Roles
@@ -350,6 +355,10 @@ class CellRunner:
         self._stop_point = StopPoint()
         plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
         slowing = self._slowing(options)
+        profiler = self._profiler(
+            spec, options, plan, note=lambda text: session.note(text)
+        )
+        profiling = [] if profiler is None else [profiler]
         session = Session(
             strategy,
             self._emitter,
@@ -362,7 +371,8 @@ class CellRunner:
             checkpoints=plan,
             roles=roles,
             report=lambda report: self._publish("report", report),
-            observers=[self._stop_point, *slowing],
+            observers=[self._stop_point, *slowing, *profiling],
+            profiled=() if profiler is None else profiler.left_out,
         )
         self._session = session
         if slowing:
@@ -383,6 +393,27 @@ class CellRunner:
         rank, factor = slow_rank(options.slow)
         is_this_one = rank == self.placement.rank
         return [Slowing(factor, self.group.device)] if is_this_one else []
+
+    def _profiler(
+        self,
+        spec: CellSpec,
+        options: TrainOptions,
+        plan: CheckpointPlan | None,
+        note: Callable[[str], None],
+    ) -> StepRecorder | None:
+        """What records some steps of the run, if that is asked for."""
+        if not options.profile:
+            return None
+        from_step = plan and plan.resume_from
+        taken = step_of(Path(from_step)) if from_step else 0
+        return StepRecorder(
+            steps_to_profile(options.profile, taken),
+            None if spec.folder is None else Path(spec.folder) / PROFILE_FOLDER,
+            rank=self.placement.rank,
+            device=self.group.device,
+            sees_modules=not options.compile,
+            note=note,
+        )
 
     def _serve(self, strategy: Strategy, roles: Roles, options: TrainOptions) -> None:
         """Serve the others in the place of the cell."""

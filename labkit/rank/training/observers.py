@@ -5,6 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,8 +101,11 @@ class StepSampler(Observer):
         noticed: Callable[[], list[torch.optim.Optimizer]],
         report: Callable[[Any], None],
         note: Callable[[str], None],
+        left_out: Container[int] = (),
     ) -> None:
-        """`noticed()` are the optimizers that have taken a step, or are prepared."""
+        """`noticed()` are the optimizers that have taken a step, or are prepared. Steps
+        that are `left_out` are not measured: one after them is."""
+        self._left_out = left_out
         self._prepared = prepared
         self._noticed = noticed
         self._device = device
@@ -145,7 +149,7 @@ class StepSampler(Observer):
             self._is_due = is_sampled(number) or any(
                 number in each.steps_to_measure for each in self._prepared()
             )
-        return self._is_due
+        return self._is_due and self._step not in self._left_out
 
     def _begin(self, trained: Callable[[], Sequence[Trained]]) -> None:
         """Measure the step that is due, unless something is in the way."""
@@ -245,8 +249,11 @@ class ReplicaObserver(Observer):
         *,
         report: Callable[[Any], None],
         num_backwards: Callable[[], int] | None,
+        left_out: Container[int] = (),
     ) -> None:
-        """`num_backwards()` so far, where every DataLoader of the cell is watched."""
+        """`num_backwards()` so far, where every DataLoader of the cell is watched.
+        After steps that are `left_out` nothing is compared."""
+        self._left_out = left_out
         self.watch = ReplicaWatch()
         self._optimizers = optimizers
         self._report = report
@@ -258,7 +265,7 @@ class ReplicaObserver(Observer):
         return self.watch.watching_loaders(self._num_backwards)
 
     def step_taken(self, step: int) -> None:
-        if self.watch.is_due(step):
+        if self.watch.is_due(step) and step not in self._left_out:
             self._check(step)
 
     def end(self, step: int) -> None:

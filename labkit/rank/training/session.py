@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -123,10 +124,12 @@ class Session:
         checkpoints: CheckpointPlan | None = None,
         report: Callable[[Any], None] = lambda measured: None,
         observers: Sequence[Observer] = (),
+        profiled: Container[int] = (),
         roles: Roles | None = None,
     ) -> None:
         """`world_size` is that of the ranks that train; `roles` says which others serve
-        them, if any do."""
+        them, if any do. In `profiled` steps nothing is measured or compared: that
+        would be in the profile."""
         self.strategy = strategy
         self.code = ""
         """The cell's, where it is known."""
@@ -150,6 +153,7 @@ class Session:
             noticed=self._loss_hooks.optimizers,
             report=report,
             note=self.note,
+            left_out=profiled,
         )
         self._records = RunRecords(
             emitter,
@@ -180,6 +184,7 @@ class Session:
         self._replicas = ReplicaObserver(
             self._optimizers,
             report=report,
+            left_out=profiled,
             num_backwards=(lambda: self._loss_hooks.num_backwards)
             if strategy.is_by_hand
             else None,

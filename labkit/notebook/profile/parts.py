@@ -1,0 +1,238 @@
+"""What each rank does at every moment of a step: it computes or waits, and for whom."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+
+from labkit.notebook.profile.trace import ON_DEVICE
+from labkit.notebook.profile.trace import Event
+from labkit.notebook.profile.trace import Message
+from labkit.notebook.profile.trace import Step
+from labkit.notebook.profile.trace import Trace
+from labkit.records import DATA_MARK
+
+Spans = list[tuple[float, float]]
+"""Disjoint, in order; in microseconds."""
+
+PARTS = ("data", "compute", "communication", "other")
+"""Of a step: the loop waits for a batch; operators (on a GPU kernels) run; nothing runs
+while a collective or a message is under way; and the rest, which is Python, or sleep.
+"""
+COMMUNICATES = ("c10d::", "_c10d_functional::", "gloo:", "nccl", "record_param_comms")
+SURROUNDS = ("autograd::", "torch::autograd::", "torch::jit")
+"""Operators within which hooks run, which may wait: what they call counts."""
+NEXT_BATCH = (DATA_MARK, "enumerate(DataLoader)")
+
+
+# ---- spans of time ----
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Spans:
+    """The moments that are in any of them."""
+    found: Spans = []
+    for began, ended in sorted(spans):
+        if found and began <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], ended)
+        elif ended > began:
+            found.append((began, ended))
+    return found
+
+
+def both(some: Spans, others: Spans) -> Spans:
+    """The moments that are in both."""
+    found: Spans = []
+    place = 0
+    for began, ended in some:
+        while place < len(others) and others[place][1] <= began:
+            place += 1
+        at = place
+        while at < len(others) and others[at][0] < ended:
+            found.append((max(began, others[at][0]), min(ended, others[at][1])))
+            at += 1
+    return found
+
+
+def without(some: Spans, others: Spans) -> Spans:
+    """The moments of `some` that are in none of `others`."""
+    found: Spans = []
+    place = 0
+    for began, ended in some:
+        while place < len(others) and others[place][1] <= began:
+            place += 1
+        at = place
+        while at < len(others) and others[at][0] < ended:
+            if others[at][0] > began:
+                found.append((began, others[at][0]))
+            began = others[at][1]
+            at += 1
+        if ended > began:
+            found.append((began, ended))
+    return found
+
+
+def total(spans: Spans) -> float:
+    return sum(ended - began for began, ended in spans)
+
+
+# ---- a step of a rank ----
+
+
+@dataclass
+class StepParts:
+    """A step of a rank, divided."""
+
+    step: Step
+    spans: dict[str, Spans]
+    """By part."""
+    hidden: float = 0.0
+    """Microseconds of collectives in which the rank computes."""
+    collective: float = 0.0
+    """Of all collectives."""
+    waits: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By rank, how long nothing runs here until that one comes to a collective."""
+    messages: float = 0.0
+    """Of the time in communication, that in which it waits for one from another
+    rank, and for no collective."""
+    stolen: float = 0.0
+    """Of the time of operators, how long the thread had no core."""
+    num_operators: int = 0
+    """Or kernels."""
+
+    @property
+    def sending(self) -> float:
+        """Microseconds in which nothing runs and all ranks are in the collective."""
+        waited = sum(self.waits.values()) + self.messages
+        return max(0.0, self.microseconds("communication") - waited)
+
+    @property
+    def seconds(self) -> float:
+        return (self.step.ended - self.step.began) / 1e6
+
+    def share(self, part: str) -> float:
+        """Of the step."""
+        return total(self.spans[part]) / (self.step.ended - self.step.began)
+
+    def microseconds(self, part: str) -> float:
+        return total(self.spans[part])
+
+
+def is_computing(event: Event, trace: Trace) -> bool:
+    """Whether operators, or kernels on a GPU, run in it."""
+    if trace.is_on_gpu:
+        return event.kind in ON_DEVICE and not event.name.startswith(COMMUNICATES)
+    return (
+        event.kind == "cpu_op"
+        and event.thread == trace.main_thread
+        and "::" in event.name
+        and not event.name.startswith((*COMMUNICATES, *SURROUNDS))
+    )
+
+
+def divide(trace: Trace) -> list[StepParts]:
+    """The steps of a rank, each divided into its parts."""
+    main = trace.main_thread
+    operators = [each for each in trace.events if is_computing(each, trace)]
+    computing = union((each.began, each.ended) for each in operators)
+    starts = [each.began for each in operators]
+    batches = union(
+        (event.began, event.ended)
+        for event in trace.events
+        if event.thread == main and event.name.startswith(NEXT_BATCH)
+    )
+    collectives = union(
+        (each.began, each.ended) for each in trace.messages if not each.is_between_two
+    )
+    # A message is sent on its way, and waited for later: only recv has one wait.
+    messages = union(
+        (each.began, each.ended) for each in trace.messages if each.kind != "send"
+    )
+    if trace.is_on_gpu:
+        batches = without(batches, union([*computing, *messages]))
+    found = []
+    for step in trace.steps:
+        whole = [(step.began, step.ended)]
+        data = both(whole, batches)
+        rest = without(whole, data)
+        compute = both(rest, computing)
+        idle = without(rest, compute)
+        communication = both(idle, messages)
+        spans = {
+            "data": data,
+            "compute": compute,
+            "communication": communication,
+            "other": without(idle, communication),
+        }
+        under_way = both(whole, collectives)
+        stolen = 0.0
+        if not trace.is_on_gpu:
+            stolen = max(0.0, total(compute) - step.on_core)
+        alone = without(communication, collectives)
+        found.append(
+            StepParts(
+                step,
+                spans,
+                messages=total(alone),
+                num_operators=sum(step.began <= at < step.ended for at in starts),
+                hidden=total(both(under_way, compute)),
+                collective=total(under_way),
+                stolen=stolen,
+            )
+        )
+    return found
+
+
+# ---- ranks beside each other ----
+
+
+def matched(traces: Sequence[Trace]) -> list[list[Message]]:
+    """The collectives in which all ranks took part, each a list in their order.
+
+    The first of a kind and shape on one rank is the first on all. Where one rank has
+    more of a kind than another, or they do not overlap in time, they are of other
+    groups, and none is matched.
+    """
+    tables: list[dict[tuple[str, str], list[Message]]] = []
+    for trace in traces:
+        began, ended = trace.steps[0].began, trace.steps[-1].ended
+        table: dict[tuple[str, str], list[Message]] = defaultdict(list)
+        for each in trace.messages:
+            if began <= each.began <= ended and not each.is_between_two:
+                table[each.kind, each.shape].append(each)
+        tables.append(table)
+    found = []
+    for key, first in tables[0].items():
+        rows = [table.get(key, []) for table in tables]
+        if any(len(row) != len(first) for row in rows):
+            continue
+        found += [list(each) for each in zip(*rows, strict=True)]
+    return found
+
+
+def divide_all(traces: Sequence[Trace]) -> dict[int, list[StepParts]]:
+    """The parts of every rank's steps, and who waits for whom in collectives."""
+    parts = {trace.rank: divide(trace) for trace in traces}
+    if len(traces) < 2:
+        return parts
+    ranks = [trace.rank for trace in traces]
+    idle = {
+        rank: union(span for each in steps for span in each.spans["communication"])
+        for rank, steps in parts.items()
+    }
+    waits: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    """By the rank that waits and the last one, when: in several at a time, too."""
+    for together in matched(traces):
+        come = max(each.began for each in together)
+        if come > min(each.ended for each in together):
+            continue  # of several groups
+        last = ranks[[each.began for each in together].index(come)]
+        for rank, each in zip(ranks, together, strict=True):
+            if rank != last:
+                waits[rank, last].append((each.began, come))
+    for (rank, last), spans in waits.items():
+        waited = both(union(spans), idle[rank])
+        for divided in parts[rank]:
+            whole = [(divided.step.began, divided.step.ended)]
+            divided.waits[last] = total(both(waited, whole))
+    return parts

@@ -1,0 +1,240 @@
+"""The profile of some steps of a run, on all its ranks: `Run.profile`."""
+
+import base64
+import functools
+import html
+import os
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+from typing import Any
+
+import pandas as pd
+
+from labkit.notebook.profile import costs
+from labkit.notebook.profile.merge import to_one_clock
+from labkit.notebook.profile.merge import write_merged
+from labkit.notebook.profile.parts import PARTS
+from labkit.notebook.profile.parts import StepParts
+from labkit.notebook.profile.parts import divide_all
+from labkit.notebook.profile.trace import Trace
+from labkit.notebook.profile.trace import read_trace
+from labkit.notebook.profile.words import percent
+from labkit.notebook.profile.words import why_slow
+from labkit.rank_spec import format_ranks
+from labkit.records import TRACE_FILE
+from labkit.records import format_bytes
+from labkit.records import significant
+
+if TYPE_CHECKING:
+    from labkit.notebook.plots.figure import RunFigure
+
+MERGED_FILE = "all-ranks.trace.json.gz"
+NOTHING = (
+    "Nothing stands out: no rank is late, and no part of the step is large for all"
+)
+MAX_LISTED = 8
+"""Ranks whose shares are listed in text."""
+PERFETTO = "https://ui.perfetto.dev"
+OPEN = """
+const link = this.parentNode.querySelector('a');
+const page = window.open('{page}');
+fetch(link.href).then(found => found.arrayBuffer()).then(buffer => {{
+  const again = setInterval(() => page.postMessage('PING', '{page}'), 200);
+  window.addEventListener('message', function hear(event) {{
+    if (event.source !== page || event.data !== 'PONG') return;
+    clearInterval(again);
+    window.removeEventListener('message', hear);
+    page.postMessage({{perfetto: {{buffer, title: link.title}}}}, '{page}');
+  }});
+}});
+"""
+"""Perfetto's page answers a PING when it is ready; then it gets the trace from this
+window, and fetches nothing."""
+
+
+@dataclass(eq=False, repr=False)
+class StepProfile:
+    """What ranks did in the steps that `--profile` has recorded.
+
+    Its text says why they are slow. Times are on one clock: `clocks` says how surely.
+
+    Attributes
+    ----------
+    name, strategy : str
+        The run's.
+    folder : Path
+        Has the trace of each rank, as TensorBoard's profiler reads them.
+    slowdown : float or None
+        How many times as long as other steps those took that were recorded; None where
+        there are no others to compare with.
+    """
+
+    name: str
+    strategy: str
+    folder: Path
+    ranks: Sequence[int]
+    slowdown: float | None = None
+
+    @functools.cached_property
+    def _traces(self) -> list[Trace]:
+        paths = [self.folder / TRACE_FILE.format(rank) for rank in self.ranks]
+        traces = [read_trace(path) for path in paths if path.exists()]
+        to_one_clock(traces)
+        return traces
+
+    @functools.cached_property
+    def _parts(self) -> dict[int, list[StepParts]]:
+        return divide_all(self._traces)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Sentences on why steps are slow; none where nothing stands out."""
+        return why_slow(self._traces, self._parts, self.strategy)
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """The parts of every step: rank, step, seconds and, as shares of it, data (the
+        loop waits for a batch), compute, communication (under way while nothing runs),
+        other (Python, or asleep), waited (of communication, for ranks that come late),
+        and hidden, of the time of collectives, in which the rank computes."""
+        rows = [
+            {
+                "rank": rank,
+                "step": each.step.number,
+                "seconds": each.seconds,
+                **{part: each.share(part) for part in PARTS},
+                "waited": sum(each.waits.values()) / 1e6 / each.seconds,
+                "hidden": each.hidden / each.collective if each.collective else None,
+            }
+            for rank, steps in self._parts.items()
+            for each in steps
+        ]
+        return pd.DataFrame(rows)
+
+    @property
+    def operators(self) -> pd.DataFrame:
+        """Operators by shapes, the costliest first: calls in a step, and milliseconds
+        of a step without those that they call; means over the ranks."""
+        return costs.operators(self._traces)
+
+    @property
+    def modules(self) -> pd.DataFrame:
+        """The model's modules, the costliest first: calls in a step, and milliseconds
+        of their forward and backward pass; means over the ranks. Empty with
+        `--compile`."""
+        return costs.modules(self._traces)
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """What was allocated since the recording began: rank, seconds since the first
+        recorded step began, and bytes. `Run.step_memory` has another step's
+        components."""
+        frames = []
+        for trace in self._traces:
+            began, ended = trace.steps[0].began, trace.steps[-1].ended
+            rows = [each for each in trace.memory if began <= each[0] <= ended]
+            frame = pd.DataFrame(rows, columns=["seconds", "num_bytes"])
+            frame["seconds"] = (frame["seconds"] - began) / 1e6
+            frame.insert(0, "rank", trace.rank)
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def clocks(self) -> pd.DataFrame:
+        """By rank, in microseconds: offset, by which its clock was ahead of the first
+        rank's and which was corrected; offset_error, by which that may be wrong, NaN
+        where ranks had no collective together; and clock_error, by which the
+        profiler's times differ from the host's clock at most."""
+        rows = [
+            (each.rank, each.offset, each.offset_error, each.clock_error)
+            for each in self._traces
+        ]
+        names = ["rank", "offset", "offset_error", "clock_error"]
+        return pd.DataFrame(rows, columns=names).set_index("rank")
+
+    @property
+    def trace_path(self) -> Path:
+        """The trace of all ranks in one file, a lane for each, written when it is first
+        asked for."""
+        path = self.folder / MERGED_FILE
+        if not path.exists():
+            paths = {r: self.folder / TRACE_FILE.format(r) for r in self.ranks}
+            write_merged(paths, self._traces, path)
+        return path
+
+    def plot(self) -> "RunFigure":
+        """Plot what every rank does in a step: a lane for each.
+
+        Returns
+        -------
+        RunFigure
+            A matplotlib Figure that displays itself.
+        """
+        from labkit.notebook.profile.picture import draw_lanes
+
+        return draw_lanes(self._traces, self._parts, f"{self.name} ({self.strategy})")
+
+    def _heading(self) -> str:
+        steps = [each for steps in self._parts.values() for each in steps]
+        numbers = [each.number for each in self._traces[0].steps]
+        which = f"step {numbers[0]}"
+        if len(numbers) > 1:
+            which = f"steps {numbers[0]}-{numbers[-1]}"
+        took = significant(1e3 * fmean(each.seconds for each in steps))
+        text = f"Profile of {self.name} ({self.strategy}): {which}, {took} ms each"
+        if self.slowdown is not None:
+            times = "about" if self.slowdown < 1.1 else f"{self.slowdown:.2g} times"
+            text += f", {times} as long as those not recorded"
+        return text
+
+    def _shares(self) -> list[str]:
+        found = []
+        for rank, steps in list(self._parts.items())[:MAX_LISTED]:
+            shares = [
+                f"{part} {percent(fmean(each.share(part) for each in steps))}"
+                for part in PARTS
+            ]
+            found.append(f"rank {rank}: {', '.join(shares)}")
+        if len(self._parts) > MAX_LISTED:
+            found.append(f"... and {len(self._parts) - MAX_LISTED} more, in .steps")
+        missing = [rank for rank in self.ranks if rank not in self._parts]
+        if missing:
+            found.append(f"{format_ranks(missing)}: nothing was recorded")
+        return found
+
+    def __repr__(self) -> str:
+        reasons = self.reasons or [NOTHING]
+        return "\n".join([self._heading(), *self._shares(), *reasons])
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        from labkit.notebook.plots.figure import to_png
+
+        png = base64.b64encode(to_png(self.plot())).decode()
+        return {
+            "text/plain": repr(self),
+            "text/html": (
+                f"<pre>{html.escape(repr(self))}</pre>"
+                f'<img src="data:image/png;base64,{png}" alt="lanes by rank">'
+                + self._links()
+            ),
+        }
+
+    def _links(self) -> str:
+        path = self.trace_path
+        relative = os.path.relpath(path)
+        size = format_bytes(path.stat().st_size)
+        script = html.escape(OPEN.format(page=PERFETTO), quote=True)
+        folder = html.escape(os.path.relpath(self.folder))
+        return (
+            f'<div><button onclick="{script}">Open in Perfetto</button> '
+            f'<a href="{urllib.parse.quote(relative)}" '
+            f'title="{html.escape(self.name)}" download>{html.escape(relative)}</a> '
+            f"({size}, all ranks). Perfetto's page comes from the network, and the "
+            "trace stays in your browser. Where the button does nothing, drop the file "
+            f"into <code>ui.perfetto.dev</code>. TensorBoard with torch-tb-profiler: "
+            f"<code>tensorboard --logdir {folder}</code></div>"
+        )

@@ -1,0 +1,198 @@
+"""Reads the trace that a rank has written of some steps, as torch.profiler does."""
+
+import functools
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from math import prod
+from pathlib import Path
+from typing import Any
+from typing import NamedTuple
+
+from labkit.json_files import parse
+from labkit.records import STEP_MARK
+from labkit.records import format_bytes
+
+MAX_BYTES = 2**28
+"""Of a trace, unpacked: some million events, for which the notebook needs ten times as
+much memory."""
+SIZES = {
+    **{"double": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2},
+    **{"c10::BFloat16": 2, "unsigned char": 1, "signed char": 1, "bool": 1},
+}
+"""Bytes of an element, by the type's name in a trace."""
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+BETWEEN_TWO = ("send", "recv")
+
+
+class Event(NamedTuple):
+    """Something that took time on a rank."""
+
+    name: str
+    kind: str
+    """"cpu_op", "user_annotation", "kernel", ..."""
+    thread: Any
+    began: float
+    ended: float
+    """In microseconds since 1970, as `Trace.base` says."""
+    args: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended - self.began) / 1e6
+
+
+class Step(NamedTuple):
+    """A step that was recorded."""
+
+    number: int
+    began: float
+    ended: float
+    on_core: float
+    """Microseconds for which the main thread had a core."""
+
+
+class Message(NamedTuple):
+    """A collective, or a message between two ranks."""
+
+    kind: str
+    """"all_reduce", "send", ..."""
+    shape: str
+    """What it is matched by with those of the other ranks."""
+    num_bytes: int
+    began: float
+    ended: float
+
+    @property
+    def is_between_two(self) -> bool:
+        return self.kind in BETWEEN_TWO
+
+
+@dataclass
+class Trace:
+    """What a rank has recorded."""
+
+    rank: int
+    device: str
+    steps: list[Step]
+    events: list[Event]
+    messages: list[Message]
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    """Moments, and the bytes that had been allocated since the recording began."""
+    peak_flops: float | None = None
+    clock_error: float = 0.0
+    """Microseconds by which its times differ from the host's clock, at most."""
+    offset: float = 0.0
+    """Microseconds by which its clock is ahead of that of the first rank."""
+    offset_error: float = 0.0
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @functools.cached_property
+    def main_thread(self) -> Any:
+        return next(e.thread for e in self.events if is_step_mark(e))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The trace in a file; ValueError for one that is none, or too large."""
+    with path.open("rb") as file:
+        file.seek(-4, 2)  # where gzip notes it
+        size = int.from_bytes(file.read(4), "little")
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{path.name} has {format_bytes(size)} unpacked, and up to "
+            f"{format_bytes(MAX_BYTES)} are read here: profile fewer steps, or drop "
+            "the file itself into ui.perfetto.dev"
+        )
+    with gzip.open(path) as file:
+        found = json.load(file)
+    if not isinstance(found, dict) or "labkit" not in found:
+        raise ValueError(f"{path} is no trace of a rank's steps")
+    return found
+
+
+def read_trace(path: Path) -> Trace:
+    """What the rank that wrote this file has recorded."""
+    return trace_of(read_json(path))
+
+
+def trace_of(content: Mapping[str, Any]) -> Trace:
+    """The trace in what was read; ValueError where it has no steps."""
+    facts = content["labkit"]
+    noted = {row[0]: row for row in parse(list[list[int]], facts["steps"], "steps")}
+    base = float(content.get("baseTimeNanoseconds", 0)) / 1e3
+    events: list[Event] = []
+    memory: list[tuple[float, int]] = []
+    for each in content["traceEvents"]:
+        if each.get("ph") == "X":
+            began = base + each["ts"]
+            events.append(
+                Event(
+                    each["name"],
+                    each.get("cat", ""),
+                    each.get("tid"),
+                    began,
+                    began + each.get("dur", 0),
+                    each.get("args", {}),
+                )
+            )
+        elif each.get("name") == "[memory]":
+            args = each["args"]
+            memory.append((base + each["ts"], int(args["Total Allocated"])))
+    marks = {STEP_MARK.format(number): row for number, row in noted.items()}
+    steps, errors = [], []
+    for event in events:
+        if (row := marks.get(event.name)) and event.kind == "user_annotation":
+            number, began_ns, before, after = row
+            on_core = (after - before) / 1e3
+            steps.append(Step(number, event.began, event.ended, on_core))
+            errors.append(abs(event.began - began_ns / 1e3))
+    if not steps:
+        raise ValueError(f"the trace of rank {facts['rank']} has no steps")
+    events.sort(key=lambda event: (event.began, -event.ended))
+    return Trace(
+        facts["rank"],
+        facts["device"],
+        sorted(steps),
+        events,
+        [found for event in events if (found := message_of(event))],
+        sorted(memory),
+        peak_flops=facts.get("peak_flops"),
+        # A thread may lose its core between one clock and the other.
+        clock_error=min(errors),
+    )
+
+
+def is_step_mark(event: Event) -> bool:
+    return event.name.startswith(STEP_MARK.format("")) and (
+        event.kind == "user_annotation"
+    )
+
+
+def message_of(event: Event) -> Message | None:
+    """The collective or message that an event is the whole of, if it is one.
+
+    gloo's are ranges, from where they begin to where they have ended; NCCL's kernels.
+    """
+    name, args = event.name, event.args
+    if name.startswith("gloo:"):
+        shapes = args.get("Input Dims") or []
+        kinds = args.get("Input type") or []
+        num_bytes = sum(
+            prod(shape) * SIZES.get(kind, 0)
+            for shape, kind in zip(shapes, kinds, strict=False)
+            if all(isinstance(size, int) for size in shape)
+        )
+        kind, shape = name.removeprefix("gloo:"), str(shapes)
+    elif event.kind == "kernel" and name.startswith("nccl"):
+        kind = str(args.get("Collective name", name.split("_")[1:2])).strip("_")
+        count, dtype = args.get("In msg nelems", 0), str(args.get("dtype", ""))
+        num_bytes = count * {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 1)
+        shape = f"{args.get('Process Group Name')} {count} {dtype}"
+    else:
+        return None
+    return Message(kind, shape, num_bytes, event.began, event.ended)

@@ -1,0 +1,1 @@
+"""Records some steps of a run with torch.profiler."""

@@ -1,0 +1,430 @@
+"""`--profile`: what is recorded, and what is said of it. Slowness is planted."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import labkit
+from labkit import Lab
+from labkit.checks import steps_to_profile
+from labkit.notebook.profile.merge import measure_offsets
+from labkit.notebook.profile.parts import both
+from labkit.notebook.profile.parts import divide_all
+from labkit.notebook.profile.parts import union
+from labkit.notebook.profile.parts import without
+from labkit.notebook.profile.trace import Trace
+from labkit.notebook.profile.trace import read_trace
+from labkit.notebook.profile.trace import trace_of
+from labkit.notebook.profile.words import why_slow
+from labkit.notebook.runs.run import Run
+from labkit.strategies import STRATEGIES
+
+pytestmark = pytest.mark.timeout(120)
+
+# ---- which steps ----
+
+
+@pytest.mark.parametrize(
+    ("value", "taken", "steps"),
+    [
+        (True, 0, range(11, 14)),
+        ("3", 0, range(11, 14)),
+        (5, 0, range(11, 16)),
+        ("5", 100, range(111, 116)),
+        ("20-24", 100, range(20, 25)),
+        ("2-2", 0, range(2, 3)),
+    ],
+)
+def test_steps_are_so_many_after_the_first_ten_or_a_range(
+    value: Any, taken: int, steps: range
+) -> None:
+    assert steps_to_profile(value, taken) == steps
+
+
+@pytest.mark.parametrize("value", [0, "0", "1-3", "5-4", "101", "2-200", "x", 1.5, -1])
+def test_other_steps_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="write how many steps"):
+        steps_to_profile(value)
+
+
+# ---- spans of time ----
+
+
+def test_spans_are_united_intersected_and_subtracted() -> None:
+    some = union([(5, 7), (0, 2), (1, 3)])
+    assert some == [(0, 3), (5, 7)]
+    assert both(some, [(2, 6)]) == [(2, 3), (5, 6)]
+    assert without(some, [(1, 2), (6, 9)]) == [(0, 1), (2, 3), (5, 6)]
+
+
+# ---- made by hand ----
+
+MAIN, RUNLOOP = 1, 2
+
+
+def event(name: str, began: float, ended: float, **more: Any) -> dict[str, Any]:
+    kind = "cpu_op" if name.startswith(("aten", "c10d")) else "user_annotation"
+    return {
+        "ph": "X",
+        "cat": more.pop("cat", kind),
+        "name": name,
+        "pid": 9,
+        "tid": RUNLOOP if name.startswith("gloo") else MAIN,
+        "ts": began,
+        "dur": ended - began,
+        "args": more,
+    }
+
+
+def made(
+    rank: int,
+    *events: dict[str, Any],
+    steps: int = 3,
+    ahead: float = 0,
+    device: str = "cpu",
+    on_core: int = 10**6,
+) -> Trace:
+    """A rank whose steps, of 1,000 us each, all have these events."""
+    found = []
+    for number in range(steps):
+        start = 1_000.0 * number + ahead
+        found += [{**each, "ts": each["ts"] + start} for each in events]
+        found.append(event(f"ProfilerStep#{11 + number}", start, start + 1_000))
+    noted = [
+        [11 + n, int((1_000 * n + ahead) * 1_000), 0, on_core] for n in range(steps)
+    ]
+    facts = {"rank": rank, "device": device, "steps": noted}
+    return trace_of({"labkit": facts, "traceEvents": found})
+
+
+def words(*traces: Trace, strategy: str = "ddp") -> list[str]:
+    return why_slow(traces, divide_all(traces), strategy)
+
+
+DIMS = {"Input Dims": [[1000]], "Input type": ["float"]}
+
+
+def test_a_step_is_divided_into_parts() -> None:
+    trace = made(
+        0,
+        event("labkit: next batch", 0, 100),
+        event("aten::copy_", 50, 90),  # of the batch
+        event("aten::mm", 100, 500),
+        event("autograd::engine::evaluate_function: MmBackward0", 500, 900),
+        event("aten::mm", 500, 700),
+        event("c10d::allreduce_", 700, 720),
+        event("gloo:all_reduce", 600, 800, **DIMS),
+    )
+    [step, *_] = divide_all([trace])[0]
+    parts = {name: 1000 * step.share(name) for name in step.spans}
+    assert parts == {"data": 100, "compute": 600, "communication": 100, "other": 200}
+    assert (step.hidden, step.collective) == (100, 200)
+    assert trace.messages[0].num_bytes == 4000
+
+
+def test_clocks_are_compared_by_collectives() -> None:
+    """A collective ends on none of the ranks before all have come to it."""
+    meet = event("gloo:all_reduce", 400, 500, **DIMS)
+    traces = [made(0, meet), made(1, meet), made(2, meet, ahead=5_000)]
+    measure_offsets(traces)
+    assert [each.offset for each in traces] == [0, 0, 5_000]
+    assert traces[2].offset_error == 100
+
+
+def test_a_rank_is_late_with_its_data() -> None:
+    late = made(
+        0,
+        event("labkit: next batch", 0, 500),
+        event("aten::mm", 500, 900),
+        event("gloo:all_reduce", 900, 1_000, **DIMS),
+    )
+    other = made(
+        1,
+        event("labkit: next batch", 0, 10),
+        event("aten::mm", 10, 410),
+        event("gloo:all_reduce", 410, 1_000, **DIMS),
+    )
+    [reason] = words(late, other)
+    assert reason == (
+        "Rank 1 waits 49 % of the step for rank 0's data loading: its next batch takes "
+        "0.5 ms, that of the others 0.01 ms"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "on_core", "cause"),
+    [
+        (
+            [event("aten::mm", 0, 400), event("aten::exp", 400, 900)],
+            10**6,
+            "1 more operators, most of it in aten::exp",
+        ),
+        ([event("aten::mm", 0, 900)], 10**6, "longer than the others, in as many"),
+        ([event("aten::mm", 0, 900)], 300_000, "no core for 0.6 ms"),
+        ([event("aten::mm", 500, 900)], 400_000, "asleep, or waiting"),
+        ([event("aten::mm", 500, 900)], 10**6, "0.5 ms longer than the others: Python"),
+    ],
+)
+def test_a_rank_is_late_for_a_cause(ours: Any, on_core: int, cause: str) -> None:
+    end = event("gloo:all_reduce", 900, 1_000, **DIMS)
+    late = made(1, *ours, end, on_core=on_core)
+    early = event("gloo:all_reduce", 400, 1_000, **DIMS)
+    other = made(0, event("aten::mm", 0, 400), early, on_core=400_000)
+    [reason] = words(other, late)
+    assert reason.startswith("Rank 0 waits 50 % of the step for rank 1")
+    assert cause in reason
+
+
+def test_ranks_that_wait_in_turns_are_not_blamed() -> None:
+    def rank(number: int, *late: bool) -> Trace:
+        facts = {
+            "rank": number,
+            "device": "cpu",
+            "steps": [[11 + n, 1_000_000 * n, 0, 10**6] for n in range(len(late))],
+        }
+        found = []
+        for step, is_late in enumerate(late):
+            start, come = 1_000 * step, 1_000 * step + (900 if is_late else 700)
+            found += [
+                event(f"ProfilerStep#{11 + step}", start, start + 1_000),
+                event("aten::mm", start, come),
+                event("gloo:all_reduce", come, start + 950, **DIMS),
+            ]
+        return trace_of({"labkit": facts, "traceEvents": found})
+
+    assert words(rank(0, True, False, True), rank(1, False, True, False)) == []
+
+
+def test_communication_that_is_not_hidden_is_named() -> None:
+    def rank(number: int) -> Trace:
+        big = {"Input Dims": [[2**20]], "Input type": ["float"]}
+        return made(
+            number,
+            event("aten::mm", 0, 500),
+            event("gloo:all_reduce", 500, 1_000, **big),
+        )
+
+    [reason] = words(rank(0), rank(1))
+    assert reason.startswith("Communication is not hidden: 50 % of the step")
+    assert "all_reduce, 1 a step of up to 4 MiB" in reason
+
+
+def test_many_small_collectives_are_counted() -> None:
+    def rank(number: int) -> Trace:
+        small = [
+            event("gloo:all_reduce", 500 + 20 * n, 510 + 20 * n, **DIMS)
+            for n in range(16)
+        ]
+        return made(
+            number, event("aten::mm", 0, 500), event("aten::mm", 820, 1000), *small
+        )
+
+    [reason] = words(rank(0), rank(1))
+    assert reason.startswith("16 all_reduces a step of 3.91 KiB each")
+    assert "bucket_cap_mb" in reason
+
+
+def test_short_kernels_are_counted() -> None:
+    """As a GPU's trace has them; none was recorded on one."""
+    kernels = [
+        event("gemm", 100 + 8 * n, 104 + 8 * n, cat="kernel", device=0, stream=7)
+        for n in range(60)
+    ]
+    [reason] = words(made(0, *kernels, device="cuda:0"), strategy="single")
+    assert reason.startswith("Rank 0 runs 60 kernels a step of 4 us each")
+
+
+# ---- real runs ----
+
+CODE = """
+import time
+from torch import nn
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+from labkit.data import digits
+
+class Slow(Dataset):
+    def __init__(self, seconds):
+        self.digits, self.seconds = digits(), seconds
+    def __len__(self):
+        return 16 * 32
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return self.digits[index]
+
+def train(loss_of=lambda loss: None, seconds=0.0, depth=3):
+    layers = [nn.Flatten(), nn.Linear(64, 256)]
+    for _ in range(depth):
+        layers += [nn.ReLU(), nn.Linear(256, 256)]
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(model, optimizer, Slow(seconds), batch_size=32)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        loss_of(x)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path))
+
+
+def profiled(lab: Lab, code: str, strategy: str = "ddp", **options: Any) -> Run:
+    return lab.train(strategy, CODE + code, profile=True, live=False, **options)
+
+
+def test_slow_data_on_one_rank_is_named(lab: Lab) -> None:
+    reasons = profiled(lab, "train(seconds=0.002 if rank == 1 else 0)").profile.reasons
+    assert re.match(r"Rank 0 waits \d+ % of the step for rank 1's data", reasons[0])
+
+
+def test_slow_computing_on_one_rank_is_named(lab: Lab) -> None:
+    code = """
+a = torch.randn(700, 700)
+def more(x):
+    if rank == 0:
+        for _ in range(3):
+            a.mm(a)
+train(more)
+"""
+    reasons = profiled(lab, code).profile.reasons
+    assert re.match(r"Rank 1 waits \d+ % of the step for rank 0, which c", reasons[0])
+    assert "more operators, most of it in aten::mm" in reasons[0]
+
+
+def test_a_rank_that_sleeps_is_named(lab: Lab) -> None:
+    run = profiled(lab, "train(lambda x: time.sleep(0.03 * rank))")
+    [reason, *_] = run.profile.reasons
+    assert reason.startswith("Rank 0 waits ")
+    assert "for rank 1, which is outside of operators for 3" in reason
+    assert reason.endswith("asleep, or waiting for something else")
+
+
+def test_a_large_payload_is_named(lab: Lab) -> None:
+    code = "b = torch.ones(2**22)\ntrain(lambda x: dist.all_reduce(b))"
+    reasons = " ".join(profiled(lab, code).profile.reasons)
+    assert "Communication is not hidden" in reasons
+    assert "most of it is all_reduce" in reasons
+    assert "of up to 16 MiB" in reasons
+
+
+def test_a_small_bucket_is_named(lab: Lab) -> None:
+    config = {"bucket_cap_mb": 0.001}
+    reasons = " ".join(profiled(lab, "train(depth=20)", config=config).profile.reasons)
+    assert re.search(r"\d\d all_reduces a step of \d+ KiB each", reasons)
+    assert "bucket_cap_mb" in reasons
+
+
+def test_what_is_recorded_can_be_opened(lab: Lab) -> None:
+    run = profiled(lab, "train()")
+    profile = run.profile
+    assert not any(cause in repr(profile) for cause in ("data loading", "bucket_cap"))
+    assert list(profile.steps["step"]) == [11, 12, 13, 11, 12, 13]
+    assert profile.operators["operator"].str.contains("aten::addmm").any()
+    assert profile.modules["module"].iloc[0] == "model (Sequential)"
+    assert (profile.modules["backward_ms"].head(1) > 0).all()
+    assert profile.memory["rank"].nunique() == 2
+    assert (profile.clocks["offset"] == 0).all()
+    assert str(profile.plot().axes[0].get_title(loc="left")).startswith(run.name)
+    bundle = profile._repr_mimebundle_()
+    assert "ui.perfetto.dev" in bundle["text/html"]
+    with gzip.open(profile.trace_path) as file:
+        merged = json.load(file)
+    names = [
+        each["args"]["name"]
+        for each in merged["traceEvents"]
+        if each["name"] == "process_name"
+    ]
+    assert names == ["rank 0 (cpu)", "rank 1 (cpu)"]
+    # The same after the run is loaded from disk.
+    assert repr(labkit.load_run(run.name).profile) == repr(profile)
+    # labkit's own measurements are in none of the recorded steps.
+    assert set(range(10, 14)).isdisjoint(
+        each.step for each in run.collector.measurements[0]
+    )
+
+
+def test_a_run_that_is_too_short_says_so(lab: Lab) -> None:
+    run = profiled(lab, "pass")
+    assert (
+        "the run ended after 0 steps, and step 11 was to be the first" in run.notes[0]
+    )
+    with pytest.raises(ValueError, match="has no profile: run it with --profile"):
+        _ = run.profile
+
+
+def test_a_failure_leaves_no_profiler(lab: Lab) -> None:
+    code = """
+steps = 0
+def fail(x):
+    global steps
+    steps += 1
+    if steps == 12 and rank == 1:
+        raise RuntimeError("on purpose")
+train(fail)
+"""
+    with pytest.raises(RuntimeError, match="on purpose"):
+        profiled(lab, code)
+    run = lab.runs[-1]
+    assert any("nothing is kept of them" in note for note in run.notes)
+    assert not list(Path(str(run.folder)).glob("profile/*"))
+    lab.run("assert not torch.autograd._profiler_enabled()")
+    assert profiled(lab, "train()").profile.reasons is not None
+
+
+def test_a_profiler_of_the_cells_own_is_left_alone(lab: Lab) -> None:
+    code = """
+with torch.profiler.profile() as own:
+    train()
+assert own.events()
+"""
+    run = profiled(lab, code)
+    assert any("a profiler of the cell's own is active" in note for note in run.notes)
+
+
+RAW = """
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+model = DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(Slow(0.0), batch_size=16):
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_raw_loop_is_recorded_by_its_steps(lab: Lab) -> None:
+    run = profiled(lab, RAW, "raw")
+    assert list(run.profile.steps["step"]) == [11, 12, 13, 11, 12, 13]
+    assert (run.profile.steps["compute"] > 0).all()
+
+
+FIT = """
+from labkit.models import GPT, next_token_loss
+from labkit.data import text
+from torch.utils.data import Subset
+model = GPT(256, context=32, dim=32, num_layers=4)
+data = Subset(text(block_size=32), range(16 * 16))
+optimizer = torch.optim.AdamW(model.parameters())
+fit(model, data, next_token_loss, optimizer=optimizer, batch_size=16)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "raw"])
+def test_every_strategy_is_recorded(lab: Lab, strategy: str) -> None:
+    profile = profiled(lab, FIT, strategy).profile
+    assert set(profile.steps["step"]) == {11, 12, 13}
+    assert (profile.steps["compute"] > 0.02).all()
+    assert "data loading" not in repr(profile)
+    for path in profile.folder.glob("rank-*"):
+        assert read_trace(path).clock_error < 1_000
