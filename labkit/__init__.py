@@ -8,11 +8,14 @@ if TYPE_CHECKING:
 
     from labkit.lab import Lab as Lab
     from labkit.magics.current import current_lab as current_lab
+    from labkit.magics.current import tune as tune
     from labkit.notebook.execution.errors import RankError as RankError
     from labkit.notebook.runs.catalog import delete_runs as delete_runs
     from labkit.notebook.runs.catalog import list_runs as list_runs
     from labkit.notebook.runs.catalog import load_run as load_run
     from labkit.notebook.runs.run import Run as Run
+    from labkit.notebook.tuning.study import Study as Study
+    from labkit.notebook.tuning.study import load_study as load_study
     from labkit.selftest import check as check
 
 __version__ = "0.1.0"
@@ -24,9 +27,12 @@ _HOMES = {
     "current_lab": "labkit.magics.current",
     "RankError": "labkit.notebook.execution.errors",
     "Run": "labkit.notebook.runs.run",
+    "Study": "labkit.notebook.tuning.study",
     "delete_runs": "labkit.notebook.runs.catalog",
     "list_runs": "labkit.notebook.runs.catalog",
     "load_run": "labkit.notebook.runs.catalog",
+    "load_study": "labkit.notebook.tuning.study",
+    "tune": "labkit.magics.current",
 }
 __all__ = [*_HOMES, "__version__", "load_ipython_extension"]
 

@@ -33,6 +33,7 @@ from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.live import render_process
+from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import documented
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import parse_ranks
@@ -44,9 +45,11 @@ if TYPE_CHECKING:
     from labkit.notebook.cluster.engines import Cluster
     from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.diagnostics.stacks import Stacks
+    from labkit.notebook.execution.training_run import RunWatch
     from labkit.notebook.plots.estimate_plot import Forecast
     from labkit.notebook.plots.figure import RunFigure
     from labkit.notebook.runs.run import Run
+    from labkit.notebook.tuning.study import Study
 
 _TRANSFER = "labkit.rank.engine.transfer"
 _labs: "weakref.WeakSet[Lab]" = weakref.WeakSet()
@@ -295,6 +298,19 @@ class Lab:
         >>> run.summary()
         """
         given = dict(locals())  # a test holds the keywords and RunOptions together
+        given["config"] = {} if config is None else config
+        options = {each.name: given[each.name] for each in fields(RunOptions)}
+        return self._train(strategy, code_or_function, RunOptions(**options))
+
+    def _train(
+        self,
+        strategy: str,
+        code_or_function: str | Callable[..., Any],
+        options: RunOptions,
+        watch: "RunWatch | None" = None,
+    ) -> "Run":
+        """`train`; `watch` looks at the run meanwhile."""
+        from labkit.notebook.execution.training_run import RunWatch
         from labkit.notebook.execution.training_run import Training
         from labkit.notebook.execution.training_run import TrainRequest
         from labkit.notebook.kernel.background import Job
@@ -302,10 +318,6 @@ class Lab:
         from labkit.strategies import find_strategy
 
         technique = find_strategy(strategy)
-        given["config"] = {} if config is None else config
-        options = RunOptions(
-            **{each.name: given[each.name] for each in fields(RunOptions)}
-        )
         check_options(
             technique, options, device=self.device, world_size=self.world_size
         )
@@ -313,10 +325,13 @@ class Lab:
         if not callable(code_or_function):
             check_code(code_or_function)
         # In a terminal a line that is rewritten would fight with the next prompt.
-        is_shown = is_notebook() or not background
-        view = find_view(live) if is_shown else None
-        request = TrainRequest(technique, code_or_function, options, plan, view)
-        training = Training(request, self._run_name(name), self._running())
+        is_shown = is_notebook() or not options.background
+        view = find_view(options.live) if is_shown else None
+        request = TrainRequest(
+            technique, code_or_function, options, plan, view, watch or RunWatch()
+        )
+        name = self._run_name(options.name)
+        training = Training(request, name, self._running())
         with contextlib.ExitStack() as work:
             work.enter_context(self._working())
             run = training.begin(on_run=self.runs.append)
@@ -326,11 +341,111 @@ class Lab:
             with held:
                 training.finish()
 
-        if background:
+        if options.background:
             run.job = Job(finish, name=f"labkit {run.name}")
         else:
             finish()
         return run
+
+    @documented(TuneOptions)
+    def tune(
+        self,
+        code_or_function: str | Callable[..., Any],
+        space: Mapping[str, Any],
+        *,
+        strategy: str = "ddp",
+        trials: int | None = None,
+        seconds: float | None = None,
+        metric: str = "loss",
+        mode: str | None = None,
+        sampler: Any = "tpe",
+        pruner: Any = "hyperband",
+        name: str | None = None,
+        seed: int = 0,
+        resume: bool = False,
+        live: bool = True,
+        **run_options: Any,
+    ) -> "Study":
+        """Find the best parameters by training runs on the warm ranks, one by one.
+
+        A trial that falls behind is stopped after the same step on every rank. One
+        that fails, or in which a rank dies, is a failed trial: dead ranks are
+        restarted, and the study goes on, unless its first three trials have all
+        failed. An interrupt ends it with what it has. All of it is on disk: after the
+        death of the kernel too `resume=True` goes on.
+
+        Parameters
+        ----------
+        code_or_function : str or callable
+            As for `train`. A function takes the parameters by name, a cell has them
+            as variables.
+        space : mapping of str to tuple, list or distribution
+            Parameters and their ranges: `(low, high)`, `(low, high, "log")` or `(low,
+            high, step)`, whole numbers where low and high are; a list of choices; or
+            a distribution of Optuna's. "strategy" is that of the run.
+        strategy : str, default ddp
+            As for `train`.
+        {options}
+        live : bool, default True
+            Show one picture of all trials while it runs.
+        **run_options
+            For every run, as for `train`: precision, timeout, and so on. With
+            `checkpoint` each trial has a folder in that folder, and the best one's
+            stays.
+
+        Returns
+        -------
+        Study
+            With `best_params`, `best_value`, `best_run`, `table` and `plot()`.
+
+        Raises
+        ------
+        ValueError
+            For arguments that are not valid.
+        RankError, CellTimeoutError
+            The first error, where the first three trials have failed.
+
+        Examples
+        --------
+        >>> study = lab.tune(train, {"lr": (1e-4, 1e-1, "log"), "width": [32, 64]})
+        >>> study.best_params
+        """
+        given = dict(locals())  # a test holds the keywords and TuneOptions together
+        from labkit.notebook.tuning.tuner import Tuner
+        from labkit.notebook.tuning.tuner import TuneRequest
+
+        check_flag("live", live)
+        known = {each.name for each in fields(RunOptions)}
+        not_here = {
+            "name",
+            "seed",
+            "resume",
+            "live",
+            "background",
+            "log_scale",
+            "profile",
+        }
+        allowed = sorted(known - not_here)
+        for option in run_options:
+            if option not in allowed:
+                raise ValueError(
+                    f"tune does not take {option}; for its runs it takes "
+                    f"{', '.join(allowed)}"
+                )
+
+        def train(
+            strategy: str, work: Any, *, name: str, watch: Any, **options: Any
+        ) -> "Run":
+            chosen = RunOptions(name=name, live=False, **options)
+            return self._train(strategy, work, chosen, watch)
+
+        options = TuneOptions(
+            **{each.name: given[each.name] for each in fields(TuneOptions)}
+        )
+        request = TuneRequest(
+            code_or_function, space, strategy, options, run_options, live
+        )
+        return Tuner(request, train, self.restart).run()
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
         """Find runs by name.

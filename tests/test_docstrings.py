@@ -22,6 +22,7 @@ from labkit.notebook.execution import errors
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.plots.estimate_plot import Forecast
+from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import option_of
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.engine.cell_runner import TRAINING_NAMES
@@ -32,7 +33,10 @@ from labkit.selftest.report import Report
 
 SECTIONS = ("Parameters", "Returns", "Attributes", "Raises", "Examples")
 HEAD = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
-MADE_BY_LABKIT = (labkit.Run, labkit.RankError, RankLoader, Forecast, Stacks, Report)
+MADE_BY_LABKIT = (
+    *(labkit.Run, labkit.Study, labkit.RankError),
+    *(RankLoader, Forecast, Stacks, Report),
+)
 """Classes whose constructors are not for users."""
 ERRORS = {
     **vars(builtins),
@@ -141,7 +145,7 @@ def test_the_parameters_are_those_of_the_signature(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_a_default_is_that_of_the_signature(name: str) -> None:
     value = WITH_PARAMETERS[name]
-    options = (*fields(RunOptions), *fields(StartOptions))
+    options = (*fields(TuneOptions), *fields(RunOptions), *fields(StartOptions))
     in_words = {each.name: option_of(each).default_text for each in options}
     parameters = parameters_of(value)
     for parameter, kind in entries(sections_of(value).get("Parameters", "")):

@@ -115,7 +115,9 @@ def test_the_lock_is_within_the_ranges(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
     lines = [*project["project"]["dependencies"]]
     lines += [
-        x for name in ("tensorboard", "widget", "test", "docs") for x in extras[name]
+        x
+        for name in ("tensorboard", "tune", "widget", "test", "docs")
+        for x in extras[name]
     ]
     ranges = [each for each in map(Requirement, lines) if each.name != "labkit"]
     wrong = [
@@ -171,6 +173,7 @@ def test_every_third_party_import_of_the_package_is_a_dependency(
     lines = [
         *project["project"]["dependencies"],
         *extras["tensorboard"],
+        *extras["tune"],
         *extras["widget"],
     ]
     declared = {Requirement(line).name.lower() for line in lines}

@@ -56,7 +56,7 @@ ROOMS = [
     [
         *("notebook", "notebook.kernel", "notebook.cluster", "notebook.diagnostics"),
         *("notebook.history", "notebook.plots", "notebook.profile", "notebook.runs"),
-        *("notebook.live", "notebook.execution"),
+        *("notebook.live", "notebook.execution", "notebook.tuning"),
     ],
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),

@@ -1,7 +1,9 @@
 """The lab that the magics use: one at a time."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from typing import Any
 
 from labkit.checks import UserError
 from labkit.lab import Lab
@@ -9,6 +11,7 @@ from labkit.notebook.cluster.placement import StartOptions
 
 if TYPE_CHECKING:
     from labkit.notebook.runs.run import Run
+    from labkit.notebook.tuning.study import Study
 
 _current: Lab | None = None
 
@@ -35,6 +38,37 @@ def current_lab() -> Lab:
 def running_lab() -> Lab | None:
     """The magics' lab, or None where none is running."""
     return _current if _current is not None and _current.is_running else None
+
+
+def tune(
+    code_or_function: str | Callable[..., Any],
+    space: Mapping[str, Any],
+    **options: Any,
+) -> "Study":
+    """Find the best parameters on the lab that the magics use.
+
+    Parameters
+    ----------
+    code_or_function, space, **options
+        As for `Lab.tune`.
+
+    Returns
+    -------
+    Study
+        With `best_params`, `best_value`, `best_run`, `table` and `plot()`.
+
+    Raises
+    ------
+    ValueError, RankError, CellTimeoutError
+        As `Lab.tune`.
+    RuntimeError
+        Where no lab is running.
+
+    Examples
+    --------
+    >>> labkit.tune(train, {"lr": (1e-4, 1e-1, "log")}, trials=30).best_params
+    """
+    return current_lab().tune(code_or_function, space, **options)
 
 
 def own_runs() -> "list[Run]":

@@ -1,6 +1,7 @@
 """The magics: each parses its line, delegates to the Lab and shows the result."""
 
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -28,6 +29,7 @@ from labkit.magics.line import parsed
 from labkit.magics.line import whole_numbers
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution.options import RunOptions
+from labkit.notebook.tuning.options import TuneOptions
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import format_bytes
@@ -44,6 +46,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from labkit.notebook.runs.run import Run
+
+OF_EVERY_TRIAL = (
+    *(each.name for each in fields(TrainOptions)),
+    *("checkpoint", "every", "keep", "timeout", "hang_after"),
+)
+"""The options of a training run that a study takes for its trials."""
 
 # pandas, and what imports it, is imported by the magics that show a table or a run:
 # `%load_ext` would take twice as long.
@@ -121,24 +129,65 @@ class LabMagics(Magics):
         chosen["live"] = not args.no_live and args.live
         if args.config is not None:
             chosen["config"] = self._variable(args.config)
-        work = self._work_of(args)
+        work = self._work_of(args, "dist_train")
         return current_lab().train(args.strategy, work, **chosen)
 
-    def _work_of(self, args: Args) -> Any:
+    def _work_of(self, args: Args, magic: str) -> Any:
         """The cell to run, or the notebook's function."""
         if args.cell is not None:
             if args.function is not None:
                 raise ValueError(
-                    f"%%dist_train runs the cell below it, so {args.function!r} is "
-                    "one word too many; a function goes with %dist_train"
+                    f"%%{magic} runs the cell below it, so {args.function!r} is "
+                    f"one word too many; a function goes with %{magic}"
                 )
             return args.cell
         if args.function is None:
             raise ValueError(
-                "%dist_train takes a strategy and a function, as %dist_train ddp f; "
-                "to train with a cell begin it with %%dist_train STRATEGY"
+                f"%{magic} takes a strategy and a function, as %{magic} ddp f; "
+                f"to train with a cell begin it with %%{magic} STRATEGY"
             )
         return self._variable(args.function, callable, "function")
+
+    @magic_arguments()
+    @argument(
+        "strategy",
+        metavar="STRATEGY",
+        help="as for %%dist_train; a study whose space has a strategy tries those",
+    )
+    @argument(
+        "function",
+        nargs="?",
+        metavar="FUNCTION",
+        help="with %%dist_tune: a function of the notebook, which takes the "
+        "parameters by name",
+    )
+    @argument(
+        "--space",
+        metavar="NAME",
+        required=True,
+        help="a dict of the notebook: each parameter's (low, high), (low, high, "
+        '"log"), (low, high, step) or list of choices',
+    )
+    @options(TuneOptions)
+    @options(RunOptions, *OF_EVERY_TRIAL)
+    @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @line_cell_magic
+    @parsed
+    def dist_tune(self, args: Args) -> Any:
+        """Find the best parameters: a study of training runs on the warm ranks, with
+        the cell below (%%dist_tune), or with a function (%dist_tune). Returns the
+        Study."""
+        chosen = {name: getattr(args, name) for name in OF_EVERY_TRIAL}
+        if args.config is not None:
+            chosen["config"] = self._variable(args.config)
+        return current_lab().tune(
+            self._work_of(args, "dist_tune"),
+            self._variable(args.space),
+            strategy=args.strategy,
+            live=not args.no_live,
+            **given(TuneOptions, args),
+            **{name: value for name, value in chosen.items() if value is not None},
+        )
 
     @magic_arguments()
     @argument("names", nargs="+", metavar="NAME", help="variables of the notebook")

@@ -84,6 +84,7 @@ __all__ = [
     "prepare",
     "run",
     "save_checkpoint",
+    "stop_early",
 ]
 
 OF_SCRIPTS = (
@@ -128,6 +129,7 @@ def _from_the_run(like: Callable[..., Any]) -> Any:
 prepare = _from_the_run(Session.prepare)
 fit = _from_the_run(Session.fit)
 log = _from_the_run(Session.log)
+stop_early = _from_the_run(Session.stop_early)
 save_checkpoint = _from_the_run(Checkpoints.save_checkpoint)
 load_checkpoint = _from_the_run(Checkpoints.load_checkpoint)
 
@@ -345,6 +347,7 @@ class _Training:
                 prepare=session.prepare,
                 fit=session.fit,
                 log=session.log,
+                stop_early=session.stop_early,
                 save_checkpoint=checkpoints.save_checkpoint,
                 load_checkpoint=checkpoints.load_checkpoint,
             ),

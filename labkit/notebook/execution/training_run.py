@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,23 @@ INTERVAL_S = 0.5
 _CALLS = "labkit.rank.engine.rpc"
 
 
+class RunWatch:
+    """What looks at a run while it is under way, and may stop it; this one does not."""
+
+    def begin(self, run: Run, execution: CellExecution) -> None:
+        """The run is about to begin."""
+
+    def tick(self) -> None:
+        """Called at every turn of the wait for its end."""
+
+    def before_output(self) -> None:
+        """Something is about to be printed."""
+
+    def take_note(self, sentence: str) -> None:
+        """A sentence about the run, which has ended."""
+        say(sentence)
+
+
 @dataclass(frozen=True)
 class TrainRequest:
     """The arguments of a training run, checked."""
@@ -51,14 +69,16 @@ class TrainRequest:
     options: RunOptions
     checkpoints: CheckpointPlan | None
     view: type[LiveView] | None
+    watch: RunWatch = field(default_factory=RunWatch)
 
 
 class RunListener(CellListener):
     """Adds to a run what its ranks send, and keeps its view up to date."""
 
-    def __init__(self, run: Run, view: LiveView | None) -> None:
+    def __init__(self, run: Run, view: LiveView | None, watch: RunWatch) -> None:
         self._run = run
         self._view = view
+        self._watch = watch
         self._is_to_save = False
         self._next_save = time.monotonic() + INTERVAL_S
         self.may_clear = view is None
@@ -77,8 +97,10 @@ class RunListener(CellListener):
             persistence.save(self._run)
         if self._view:
             self._view.tick()
+        self._watch.tick()
 
     def before_output(self) -> None:
+        self._watch.before_output()
         if self._view:
             self._view.clear_line()
 
@@ -139,6 +161,7 @@ class Training:
         self._view = request.view(self.run) if request.view else None
         self._spec = self._cell_spec()
         self._execution = self.run.execution = self._make_execution()
+        request.watch.begin(self.run, self._execution)
         self._say_where_it_begins()
         return self.run
 
@@ -162,7 +185,7 @@ class Training:
             mismatches = self.run.mismatches
             differ = [s for s in mismatches if is_whole or s.endswith(NO_LONGER_ONE)]
             for sentence in [*self.run.notes, *differ]:
-                say(sentence)
+                self._request.watch.take_note(sentence)
             if self._request.options.profile and self.run.has_profile:
                 show_profile(self.run)
 
@@ -194,7 +217,7 @@ class Training:
             self._code,
             self._spec,
             self._targets,
-            listener=RunListener(self.run, self._view),
+            listener=RunListener(self.run, self._view, self._request.watch),
             hang_after_s=self._request.options.hang_after,
             other_codes=dict.fromkeys(self._servers, f"{SERVE_NAME}()"),
         )

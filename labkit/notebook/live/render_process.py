@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import Protocol
 
 from labkit.records import Batch
 
@@ -61,6 +62,13 @@ class PictureRequest:
     """Those that ask for no more pictures."""
 
 
+class Drawing(Protocol):
+    """A picture that is drawn from what it holds alone."""
+
+    def png(self) -> bytes:
+        """Drawn."""
+
+
 @dataclass(frozen=True)
 class Picture:
     png: bytes
@@ -84,14 +92,14 @@ class Painter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="labkit-painter")
 
-    def draw(self, request: PictureRequest) -> "Future[Picture]":
+    def draw(self, request: PictureRequest | Drawing) -> "Future[Picture]":
         """The picture, some time later; does not wait for it.
 
         The future raises one of `GONE` where the process has ended.
         """
         return self._thread.submit(self._ask, request)
 
-    def _ask(self, request: PictureRequest) -> Picture:
+    def _ask(self, request: PictureRequest | Drawing) -> Picture:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         pickle.dump(request, self._process.stdin, protocol=5)
@@ -150,19 +158,22 @@ def main() -> None:
     plots: dict[int, RunPlot] = {}
     while True:
         try:
-            request: PictureRequest = pickle.load(inbox)
+            request: PictureRequest | Drawing = pickle.load(inbox)
         except EOFError:
             return
         try:
             began = time.process_time()
-            png = paint(request, plots)
+            if isinstance(request, PictureRequest):
+                png = paint(request, plots)
+            else:
+                png = request.png()
             answer: Any = Picture(png, time.process_time() - began)
         except Exception as error:
             answer = error
         pickle.dump(answer, outbox)
         outbox.flush()
-        if request.is_final:  # it has all records, and so has its figure, a cycle
-            del request
+        if isinstance(request, PictureRequest) and request.is_final:
+            del request  # it has all records, and so has its figure, a cycle
             gc.collect()
 
 

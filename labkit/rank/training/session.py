@@ -649,7 +649,9 @@ class Session:
         if rule.restore_best and self._folder is None:
             raise ValueError(
                 "restore_best keeps the best state in the run's folder, and this run "
-                "has none on disk; set LABKIT_RUNS to a folder that can be written to"
+                "has none. A notebook's has one where LABKIT_RUNS is a folder that can "
+                "be written to; in a script call save_checkpoint(folder) where the "
+                "metric improves, and load_checkpoint(folder) in the end"
             )
 
     def _is_to_stop(

@@ -1,0 +1,1 @@
+"""Studies: many training runs on the same ranks, to find the best parameters."""

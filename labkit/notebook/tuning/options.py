@@ -1,0 +1,100 @@
+"""The options of a study."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from labkit.checks import check_choice
+from labkit.checks import check_count
+from labkit.checks import check_metric
+from labkit.checks import check_run_name
+from labkit.checks import check_seed
+from labkit.checks import check_timeout
+from labkit.checks import short_repr
+from labkit.options import option
+
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("hyperband", "halving", "median", "none")
+MODES = ("min", "max")
+RATES = ("steps_per_s", "samples_per_s")
+"""Metrics that are no curve: how fast a run was at its end. More is better."""
+NUM_TRIALS = 20
+
+
+def check_part(what: str, value: Any, names: tuple[str, ...]) -> None:
+    """ValueError unless `value` is one of `names`, or an object of Optuna's."""
+    if isinstance(value, str):
+        check_choice(what, value, names)
+    elif not type(value).__module__.startswith("optuna."):
+        raise ValueError(
+            f"{what} is {short_repr(value)}; give one of {', '.join(names)}, or a "
+            f"{what} of Optuna's"
+        )
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What the magic line says about a study, besides what its runs take."""
+
+    trials: int | None = option(
+        None,
+        "end after this many trials, with those before it was resumed",
+        check_count,
+        metavar="N",
+        default_text=f"{NUM_TRIALS}; no limit with seconds or a grid",
+    )
+    seconds: float | None = option(
+        None,
+        "begin no trial after this many seconds, and stop the one that runs",
+        check_timeout,
+        metavar="SECONDS",
+    )
+    metric: str = option(
+        "loss",
+        "what makes a trial better than another: loss, which is the mean over the "
+        "last tenth of the steps; the last value of a metric that is logged, as "
+        "val_loss; or steps_per_s or samples_per_s",
+        lambda what, value: check_metric(value),
+        metavar="NAME",
+    )
+    mode: str | None = option(
+        None,
+        "whether less is better, or more",
+        partial(check_choice, choices=MODES),
+        choices=MODES,
+        default_text="min; max for steps_per_s and samples_per_s",
+    )
+    sampler: Any = option(  # noqa: RUF009
+        "tpe",
+        "what proposes parameters: tpe, from those that did well so far; random; or "
+        "grid, all combinations of choices once",
+        partial(check_part, names=SAMPLERS),
+        metavar="NAME",
+    )
+    pruner: Any = option(  # noqa: RUF009
+        "hyperband",
+        "what stops trials that fall behind, once a first one has finished: "
+        "hyperband, halving, median or none",
+        partial(check_part, names=PRUNERS),
+        metavar="NAME",
+    )
+    name: str | None = option(
+        None,
+        "what to call the study",
+        check_run_name,
+        metavar="NAME",
+        default_text="study-1, study-2, ...",
+    )
+    seed: int = option(
+        0, "that of the sampler, and of every run", check_seed, metavar="S"
+    )
+    resume: bool = option(
+        False,
+        "go on with the study of this name on disk; trials that its kernel did not "
+        "end are run again",
+    )
+
+    @property
+    def is_max(self) -> bool:
+        """Whether more is better."""
+        return (self.mode or ("max" if self.metric in RATES else "min")) == "max"

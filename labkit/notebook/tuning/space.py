@@ -1,0 +1,89 @@
+"""What a study may try: a dict of ranges, as Optuna's distributions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.checks import UserError
+from labkit.checks import check_pushed_name
+from labkit.checks import is_int
+from labkit.checks import is_number
+from labkit.checks import short_repr
+
+HOW = (
+    'write (low, high), (low, high, "log"), (low, high, step) with a number, or a list '
+    "of choices"
+)
+
+
+def load_optuna() -> Any:
+    """Optuna, which says nothing by itself. UserError where it is not installed."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError(
+            "studies are made with Optuna, which is not installed here: "
+            'pip install "labkit[tune]"'
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def distributions_of(space: Any) -> dict[str, Any]:
+    """Optuna's distributions by name. ValueError for what is no space."""
+    if not isinstance(space, Mapping) or not space:
+        raise ValueError(
+            f"space is {short_repr(space)}; give a dict of ranges by parameter, as "
+            '{"lr": (1e-4, 1e-1, "log"), "width": [32, 64]}'
+        )
+    for name in space:
+        if not isinstance(name, str):
+            raise ValueError(f"{short_repr(name)} is no parameter's name; use a string")
+        check_pushed_name(name)
+    return {name: distribution_of(name, ranges) for name, ranges in space.items()}
+
+
+def check_grid(ranges: Mapping[str, Any]) -> None:
+    """ValueError unless all of these are lists of choices."""
+    for name, each in ranges.items():
+        if not hasattr(each, "choices"):
+            raise ValueError(
+                f"sampler 'grid' tries all choices, and {name} is a range; give a list "
+                "of values, or choose another sampler"
+            )
+
+
+def distribution_of(name: str, values: Any) -> Any:
+    """Optuna's distribution for the ranges of one parameter."""
+    distributions = load_optuna().distributions
+    if isinstance(values, distributions.BaseDistribution):
+        return values
+    if isinstance(values, list) and values:
+        wrong = [
+            v for v in values if not isinstance(v, bool | int | float | str | None)
+        ]
+        if wrong:
+            raise ValueError(
+                f"space[{name!r}] has the choice {short_repr(wrong[0])}; choices are "
+                "numbers, strings, True, False and None: name what is more than that, "
+                "and look it up in the function"
+            )
+        return distributions.CategoricalDistribution(values)
+    if not isinstance(values, tuple) or len(values) not in (2, 3):
+        raise ValueError(f"space[{name!r}] is {short_repr(values)}; {HOW}")
+    low, high, *more = values
+    step = more[0] if more and more != ["log"] else None
+    is_right = is_number(low) and is_number(high) and low < high
+    if not is_right or not (step is None or (is_number(step) and step > 0)):
+        raise ValueError(
+            f"space[{name!r}] is {short_repr(values)}, and low has to be less than "
+            f"high; {HOW}"
+        )
+    if more == ["log"] and low <= 0:
+        raise ValueError(
+            f'space[{name!r}] is {short_repr(values)}: with "log" low is more than 0'
+        )
+    if is_int(low) and is_int(high) and (step is None or is_int(step)):
+        return distributions.IntDistribution(
+            low, high, log=more == ["log"], step=1 if step is None else step
+        )
+    return distributions.FloatDistribution(low, high, log=more == ["log"], step=step)

@@ -1,0 +1,145 @@
+"""A study on disk: Optuna's own, in one SQLite file.
+
+Optuna's journal of one line a change would do as well, but for its lock, which a killed
+kernel leaves behind: of 25 that were killed while they wrote, SQLite's file could be
+opened and written to after each.
+"""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from labkit.checks import UserError
+from labkit.notebook.runs.persistence import runs_folder
+from labkit.notebook.tuning.options import TuneOptions
+from labkit.notebook.tuning.space import load_optuna
+
+FILE = "study.db"
+REPEATED = "repeated"
+"""Numbers of trials that were run again, of a study that was resumed."""
+
+
+def studies_folder() -> Path:
+    """Where the studies of this place are, each in a folder of its own."""
+    return runs_folder() / "studies"
+
+
+def new_name() -> str:
+    names = (f"study-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (studies_folder() / name).exists())
+
+
+def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
+    """The study of this name: a new one, or with `resume` that on disk.
+
+    `facts` say what is tried and measured. ValueError where they are others than those
+    of the study that is resumed, and for a name that is taken.
+    """
+    folder = studies_folder() / (options.name or new_name())
+    is_there = (folder / FILE).exists()
+    if is_there and not options.resume:
+        raise ValueError(
+            f"there is a study {folder.name!r} in {folder.parent}; add resume=True "
+            "(--resume) to go on with it, or choose another name"
+        )
+    if options.resume and not is_there:
+        raise ValueError(f"there is no study {folder.name!r} in {folder.parent} yet")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"a study is kept on disk, and {folder} cannot be made: {error}; set "
+            "LABKIT_RUNS to a folder that can be written to"
+        ) from None
+    study = connected(folder, is_max=options.is_max)
+    if not is_there:
+        for name, value in facts.items():
+            study.set_user_attr(name, value)
+        return study
+    for name, value in facts.items():
+        if study.user_attrs.get(name) != value:
+            raise ValueError(
+                f"the study {folder.name!r} has {name} = {study.user_attrs.get(name)} "
+                f"and this one {value}; make them equal, or choose another name"
+            )
+    return study
+
+
+def connected(folder: Path, *, is_max: bool | None = None) -> Any:
+    """Optuna's study in `folder`; made where there is none and `is_max` says how."""
+    optuna = load_optuna()
+    from sqlalchemy import event
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
+
+        def write_ahead(connection: Any, record: Any) -> None:
+            # Twice as quick, and as safe from a kernel that is killed.
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+
+        event.listen(storage.engine, "connect", write_ahead)
+        storage.engine.dispose()  # the connections so far
+        if is_max is None:
+            return optuna.load_study(study_name=folder.name, storage=storage)
+        return optuna.create_study(
+            study_name=folder.name,
+            storage=storage,
+            direction="maximize" if is_max else "minimize",
+            load_if_exists=True,
+        )
+
+
+def repeat_unended(study: Any) -> None:
+    """Have the trials run again that had no result when the study, or its kernel, was
+    stopped."""
+    repeated = list(study.user_attrs.get(REPEATED, []))
+    for trial in study.get_trials(deepcopy=False):
+        if is_unended(trial) and trial.number not in repeated:
+            if not trial.state.is_finished():
+                with contextlib.suppress(RuntimeError):  # another has just done so
+                    study.tell(trial.number, state=load_optuna().trial.TrialState.FAIL)
+            study.enqueue_trial(trial.params)
+            repeated.append(trial.number)
+    study.set_user_attr(REPEATED, repeated)
+
+
+def is_unended(trial: Any) -> bool:
+    """Whether a trial of another kernel, or one that was interrupted, has no result."""
+    state = trial.state.name
+    return state == "RUNNING" or (state == "FAIL" and "error" not in trial.user_attrs)
+
+
+def make_sampler(
+    options: TuneOptions, ranges: Mapping[str, Any], num_before: int
+) -> Any:
+    """Optuna's sampler; another seed for the trials after `num_before`."""
+    samplers = load_optuna().samplers
+    if options.sampler == "grid":
+        choices = {name: list(each.choices) for name, each in ranges.items()}
+        return samplers.GridSampler(choices, seed=options.seed % 2**32)
+    seed = (options.seed + num_before) % 2**32
+    makers = {"tpe": samplers.TPESampler, "random": samplers.RandomSampler}
+    found = options.sampler
+    return makers[found](seed=seed) if isinstance(found, str) else found
+
+
+def make_pruner(options: TuneOptions, length: int | None) -> Any:
+    """Optuna's pruner for runs of so many values; none that prunes before a run has
+    finished, so that `length` is known."""
+    pruners = load_optuna().pruners
+    found = options.pruner
+    if not isinstance(found, str):
+        return found
+    if length is None or found == "none":
+        return pruners.NopPruner()
+    least = max(1, length // 27)
+    if found == "hyperband":
+        return pruners.HyperbandPruner(least, max(length, least + 1), 3)
+    if found == "halving":
+        return pruners.SuccessiveHalvingPruner(least, 3)
+    return pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=length // 10)

@@ -1,0 +1,91 @@
+"""Shows a study while it runs: one picture of all trials, or one line in a terminal."""
+
+import shutil
+import sys
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from labkit import timeouts
+from labkit.notebook.kernel.output import is_notebook
+from labkit.notebook.live.render_process import GONE
+from labkit.notebook.live.render_process import Picture
+from labkit.notebook.live.render_process import painter
+from labkit.notebook.tuning.study import Study
+from labkit.records import shorten
+
+REFRESH_S = 1.0
+MAX_LOAD = 0.1
+"""The share of a core that drawing may take."""
+
+
+class StudyView:
+    """Displayed once, updated in place; drawn in the painter's process."""
+
+    def __init__(self, study: Study, *, is_shown: bool) -> None:
+        self._study = study
+        self._in_notebook = is_shown and is_notebook()
+        self._in_terminal = is_shown and not is_notebook() and sys.stdout.isatty()
+        self._handle: Any = None
+        self._picture: Future[Picture] | None = None
+        self._next = time.monotonic() + REFRESH_S
+        self._width = 0
+        """Of the line that is on the terminal now."""
+        self.left = ""
+        """What is left of the study, in words."""
+
+    def tick(self) -> None:
+        """Show a picture that is ready, or ask for one if it is time to."""
+        now = time.monotonic()
+        if self._picture is not None and self._picture.done():
+            picture, self._picture = self._picture, None
+            try:
+                found = picture.result()
+            except GONE:  # its process has died; there will be another
+                return
+            self._next = max(self._next, now + found.cpu_s / MAX_LOAD)
+            self._show(found.png)
+        elif self._picture is None and now >= self._next:
+            self._next = now + REFRESH_S
+            if self._in_notebook:
+                self._picture = painter().draw(self._study.drawing(self.left))
+            elif self._in_terminal:
+                self._write_line()
+
+    def close(self) -> None:
+        """Show the last state."""
+        self.left = ""
+        if self._in_notebook and self._study.trials:
+            drawing = self._study.drawing()
+            try:
+                png = painter().draw(drawing).result(timeouts.LAST_PICTURE_S).png
+            except (*GONE, TimeoutError):
+                png = drawing.png()  # here, for the process has died
+            self._show(png)
+        elif self._in_terminal:
+            self._write_line()
+            print()
+
+    def clear_line(self) -> None:
+        """Take the line away: something else is about to be printed."""
+        if self._width:
+            print("\r" + " " * self._width, end="\r", flush=True)
+            self._width = 0
+
+    def _write_line(self) -> None:
+        line = f"{self._study.summary()}{self.left}"
+        line = shorten(line, shutil.get_terminal_size().columns - 1)
+        self.clear_line()
+        print(line, end="", flush=True)
+        self._width = len(line)
+
+    def _show(self, png: bytes) -> None:
+        from IPython.display import display
+
+        # Constant, because nbval compares it with what the first display had.
+        text = f"<picture of the study {self._study.name}: all trials>"
+        bundle = {"image/png": png, "text/plain": text}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)

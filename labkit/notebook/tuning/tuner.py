@@ -1,0 +1,373 @@
+"""Runs a study: one trial after the other, on ranks that are warm."""
+
+import inspect
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from labkit import timeouts
+from labkit.checks import absolute
+from labkit.checks import check_code
+from labkit.notebook.execution.cell_execution import CellExecution
+from labkit.notebook.execution.errors import CellTimeoutError
+from labkit.notebook.execution.errors import RankError
+from labkit.notebook.execution.training_run import RunWatch
+from labkit.notebook.kernel.background import show_error
+from labkit.notebook.kernel.output import say
+from labkit.notebook.runs.progress import duration
+from labkit.notebook.runs.run import Run
+from labkit.notebook.tuning import storage
+from labkit.notebook.tuning.live_metric import LiveMetric
+from labkit.notebook.tuning.options import NUM_TRIALS
+from labkit.notebook.tuning.options import RATES
+from labkit.notebook.tuning.options import TuneOptions
+from labkit.notebook.tuning.space import check_grid
+from labkit.notebook.tuning.space import distributions_of
+from labkit.notebook.tuning.space import load_optuna
+from labkit.notebook.tuning.study import Study
+from labkit.notebook.tuning.study_view import StudyView
+from labkit.options import check_values
+
+MAX_FIRST_FAILURES = 3
+"""So many trials that fail before any did not end a study: what is wrong is wrong with
+all of them."""
+
+Work = str | Callable[..., Any]
+Train = Callable[..., Run]
+"""`train(strategy, work, name=..., watch=..., **options)`."""
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What a study is asked for."""
+
+    work: Work
+    space: Mapping[str, Any]
+    strategy: str
+    options: TuneOptions
+    run_options: Mapping[str, Any]
+    """For each run, as `Lab.train` takes them."""
+    is_shown: bool = True
+
+
+class TrialWatch(RunWatch):
+    """Looks at a trial's metric while it runs, and stops it where that is of no use."""
+
+    def __init__(
+        self,
+        trial: Any,
+        metric: str,
+        deadline: float | None,
+        view: StudyView,
+        said: set[str],
+    ) -> None:
+        """`said` are the notes that trials before had under them."""
+        self.run: Run | None = None
+        self.why_stopped = ""
+        self._trial = trial
+        self._name = metric
+        self._deadline = deadline
+        self._view = view
+        self._said = said
+        self._asked_at = math.inf
+
+    def begin(self, run: Run, execution: CellExecution) -> None:
+        self.run, self._execution = run, execution
+        self.metric = LiveMetric(run.collector, self._name)
+
+    def tick(self) -> None:
+        self._view.tick()
+        now = time.monotonic()
+        if self.why_stopped:
+            if now > self._asked_at + timeouts.STEP_S:  # it takes no step
+                self._asked_at = math.inf
+                self._execution.interrupt()
+        elif self._deadline is not None and now > self._deadline:
+            self._stop("the time is over")
+        else:
+            self._report_points()
+
+    def before_output(self) -> None:
+        self._view.clear_line()
+
+    def take_note(self, sentence: str) -> None:
+        assert self.run is not None
+        if sentence not in self._said:
+            self._said.add(sentence)
+            say(f"{self.run.name}: {sentence}")
+
+    def _report_points(self) -> None:
+        for place, value in self.metric.new_points():
+            self._trial.report(value, place)
+            if not math.isfinite(value):
+                return self._stop(f"{self._name} is {value}")
+            if self._trial.should_prune():
+                return self._stop("it fell behind")
+        return None
+
+    def _stop(self, why: str) -> None:
+        self.why_stopped = why
+        self._asked_at = time.monotonic()
+        try:
+            self._execution.stop_at_a_step()
+        except RuntimeError:  # a rank says nothing
+            self._execution.interrupt()
+
+    def report_rest(self) -> None:
+        """The run has ended: what there is of its curve. Nothing is pruned any more."""
+        for place, value in self.metric.new_points():
+            self._trial.report(value, place)
+
+
+class Tuner:
+    """Runs the trials of one study."""
+
+    def __init__(
+        self, request: TuneRequest, train: Train, bring_back: Callable[[], Any]
+    ) -> None:
+        """Nothing has run. `bring_back()` restarts dead ranks. Raises ValueError for
+        what cannot be."""
+        check_values(request.options)
+        if request.options.resume and request.options.name is None:
+            raise ValueError("resume goes with name: which study is to go on?")
+        self._request = request
+        self._options = options = request.options
+        self._train = train
+        self._bring_back = bring_back
+        self._ranges = distributions_of(request.space)
+        if options.sampler == "grid":
+            check_grid(self._ranges)
+        self._takes_strategy = check_work(request.work, self._ranges)
+        to_json = load_optuna().distributions.distribution_to_json
+        space = {name: to_json(each) for name, each in self._ranges.items()}
+        strategy = "several strategies" if "strategy" in space else request.strategy
+        facts = {
+            "space": json.dumps(space),
+            "metric": options.metric,
+            "mode": "max" if options.is_max else "min",
+            "strategy": strategy,
+        }
+        self._optuna = storage.open_study(options, facts)
+        name = self._optuna.study_name
+        self.study = Study(self._optuna, storage.studies_folder() / name)
+        self._num_trials = options.trials
+        is_open = options.seconds is not None or options.sampler == "grid"
+        if options.trials is None and not is_open:
+            self._num_trials = NUM_TRIALS
+        self._is_exhausted = False
+        self._optuna.stop = self._note_exhausted  # as a grid does; not for our loop
+        self._said: set[str] = set()
+        self._first_error: BaseException | None = None
+
+    def run(self) -> Study:
+        """Run trials until there are enough, the time is over, or an interrupt."""
+        options, study = self._options, self.study
+        began = time.monotonic()
+        deadline = None if options.seconds is None else began + options.seconds
+        if options.resume:
+            storage.repeat_unended(self._optuna)
+        num_before = len(self._optuna.get_trials(deepcopy=False))
+        self._optuna.sampler = storage.make_sampler(options, self._ranges, num_before)
+        view = StudyView(study, is_shown=self._request.is_shown)
+        try:
+            while self._is_to_go_on(deadline):
+                view.left = self._left(began, deadline)
+                self._run_trial(deadline, view)
+        except KeyboardInterrupt:
+            say(
+                f"interrupted; {study.name} keeps what it has, and resume=True "
+                f"(--resume) with name={study.name!r} goes on with it"
+            )
+        finally:
+            view.close()
+        return study
+
+    def _note_exhausted(self) -> None:
+        self._is_exhausted = True
+
+    def _is_to_go_on(self, deadline: float | None) -> bool:
+        is_over = deadline is not None and time.monotonic() >= deadline
+        if is_over or self._is_exhausted:
+            return False
+        return self._num_trials is None or len(self.study.trials) < self._num_trials
+
+    def _left(self, began: float, deadline: float | None) -> str:
+        num_done = len(self.study.trials)
+        of = "" if self._num_trials is None else f" of {self._num_trials}"
+        left = f", running trial {num_done + 1}{of}"
+        if deadline is not None:
+            left += f", {duration(max(0.0, deadline - time.monotonic()))} left"
+        return left
+
+    # ---- one trial ----
+
+    def _run_trial(self, deadline: float | None, view: StudyView) -> None:
+        """Run one trial to its end, whatever that is."""
+        self._optuna.pruner = storage.make_pruner(self._options, self._length())
+        trial = self._optuna.ask(self._ranges)
+        watch = TrialWatch(trial, self._options.metric, deadline, view, self._said)
+        strategy, work, options = self._work_of(trial)
+        name = f"{self.study.name}-trial-{trial.number}"
+        failures: tuple[type[Exception], ...] = (RankError, CellTimeoutError)
+        if "strategy" in self._ranges:  # of which some may not take the options
+            failures = (*failures, ValueError)
+        try:
+            self._train(strategy, work, name=name, watch=watch, **options)
+        except failures as error:
+            self._note_run(trial, watch)
+            self._bring_back()
+            self._fail(trial, error)
+        except BaseException:  # an interrupt, too: without a result, to be run again
+            self._note_run(trial, watch)
+            self._optuna.tell(trial, state=load_optuna().trial.TrialState.FAIL)
+            raise
+        else:
+            self._note_run(trial, watch)
+            self._take_value(trial, watch)
+        self._keep_best_checkpoint()
+
+    def _length(self) -> int | None:
+        """How many values the metric of the first run had that finished."""
+        for each in self._optuna.get_trials(deepcopy=False):
+            if each.state.name == "COMPLETE" and each.intermediate_values:
+                return int(max(each.intermediate_values))
+        return None
+
+    def _work_of(self, trial: Any) -> tuple[str, Work, dict[str, Any]]:
+        """Strategy, work and options of a trial's run."""
+        request, params = self._request, dict(trial.params)
+        strategy = params.get("strategy", request.strategy)
+        if not self._takes_strategy:
+            params.pop("strategy", None)
+        options = {"seed": self._options.seed, **request.run_options}
+        if options.get("checkpoint") is not None:
+            folder = absolute(options["checkpoint"]) / f"trial-{trial.number}"
+            options["checkpoint"] = folder
+            trial.set_user_attr("checkpoint", str(folder))
+        if callable(request.work):
+            return strategy, partial(request.work, **params), options
+        return strategy, with_values(request.work, params), options
+
+    def _note_run(self, trial: Any, watch: TrialWatch) -> None:
+        run = watch.run
+        if run is None:
+            return
+        watch.report_rest()
+        self.study.add_run(trial.number, run)
+        trial.set_user_attr("run", run.name)
+        trial.set_user_attr("steps", run.num_steps)
+        trial.set_user_attr("seconds", run.seconds)
+        if run.folder is not None:
+            trial.set_user_attr("folder", run.folder.name)
+
+    def _take_value(self, trial: Any, watch: TrialWatch) -> None:
+        """The run ended well, or was stopped by us."""
+        state = load_optuna().trial.TrialState
+        assert watch.run is not None
+        if watch.why_stopped and watch.run.state != "finished":
+            trial.set_user_attr("why", watch.why_stopped)
+            self._optuna.tell(trial, state=state.PRUNED)
+            return
+        value = self._value(watch)
+        if value is None:
+            self._optuna.tell(trial, state=state.FAIL)
+            curves = watch.run.collector.curves
+            with curves.lock:
+                curves.update(is_final=True)
+                has = ["loss", *curves.metrics()]
+            raise ValueError(
+                f"{watch.run.name} has no {self._options.metric!r} by which to judge "
+                f"it; it has {', '.join([*has, *RATES])}: name one of them, or log it"
+            )
+        if math.isfinite(value):
+            self._optuna.tell(trial, value)
+        else:
+            trial.set_user_attr("why", f"{self._options.metric} is {value}")
+            self._optuna.tell(trial, state=state.PRUNED)
+
+    def _value(self, watch: TrialWatch) -> float | None:
+        assert watch.run is not None
+        if self._options.metric not in RATES:
+            return watch.metric.final()
+        rate = watch.run.steps_per_s()
+        if rate is None or self._options.metric == "steps_per_s":
+            return rate
+        collector = watch.run.collector
+        each = [collector.series(rank, "samples")["value"] for rank in collector.ranks]
+        return (
+            rate * sum(float(x.mean()) for x in each if len(x)) / num_alike(watch.run)
+        )
+
+    def _fail(self, trial: Any, error: BaseException) -> None:
+        """The trial failed, and the study goes on; unless all have failed so far."""
+        trial.set_user_attr("error", str(error))
+        self._optuna.tell(trial, state=load_optuna().trial.TrialState.FAIL)
+        name = f"{self.study.name}-trial-{trial.number}"
+        if self._first_error is None:
+            self._first_error = error
+            say(f"{name} failed, and the study goes on; later failures get one line:")
+            show_error(error)
+        else:
+            say(f"{name} failed: {str(error).splitlines()[0]}")
+        done = self.study.trials
+        if len(done) == MAX_FIRST_FAILURES and len(self.study.errors) == len(done):
+            say(f"the first {len(done)} trials have failed, which ends the study")
+            raise self._first_error
+
+    def _keep_best_checkpoint(self) -> None:
+        best = None
+        trials = self.study.trials
+        if any(each.state.name == "COMPLETE" for each in trials):
+            best = self.study.best_trial
+        for each in trials:
+            folder = each.user_attrs.get("checkpoint")
+            if folder is not None and each.number != best:
+                shutil.rmtree(Path(folder), ignore_errors=True)
+
+
+def num_alike(run: Run) -> int:
+    """How many ranks have the same samples, which count once."""
+    return max((model.num_parts for model in run.models), default=1)
+
+
+def check_work(work: Any, ranges: Mapping[str, Any]) -> bool:
+    """Whether the work takes the strategy as a parameter, too. ValueError where it
+    does not take what is in the space."""
+    if not callable(work):
+        check_code(work)
+        if work.startswith("%%"):
+            raise ValueError(
+                "the cell begins with a magic of its own, before which no parameters "
+                "can be set; put it into a function, or leave the magic out"
+            )
+        return True
+    signature = inspect.signature(work)
+    kinds = [each.kind for each in signature.parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return True
+    missing = [
+        name
+        for name in ranges
+        if name not in signature.parameters and name != "strategy"
+    ]
+    if missing:
+        raise ValueError(
+            f"{getattr(work, '__name__', 'the function')}{signature} does not take "
+            f"{', '.join(missing)}, which the space has; add it to its parameters"
+        )
+    return "strategy" in signature.parameters
+
+
+def with_values(code: str, params: Mapping[str, Any]) -> str:
+    """The cell with its parameters as variables, in its first line: what is kept of the
+    run can be run by itself, and a cell's lines have their numbers."""
+    values = "; ".join(f"{name} = {value!r}" for name, value in params.items())
+    join = "  " if code.startswith("# %%") else "\n"
+    return f"{values}{join}{code}"
