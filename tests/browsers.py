@@ -209,6 +209,18 @@ class NotebookPage:
         expect(self._page.locator(".jp-mod-current.jp-mod-dirty")).to_have_count(0)
         return nbformat.read(self.path, as_version=4)
 
+    def open_from(self, index: int, button: str, address: str, stub: str) -> bytes:
+        """Press a button below a cell that opens `address`, where `stub` stands for the
+        page; what that page was given then."""
+        self._page.context.route(
+            f"{address}**",
+            lambda route: route.fulfill(body=stub, content_type="text/html"),
+        )
+        with self._page.expect_popup() as opened:
+            self.output(index).get_by_role("button", name=button).click()
+        opened.value.wait_for_function("window.trace")
+        return bytes(opened.value.evaluate("window.trace"))
+
     # ---- looking ----
 
     def watch_pictures(self) -> None:

@@ -234,3 +234,41 @@ def test_a_run_in_the_background_is_found_again_after_a_reload(
     page.screenshot("background-finished")
     page.close()
     server.end_kernels()
+
+
+# ---- a profile ----
+
+PERFETTO = """<script>
+addEventListener("message", event => {
+  if (event.data === "PING") event.source.postMessage("PONG", "*");
+  else window.trace = [...new Uint8Array(event.data.perfetto.buffer)];
+});
+</script>"""
+"""What Perfetto's page does, as it documents: there is no network here."""
+PROFILED = """%%dist_train raw --profile 2-4
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.001)
+for _ in range(6):
+    weight.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()"""
+
+
+@pytest.mark.long
+def test_a_profile_opens_in_perfetto_by_a_button(
+    browser: Browser, server: LabServer
+) -> None:
+    runs = "import os\nos.environ['LABKIT_RUNS'] = 'runs'  # where JupyterLab serves it"
+    cells = [f"{runs}\n%load_ext labkit\n%dist_start -n 2", PROFILED]
+    write_notebook(server.notebooks / "profile.ipynb", cells)
+    page = NotebookPage(browser, server, "profile.ipynb")
+    for index in range(len(cells)):
+        page.run(index)
+    page.wait_until_idle()
+    expect(page.output(1)).to_contain_text("Profile of run-1 (raw): steps 2-4")
+    page.screenshot("profile", 1)
+    trace = page.open_from(1, "Open in Perfetto", "https://ui.perfetto.dev/", PERFETTO)
+    [path] = server.notebooks.glob("runs/*/profile/all-ranks.trace.json.gz")
+    assert trace == path.read_bytes()
+    page.close()
+    server.end_kernels()

@@ -87,6 +87,7 @@ def made(
     ahead: float = 0,
     device: str = "cpu",
     on_core: int = 10**6,
+    queued: int = 0,
 ) -> Trace:
     """A rank whose steps, of 1,000 us each, all have these events."""
     found = []
@@ -95,7 +96,8 @@ def made(
         found += [{**each, "ts": each["ts"] + start} for each in events]
         found.append(event(f"ProfilerStep#{11 + number}", start, start + 1_000))
     noted = [
-        [11 + n, int((1_000 * n + ahead) * 1_000), 0, on_core] for n in range(steps)
+        [11 + n, int((1_000 * n + ahead) * 1_000), 0, 0, on_core, queued]
+        for n in range(steps)
     ]
     facts = {"rank": rank, "device": device, "steps": noted}
     return trace_of({"labkit": facts, "traceEvents": found})
@@ -156,22 +158,28 @@ def test_a_rank_is_late_with_its_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "on_core", "cause"),
+    ("ours", "on_core", "queued", "cause"),
     [
         (
             [event("aten::mm", 0, 400), event("aten::exp", 400, 900)],
-            10**6,
-            "1 more operators, most of it in aten::exp",
+            *(900_000, 0, "1 more operators, most of it in aten::exp"),
         ),
-        ([event("aten::mm", 0, 900)], 10**6, "longer than the others, in as many"),
-        ([event("aten::mm", 0, 900)], 300_000, "no core for 0.6 ms"),
-        ([event("aten::mm", 500, 900)], 400_000, "asleep, or waiting"),
-        ([event("aten::mm", 500, 900)], 10**6, "0.5 ms longer than the others: Python"),
+        ([event("aten::mm", 0, 900)], 900_000, 0, "longer than the others, in as many"),
+        (
+            [event("aten::mm", 0, 900)],
+            500_000,
+            400_000,
+            "waits 0.4 ms of each step for",
+        ),
+        ([event("aten::mm", 500, 900)], 400_000, 0, "asleep, or waiting"),
+        ([event("aten::mm", 500, 900)], 900_000, 0, "longer than the others: Python"),
     ],
 )
-def test_a_rank_is_late_for_a_cause(ours: Any, on_core: int, cause: str) -> None:
+def test_a_rank_is_late_for_a_cause(
+    ours: Any, on_core: int, queued: int, cause: str
+) -> None:
     end = event("gloo:all_reduce", 900, 1_000, **DIMS)
-    late = made(1, *ours, end, on_core=on_core)
+    late = made(1, *ours, end, on_core=on_core, queued=queued)
     early = event("gloo:all_reduce", 400, 1_000, **DIMS)
     other = made(0, event("aten::mm", 0, 400), early, on_core=400_000)
     [reason] = words(other, late)
@@ -184,7 +192,9 @@ def test_ranks_that_wait_in_turns_are_not_blamed() -> None:
         facts = {
             "rank": number,
             "device": "cpu",
-            "steps": [[11 + n, 1_000_000 * n, 0, 10**6] for n in range(len(late))],
+            "steps": [
+                [11 + n, 1_000_000 * n, 0, 0, 10**6, 0] for n in range(len(late))
+            ],
         }
         found = []
         for step, is_late in enumerate(late):

@@ -95,8 +95,6 @@ class StepParts:
     messages: float = 0.0
     """Of the time in communication, that in which it waits for one from another
     rank, and for no collective."""
-    stolen: float = 0.0
-    """Of the time of operators, how long the thread had no core."""
     num_operators: int = 0
     """Or kernels."""
 
@@ -165,9 +163,6 @@ def divide(trace: Trace) -> list[StepParts]:
             "other": without(idle, communication),
         }
         under_way = both(whole, collectives)
-        stolen = 0.0
-        if not trace.is_on_gpu:
-            stolen = max(0.0, total(compute) - step.on_core)
         alone = without(communication, collectives)
         found.append(
             StepParts(
@@ -177,7 +172,6 @@ def divide(trace: Trace) -> list[StepParts]:
                 num_operators=sum(step.began <= at < step.ended for at in starts),
                 hidden=total(both(under_way, compute)),
                 collective=total(under_way),
-                stolen=stolen,
             )
         )
     return found

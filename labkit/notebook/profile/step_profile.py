@@ -42,7 +42,10 @@ PERFETTO = "https://ui.perfetto.dev"
 OPEN = """
 const link = this.parentNode.querySelector('a');
 const page = window.open('{page}');
-fetch(link.href).then(found => found.arrayBuffer()).then(buffer => {{
+fetch(link.href).then(found => {{
+  if (!found.ok) throw new Error(found.status);
+  return found.arrayBuffer();
+}}).then(buffer => {{
   const again = setInterval(() => page.postMessage('PING', '{page}'), 200);
   window.addEventListener('message', function hear(event) {{
     if (event.source !== page || event.data !== 'PONG') return;
@@ -50,6 +53,9 @@ fetch(link.href).then(found => found.arrayBuffer()).then(buffer => {{
     window.removeEventListener('message', hear);
     page.postMessage({{perfetto: {{buffer, title: link.title}}}}, '{page}');
   }});
+}}).catch(() => {{
+  page.close();
+  this.textContent = 'Not here: drop the file into ui.perfetto.dev';
 }});
 """
 """Perfetto's page answers a PING when it is ready; then it gets the trace from this

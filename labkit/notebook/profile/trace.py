@@ -52,6 +52,8 @@ class Step(NamedTuple):
     ended: float
     on_core: float
     """Microseconds for which the main thread had a core."""
+    queued: float = 0.0
+    """Microseconds for which it waited for one, that others had."""
 
 
 class Message(NamedTuple):
@@ -147,9 +149,9 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
     steps, errors = [], []
     for event in events:
         if (row := marks.get(event.name)) and event.kind == "user_annotation":
-            number, began_ns, before, after = row
-            on_core = (after - before) / 1e3
-            steps.append(Step(number, event.began, event.ended, on_core))
+            number, began_ns = row[:2]
+            on_core, queued = ((row[i + 2] - row[i]) / 1e3 for i in (2, 3))
+            steps.append(Step(number, event.began, event.ended, on_core, queued))
             errors.append(abs(event.began - began_ns / 1e3))
     if not steps:
         raise ValueError(f"the trace of rank {facts['rank']} has no steps")

@@ -112,15 +112,21 @@ def cause_of(
     whenever a thread is free."""
     kinds: dict[str, Callable[[StepParts], float]] = {
         "data": lambda step: step.microseconds("data"),
-        "compute": lambda step: step.microseconds("compute") - step.stolen,
-        "stolen": lambda step: step.stolen,
+        "compute": lambda step: step.microseconds("compute"),
         "other": lambda step: step.microseconds("other"),
+        "queued": lambda step: step.step.queued,
     }
     ours, theirs = {}, {}
     for kind, of in kinds.items():
         ours[kind] = mean(parts[trace.rank], of)
         theirs[kind] = median(mean(parts[each.rank], of) for each in others)
     more = {kind: ours[kind] - theirs[kind] for kind in kinds}
+    # Whatever it did meanwhile took longer by that.
+    if more["queued"] > EXPLAINS * waited_for:
+        return (
+            f", which waits {ms(ours['queued'])} of each step for a core that other "
+            "processes of its machine have"
+        )
     kind = max(more, key=lambda each: more[each])
     if more[kind] < EXPLAINS * waited_for:
         return ""
@@ -129,17 +135,10 @@ def cause_of(
             f"'s data loading: its next batch takes {ms(ours[kind])}, that of the "
             f"others {ms(theirs[kind])}"
         )
-    if kind == "stolen":
-        return (
-            f", which has no core for {ms(ours[kind])} of the time of its operators: "
-            "other processes of this machine take it"
-        )
     if kind == "other":
-        on_core = [
-            mean(parts[each.rank], lambda step: step.step.on_core)
-            for each in (trace, *others)
-        ]
-        is_awake = on_core[0] - median(on_core[1:]) > more[kind] / 2
+        of_operators = ours["compute"] + ours["data"]
+        on_core = mean(parts[trace.rank], lambda step: step.step.on_core)
+        is_awake = on_core - of_operators > more[kind] / 2
         doing = "Python" if is_awake else "asleep, or waiting for something else"
         return (
             f", which is outside of operators for {ms(more[kind])} longer than the "

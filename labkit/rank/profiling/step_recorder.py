@@ -36,6 +36,8 @@ BROKEN_OFF = (
     "is kept of them"
 )
 NOT_WRITTEN = "--profile: what rank {rank} has recorded cannot be written: {error}"
+SCHEDULED = Path("/proc/thread-self/schedstat")
+"""On Linux: the time that the thread has run and has waited to run, in nanoseconds."""
 
 
 class StepRecorder(Observer):
@@ -71,8 +73,8 @@ class StepRecorder(Observer):
         self._step_at = -1
         """Steps that were taken when the open range began."""
         self._noted: list[list[int]] = []
-        """Each step, when it began by `time.time_ns`, and the nanoseconds for which
-        the main thread had a core until then, and until it ended."""
+        """Each step, when it began by `time.time_ns`, and twice two numbers of
+        nanoseconds, at its begin and at its end: see `core_times`."""
 
     @property
     def left_out(self) -> range:
@@ -93,8 +95,8 @@ class StepRecorder(Observer):
             self._step_at = step
             self._end_step()
             if step + 1 in self._steps:
-                busy = time.thread_time_ns()
-                self._noted.append([step + 1, time.time_ns(), busy, busy])
+                times = core_times()
+                self._noted.append([step + 1, time.time_ns(), *times, *times])
                 self._marks.enter_context(record_function(STEP_MARK.format(step + 1)))
         if loader is not None:
             self._batch = self._marks.enter_context(contextlib.ExitStack())
@@ -125,7 +127,7 @@ class StepRecorder(Observer):
     def _end_step(self) -> None:
         self._marks.close()
         if self._noted:
-            self._noted[-1][-1] = time.thread_time_ns()
+            self._noted[-1][-2:] = core_times()
 
     # ---- the profiler ----
 
@@ -176,6 +178,16 @@ class StepRecorder(Observer):
                 profiler.export_chrome_trace(str(temporary))
         except OSError as error:
             self._note(NOT_WRITTEN.format(rank=self._rank, error=error))
+
+
+def core_times() -> list[int]:
+    """For how long this thread has had a core, and has waited for one while others had
+    it, in nanoseconds; 0 for the second where the system does not count it."""
+    try:
+        waited = int(SCHEDULED.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        waited = 0
+    return [time.thread_time_ns(), waited]
 
 
 @contextlib.contextmanager
