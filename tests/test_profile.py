@@ -153,7 +153,7 @@ def test_a_rank_is_late_with_its_data() -> None:
     [reason] = words(late, other)
     assert reason == (
         "Rank 1 waits 49 % of the step for rank 0's data loading: its next batch takes "
-        "0.5 ms, that of the others 0.01 ms"
+        "0.5 ms, that of rank 1 0.01 ms"
     )
 
 
@@ -182,7 +182,7 @@ def test_a_rank_is_late_for_a_cause(
     late = made(1, *ours, end, on_core=on_core, queued=queued)
     early = event("gloo:all_reduce", 400, 1_000, **DIMS)
     other = made(0, event("aten::mm", 0, 400), early, on_core=400_000)
-    [reason] = words(other, late)
+    [reason, *_] = words(other, late)
     assert reason.startswith("Rank 0 waits 50 % of the step for rank 1")
     assert cause in reason
 
@@ -236,6 +236,45 @@ def test_many_small_collectives_are_counted() -> None:
     [reason] = words(rank(0), rank(1))
     assert reason.startswith("16 all_reduces a step of 3.91 KiB each")
     assert "bucket_cap_mb" in reason
+
+
+def test_a_crowded_machine_is_named() -> None:
+    ranks = [
+        made(
+            rank,
+            event("aten::mm", 0, 900),
+            event("gloo:all_reduce", 900, 950, **DIMS),
+            on_core=600_000,
+            queued=300_000,
+        )
+        for rank in range(2)
+    ]
+    [reason] = words(*ranks)
+    assert reason.startswith("Ranks wait 30 % of the step for a core")
+
+
+def test_a_sleep_is_not_called_python() -> None:
+    def reasons(on_core: int) -> list[str]:
+        slow = made(0, event("aten::mm", 0, 100), on_core=on_core)
+        return words(slow, strategy="single")
+
+    assert reasons(100_000) == []
+    [reason] = reasons(1_000_000)
+    assert reason.startswith("90 % of the step is Python outside of operators")
+
+
+def test_messages_are_waited_for() -> None:
+    def rank(number: int) -> Trace:
+        return made(
+            number,
+            event("gloo:send", 0, 1_000, **DIMS),
+            event("aten::mm", 0, 500),
+            event("gloo:recv", 100, 900, **DIMS),
+            on_core=600_000,
+        )
+
+    [reason] = words(rank(0), rank(1), strategy="pipeline")
+    assert reason == "Ranks wait 40 % of the step for messages of other ranks"
 
 
 def test_short_kernels_are_counted() -> None:

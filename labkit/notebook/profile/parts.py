@@ -95,6 +95,8 @@ class StepParts:
     messages: float = 0.0
     """Of the time in communication, that in which it waits for one from another
     rank, and for no collective."""
+    unsent: float = 0.0
+    """Of the other time, that in which a message of its own has not been taken."""
     num_operators: int = 0
     """Or kernels."""
 
@@ -107,6 +109,34 @@ class StepParts:
     @property
     def seconds(self) -> float:
         return (self.step.ended - self.step.began) / 1e6
+
+    @property
+    def asleep(self) -> float:
+        """Microseconds of the other time in which the main thread does not run, and
+        waits for no core."""
+        step = self.step
+        runs = step.on_core + step.queued
+        waits = self.microseconds("communication") + self.microseconds("data")
+        rest = step.ended - step.began - runs - waits
+        return min(self.microseconds("other"), max(0.0, rest))
+
+    @property
+    def runs(self) -> float:
+        """Of the time in which the main thread would run, the share in which it does:
+        others have its core for the rest."""
+        step = self.step
+        wants = step.on_core + step.queued
+        return step.on_core / wants if step.queued else 1.0
+
+    @property
+    def python(self) -> float:
+        """Microseconds of the other time in which the main thread has a core."""
+        return self.runs * (self.microseconds("other") - self.asleep)
+
+    @property
+    def for_messages(self) -> float:
+        """Microseconds in which it waits for a message, or for one to be taken."""
+        return self.messages + min(self.unsent, self.asleep)
 
     def share(self, part: str) -> float:
         """Of the step."""
@@ -146,6 +176,9 @@ def divide(trace: Trace) -> list[StepParts]:
     messages = union(
         (each.began, each.ended) for each in trace.messages if each.kind != "send"
     )
+    sent = union(
+        (each.began, each.ended) for each in trace.messages if each.kind == "send"
+    )
     if trace.is_on_gpu:
         batches = without(batches, union([*computing, *messages]))
     found = []
@@ -156,19 +189,21 @@ def divide(trace: Trace) -> list[StepParts]:
         compute = both(rest, computing)
         idle = without(rest, compute)
         communication = both(idle, messages)
+        alone = without(communication, collectives)
+        other = without(idle, communication)
         spans = {
             "data": data,
             "compute": compute,
             "communication": communication,
-            "other": without(idle, communication),
+            "other": other,
         }
         under_way = both(whole, collectives)
-        alone = without(communication, collectives)
         found.append(
             StepParts(
                 step,
                 spans,
                 messages=total(alone),
+                unsent=total(both(other, sent)),
                 num_operators=sum(step.began <= at < step.ended for at in starts),
                 hidden=total(both(under_way, compute)),
                 collective=total(under_way),

@@ -27,6 +27,7 @@ EXPLAINS = 0.4
 DATA = 0.15
 NOT_HIDDEN = 0.2
 MESSAGES = 0.15
+CROWDED = 0.2
 OUTSIDE = 0.35
 """Of every recorded step, as a mean over the ranks: what is worth a sentence."""
 MANY_MESSAGES = 16
@@ -48,6 +49,7 @@ def why_slow(traces: Sequence[Trace], parts: Parts, strategy: str) -> list[str]:
     found += not_hidden(traces, parts)
     found += small_messages(traces, parts, strategy)
     found += waits_for_messages(parts)
+    found += crowded(parts)
     found += short_kernels(traces, parts)
     found += outside_operators(traces, parts)
     return found
@@ -110,36 +112,40 @@ def cause_of(
     """What a rank does for longer than the others, as the end of a sentence; "" where
     that is not what they wait for: collectives that are under way together begin
     whenever a thread is free."""
+    # As far as it runs: it takes longer where others have the core, whatever it is.
     kinds: dict[str, Callable[[StepParts], float]] = {
-        "data": lambda step: step.microseconds("data"),
-        "compute": lambda step: step.microseconds("compute"),
-        "other": lambda step: step.microseconds("other"),
+        "data": lambda step: step.runs * step.microseconds("data"),
+        "compute": lambda step: step.runs * step.microseconds("compute"),
+        "other": lambda step: step.asleep + step.python,
         "queued": lambda step: step.step.queued,
     }
-    ours, theirs = {}, {}
+    ours, more = {}, {}
     for kind, of in kinds.items():
         ours[kind] = mean(parts[trace.rank], of)
-        theirs[kind] = median(mean(parts[each.rank], of) for each in others)
-    more = {kind: ours[kind] - theirs[kind] for kind in kinds}
-    # Whatever it did meanwhile took longer by that.
-    if more["queued"] > EXPLAINS * waited_for:
+        theirs = median(mean(parts[each.rank], of) for each in others)
+        more[kind] = ours[kind] - theirs
+    queued = more.pop("queued")
+    kind = max(more, key=lambda each: more[each])
+    runs = fmean(step.runs for step in parts[trace.rank])
+    if more[kind] < EXPLAINS * runs * waited_for:
+        if queued < EXPLAINS * waited_for:
+            return ""
         return (
             f", which waits {ms(ours['queued'])} of each step for a core that other "
             "processes of its machine have"
         )
-    kind = max(more, key=lambda each: more[each])
-    if more[kind] < EXPLAINS * waited_for:
-        return ""
     if kind == "data":
+        took, they_took = (
+            mean(parts[rank], lambda step: step.microseconds("data"))
+            for rank in (trace.rank, others[0].rank)
+        )
         return (
-            f"'s data loading: its next batch takes {ms(ours[kind])}, that of the "
-            f"others {ms(theirs[kind])}"
+            f"'s data loading: its next batch takes {ms(took)}, that of rank "
+            f"{others[0].rank} {ms(they_took)}"
         )
     if kind == "other":
-        of_operators = ours["compute"] + ours["data"]
-        on_core = mean(parts[trace.rank], lambda step: step.step.on_core)
-        is_awake = on_core - of_operators > more[kind] / 2
-        doing = "Python" if is_awake else "asleep, or waiting for something else"
+        is_asleep = mean(parts[trace.rank], lambda s: s.asleep) > more[kind] / 2
+        doing = "asleep, or waiting for something else" if is_asleep else "Python"
         return (
             f", which is outside of operators for {ms(more[kind])} longer than the "
             f"others: {doing}"
@@ -246,13 +252,26 @@ def small_messages(traces: Sequence[Trace], parts: Parts, strategy: str) -> list
 
 
 def waits_for_messages(parts: Parts) -> list[str]:
-    shares = [least(steps, lambda step: step.messages) for steps in parts.values()]
+    shares = [least(steps, lambda step: step.for_messages) for steps in parts.values()]
     if fmean(shares) < MESSAGES:
         return []
     every = [step for steps in parts.values() for step in steps]
-    taken = fmean(step.messages / 1e6 / step.seconds for step in every)
+    taken = fmean(step.for_messages / 1e6 / step.seconds for step in every)
     who = "Ranks wait" if len(parts) > 1 else "The rank that trains waits"
     return [f"{who} {percent(taken)} of the step for messages of other ranks"]
+
+
+def crowded(parts: Parts) -> list[str]:
+    shares = [least(steps, lambda step: step.step.queued) for steps in parts.values()]
+    if fmean(shares) < CROWDED:
+        return []
+    every = [step for steps in parts.values() for step in steps]
+    taken = fmean(step.step.queued / 1e6 / step.seconds for step in every)
+    who = "Ranks wait" if len(parts) > 1 else "The rank waits"
+    return [
+        f"{who} {percent(taken)} of the step for a core: more processes want to run on "
+        "this machine than it has cores"
+    ]
 
 
 def short_kernels(traces: Sequence[Trace], parts: Parts) -> list[str]:
@@ -277,18 +296,16 @@ def short_kernels(traces: Sequence[Trace], parts: Parts) -> list[str]:
 
 
 def outside_operators(traces: Sequence[Trace], parts: Parts) -> list[str]:
-    steps = [step for steps in parts.values() for step in steps]
-    shares = [
-        least(each, lambda step: step.microseconds("other")) for each in parts.values()
-    ]
+    every = [step for steps in parts.values() for step in steps]
+    shares = [least(steps, lambda step: step.python) for steps in parts.values()]
     if traces[0].is_on_gpu or min(shares) < OUTSIDE:
         return []
-    taken = fmean(step.share("other") for step in steps)
-    number = fmean(step.num_operators for step in steps)
-    each = fmean(step.microseconds("compute") for step in steps) / max(1.0, number)
+    taken = fmean(step.python / 1e6 / step.seconds for step in every)
+    number = fmean(step.num_operators for step in every)
+    each = fmean(step.microseconds("compute") for step in every) / max(1.0, number)
     return [
-        f"{percent(taken)} of the step is outside of operators: Python, around "
-        f"{significant(number)} operators of {significant(each)} us each, as a mean"
+        f"{percent(taken)} of the step is Python outside of operators, of which there "
+        f"are {significant(number)} of {significant(each)} us each, as a mean"
     ]
 
 
