@@ -363,6 +363,7 @@ class Lab:
         name: str | None = None,
         seed: int = 0,
         resume: bool = False,
+        fits: Callable[..., Any] | None = None,
         live: bool = True,
         **run_options: Any,
     ) -> "Study":
@@ -386,6 +387,10 @@ class Lab:
         strategy : str, default ddp
             As for `train`.
         {options}
+        fits : callable, optional
+            Takes parameters of the space by name and returns the plain model, or
+            (model, x) with a batch of its input: trials that `estimate` predicts not
+            to fit, at a `batch_size` of the space if it has one, are skipped.
         live : bool, default True
             Show one picture of all trials while it runs.
         **run_options
@@ -413,6 +418,7 @@ class Lab:
         given = dict(locals())  # a test holds the keywords and TuneOptions together
         from labkit.notebook.tuning.tuner import Tuner
         from labkit.notebook.tuning.tuner import TuneRequest
+        from labkit.strategies import find_strategy
 
         check_flag("live", live)
         known = {each.name for each in fields(RunOptions)}
@@ -433,6 +439,16 @@ class Lab:
                     f"{', '.join(allowed)}"
                 )
 
+        run_options = {k: v for k, v in run_options.items() if v is not None}
+        if isinstance(space, Mapping) and "strategy" not in space:
+            technique = find_strategy(strategy)
+            check_options(
+                technique,
+                RunOptions(**run_options),
+                device=self.device,
+                world_size=self.world_size,
+            )
+
         def train(
             strategy: str, work: Any, *, name: str, watch: Any, **options: Any
         ) -> "Run":
@@ -443,9 +459,9 @@ class Lab:
             **{each.name: given[each.name] for each in fields(TuneOptions)}
         )
         request = TuneRequest(
-            code_or_function, space, strategy, options, run_options, live
+            code_or_function, space, strategy, options, run_options, live, fits
         )
-        return Tuner(request, train, self.restart).run()
+        return Tuner(request, train, self.restart, self.estimate).run()
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
         """Find runs by name.

@@ -276,6 +276,42 @@ fit(model, data, nn.functional.mse_loss, optimizer=optimizer, batch_size=batch_s
     assert study.best_value == pytest.approx(rate, rel=0.01)
 
 
+def test_what_is_forecast_not_to_fit_is_skipped(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    # In bytes, of a model of 400 MB under AdamW: 1600 MB under ddp, half under fsdp.
+    monkeypatch.setattr(lab, "_device_bytes", lambda: 1.2e9)
+
+    def build(width: int) -> torch.nn.Module:
+        with torch.device("meta"):
+            layers = [torch.nn.Linear(width, width) for _ in range(4)]
+            return torch.nn.Sequential(*layers)
+
+    space = {"strategy": ["ddp", "fsdp"], "width": [10, 5000]}
+    options = {"space": space, "sampler": "grid", "metric": "steps_per_s"}
+    code = """
+from torch.utils.data import TensorDataset
+model = torch.nn.Linear(2, 1)
+data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+fit(model, data, torch.nn.functional.mse_loss, batch_size=4, epochs=2,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+    study = tune(lab, code, strategy="ddp", fits=build, **options)
+    states = study.table.set_index(["strategy", "width"])["state"].to_dict()
+    assert states == {
+        ("ddp", 10): "finished",
+        ("fsdp", 10): "finished",
+        ("ddp", 5000): "skipped",
+        ("fsdp", 5000): "finished",
+    }
+    assert "1 skipped" in study.summary()
+    assert study.plot()._repr_png_()
+    with pytest.raises(ValueError, match="fits takes width, which the space does not"):
+        tune(lab, code, space={"strategy": ["ddp"]}, fits=build)
+
+
 def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
     num_runs = len(lab.runs)
     for options, says in (
@@ -305,6 +341,12 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
         given = {"space": {"level": [1, 2]}} | options
         with pytest.raises(ValueError, match=says):
             tune(lab, SHORT, **given)
+    # A name under which nothing came about is free.
+    with pytest.raises(ValueError, match="has no 'accuracy'"):
+        tune(lab, SHORT, space={"level": [1]}, metric="accuracy", name="again")
+    study = tune(lab, SHORT, space={"level": [1]}, trials=1, name="again")
+    assert len(study.table) == 1
+    num_runs += 2
     assert len(lab.runs) == num_runs + 1  # to see which metrics there are
 
 

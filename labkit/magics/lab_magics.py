@@ -169,6 +169,12 @@ class LabMagics(Magics):
         '"log"), (low, high, step) or list of choices',
     )
     @options(TuneOptions)
+    @argument(
+        "--fits",
+        metavar="FUNCTION",
+        help="a function of the notebook that takes parameters by name and returns the "
+        "model, or (model, x): what is forecast not to fit is skipped",
+    )
     @options(RunOptions, *OF_EVERY_TRIAL)
     @argument("--no-live", action="store_true", help="do not plot while it runs")
     @line_cell_magic
@@ -184,6 +190,7 @@ class LabMagics(Magics):
             self._work_of(args, "dist_tune"),
             self._variable(args.space),
             strategy=args.strategy,
+            fits=args.fits and self._variable(args.fits, callable, "function"),
             live=not args.no_live,
             **given(TuneOptions, args),
             **{name: value for name, value in chosen.items() if value is not None},

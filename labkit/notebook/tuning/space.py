@@ -1,5 +1,7 @@
-"""What a study may try: a dict of ranges, as Optuna's distributions."""
+"""What a study may try: a dict of ranges as Optuna's distributions, and what fits."""
 
+import inspect
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +10,7 @@ from labkit.checks import check_pushed_name
 from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import short_repr
+from labkit.records import format_bytes
 
 HOW = (
     'write (low, high), (low, high, "log"), (low, high, step) with a number, or a list '
@@ -87,3 +90,52 @@ def distribution_of(name: str, values: Any) -> Any:
             low, high, log=more == ["log"], step=1 if step is None else step
         )
     return distributions.FloatDistribution(low, high, log=more == ["log"], step=step)
+
+
+def check_fits(fits: Any, ranges: Mapping[str, Any]) -> None:
+    """ValueError unless `fits` makes a model of some of the parameters."""
+    if not callable(fits):
+        raise ValueError(
+            f"fits is {short_repr(fits)}; give a function that takes parameters of the "
+            "space by name, and returns the plain model, or (model, x) with a batch of "
+            "its input"
+        )
+    names = inspect.signature(fits).parameters
+    needed = [n for n, each in names.items() if each.default is each.empty]
+    if missing := [name for name in needed if name not in ranges]:
+        raise ValueError(
+            f"fits takes {', '.join(missing)}, which the space does not have; give it "
+            "a default value"
+        )
+
+
+def why_not(
+    fits: Callable[..., Any],
+    estimate: Callable[..., Any],
+    params: Mapping[str, Any],
+    strategy: str,
+    run_options: Mapping[str, Any],
+) -> str:
+    """Why a run with these parameters is forecast not to fit; "" where it may.
+
+    `estimate` is `Lab.estimate`. What it does not know, as `raw`, may fit.
+    """
+    taken = inspect.signature(fits).parameters
+    made = fits(**{name: params[name] for name in taken if name in params})
+    model, x = made if isinstance(made, tuple) else (made, None)
+    names = ("precision", "accumulate", "activation_checkpointing")
+    options = {name: run_options[name] for name in names if name in run_options}
+    size = params.get("batch_size")
+    forecast = estimate(model, x, batch_size=size, **options)
+    mesh = run_options.get("mesh")
+    rows = forecast.table.droplevel(0)
+    ours = [
+        name
+        for name in rows.index
+        if name == strategy
+        or (name.startswith(f"{strategy} --mesh") and mesh in (None, name.split()[-1]))
+    ]
+    if not ours or any(rows.loc[name, "fits"] is not False for name in ours):
+        return ""
+    peak = format_bytes(min(rows.loc[name, "total_peak"] for name in ours))
+    return f"forecast {peak} of {format_bytes(forecast.device_bytes)}"

@@ -40,6 +40,10 @@ def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
     """
     folder = studies_folder() / (options.name or new_name())
     is_there = (folder / FILE).exists()
+    if is_there and not options.resume and is_empty(connected(folder)):
+        for path in folder.glob(f"{FILE}*"):
+            path.unlink()
+        is_there = False
     if is_there and not options.resume:
         raise ValueError(
             f"there is a study {folder.name!r} in {folder.parent}; add resume=True "
@@ -106,6 +110,12 @@ def repeat_unended(study: Any) -> None:
             study.enqueue_trial(trial.params)
             repeated.append(trial.number)
     study.set_user_attr(REPEATED, repeated)
+
+
+def is_empty(study: Any) -> bool:
+    """Whether nothing came of it: what it was asked for could not be."""
+    trials = study.get_trials(deepcopy=False)
+    return all(each.state.name == "FAIL" and is_unended(each) for each in trials)
 
 
 def is_unended(trial: Any) -> bool:

@@ -85,14 +85,15 @@ class Study:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per trial: its parameters, value, state ("finished", "pruned" or
-        "failed"), steps, seconds, and the name of its run; why, where it failed."""
+        """One row per trial: its parameters, value, state ("finished", "pruned",
+        "failed", or "skipped", where it was forecast not to fit), steps, seconds, and
+        the name of its run."""
         rows = [
             {
                 "trial": each.number,
                 **each.params,
                 "value": value_of(each),
-                "state": STATES[each.state.name],
+                "state": state_of(each),
                 "steps": each.user_attrs.get("steps", 0),
                 "seconds": each.user_attrs.get("seconds", math.nan),
                 "run": each.user_attrs.get("run", ""),
@@ -129,7 +130,7 @@ class Study:
 
         RuntimeError where none did.
         """
-        number = self._best_number()
+        number = self.best_number
         if number is None:
             raise UserError(
                 f"no trial of {self.name} has finished; its table and errors say how "
@@ -137,7 +138,9 @@ class Study:
             )
         return number
 
-    def _best_number(self) -> int | None:
+    @property
+    def best_number(self) -> int | None:
+        """As `best_trial`; None where no trial has finished."""
         done = [each for each in self.trials if each.state.name == "COMPLETE"]
         if not done:
             return None
@@ -216,13 +219,13 @@ class Study:
         str
             As "lr: 12 trials, 7 finished, 4 pruned, 1 failed; best loss 0.12, trial 5".
         """
-        states = [STATES[each.state.name] for each in self.trials]
+        states = [state_of(each) for each in self.trials]
         parts = [f"{len(states)} trial{'s' * (len(states) != 1)}"]
-        for state in STATES.values():
+        for state in (*STATES.values(), "skipped"):
             if count := states.count(state):
                 parts.append(f"{count} {state}")
         line = f"{self.name}: {', '.join(parts)}"
-        number = self._best_number()
+        number = self.best_number
         if number is None:
             return line
         best = significant(self.best_value)
@@ -244,7 +247,7 @@ class Study:
         Parameters
         ----------
         left : str, optional
-            What is left of it, in words.
+            What is left of it, in words, while it runs.
 
         Returns
         -------
@@ -254,6 +257,10 @@ class Study:
         from labkit.notebook.tuning.study_plot import Line
         from labkit.notebook.tuning.study_plot import StudyDrawing
 
+        trials = self.trials
+        if left:  # one runs, whose kernel is this one
+            found = self.optuna.get_trials(deepcopy=False)
+            trials += [each for each in found if each.state.name == "RUNNING"]
         lines = [
             Line(
                 each.number,
@@ -261,11 +268,17 @@ class Study:
                 sorted(each.intermediate_values.items()),
                 value_of(each),
             )
-            for each in self.trials
+            for each in trials
+            if "skipped" not in each.user_attrs
         ]
-        best = self._best_number()
+        best = self.best_number
         title = self.summary() + left
         return StudyDrawing(title, self.metric, self.is_max, lines, best)
+
+
+def state_of(trial: Any) -> str:
+    """How a trial stands, in a word."""
+    return "skipped" if "skipped" in trial.user_attrs else STATES[trial.state.name]
 
 
 def value_of(trial: Any) -> float:

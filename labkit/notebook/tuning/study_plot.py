@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.figure import to_png
 from labkit.notebook.plots.style import INK
@@ -118,6 +120,7 @@ class StudyDrawing:
             )
             [best] = [x for x in done if x.trial == self.best]
             axes.plot([best.trial], [best.value], "*", color=BEST, ms=12, label="best")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlim(-0.5, max((line.trial for line in self.lines), default=0) + 0.5)
         handles, labels = axes.get_legend_handles_labels()
         kept = {

@@ -28,9 +28,11 @@ from labkit.notebook.tuning.live_metric import LiveMetric
 from labkit.notebook.tuning.options import NUM_TRIALS
 from labkit.notebook.tuning.options import RATES
 from labkit.notebook.tuning.options import TuneOptions
+from labkit.notebook.tuning.space import check_fits
 from labkit.notebook.tuning.space import check_grid
 from labkit.notebook.tuning.space import distributions_of
 from labkit.notebook.tuning.space import load_optuna
+from labkit.notebook.tuning.space import why_not
 from labkit.notebook.tuning.study import Study
 from labkit.notebook.tuning.study_view import StudyView
 from labkit.options import check_values
@@ -55,6 +57,8 @@ class TuneRequest:
     run_options: Mapping[str, Any]
     """For each run, as `Lab.train` takes them."""
     is_shown: bool = True
+    fits: Callable[..., Any] | None = None
+    """Makes a model of parameters, for the forecast."""
 
 
 class TrialWatch(RunWatch):
@@ -130,10 +134,14 @@ class Tuner:
     """Runs the trials of one study."""
 
     def __init__(
-        self, request: TuneRequest, train: Train, bring_back: Callable[[], Any]
+        self,
+        request: TuneRequest,
+        train: Train,
+        bring_back: Callable[[], Any],
+        estimate: Callable[..., Any],
     ) -> None:
-        """Nothing has run. `bring_back()` restarts dead ranks. Raises ValueError for
-        what cannot be."""
+        """Nothing has run. `bring_back()` restarts dead ranks, `estimate` is that of
+        the lab. Raises ValueError for what cannot be."""
         check_values(request.options)
         if request.options.resume and request.options.name is None:
             raise ValueError("resume goes with name: which study is to go on?")
@@ -144,6 +152,9 @@ class Tuner:
         self._ranges = distributions_of(request.space)
         if options.sampler == "grid":
             check_grid(self._ranges)
+        if request.fits is not None:
+            check_fits(request.fits, self._ranges)
+        self._estimate = estimate
         self._takes_strategy = check_work(request.work, self._ranges)
         to_json = load_optuna().distributions.distribution_to_json
         space = {name: to_json(each) for name, each in self._ranges.items()}
@@ -158,8 +169,10 @@ class Tuner:
         name = self._optuna.study_name
         self.study = Study(self._optuna, storage.studies_folder() / name)
         self._num_trials = options.trials
-        is_open = options.seconds is not None or options.sampler == "grid"
-        if options.trials is None and not is_open:
+        if options.sampler == "grid":
+            size = math.prod(len(each.choices) for each in self._ranges.values())
+            self._num_trials = min(size, options.trials or size)
+        elif options.trials is None and options.seconds is None:
             self._num_trials = NUM_TRIALS
         self._is_exhausted = False
         self._optuna.stop = self._note_exhausted  # as a grid does; not for our loop
@@ -214,6 +227,8 @@ class Tuner:
         trial = self._optuna.ask(self._ranges)
         watch = TrialWatch(trial, self._options.metric, deadline, view, self._said)
         strategy, work, options = self._work_of(trial)
+        if self._request.fits is not None and self._skips(trial, strategy, options):
+            return
         name = f"{self.study.name}-trial-{trial.number}"
         failures: tuple[type[Exception], ...] = (RankError, CellTimeoutError)
         if "strategy" in self._ranges:  # of which some may not take the options
@@ -232,6 +247,21 @@ class Tuner:
             self._note_run(trial, watch)
             self._take_value(trial, watch)
         self._keep_best_checkpoint()
+
+    def _skips(self, trial: Any, strategy: str, options: Mapping[str, Any]) -> bool:
+        """Whether the trial is forecast not to fit, and does not run."""
+        assert self._request.fits is not None
+        try:
+            why = why_not(
+                self._request.fits, self._estimate, trial.params, strategy, options
+            )
+        except BaseException:
+            self._optuna.tell(trial, state=load_optuna().trial.TrialState.FAIL)
+            raise
+        if why:
+            trial.set_user_attr("skipped", why)
+            self._optuna.tell(trial, state=load_optuna().trial.TrialState.PRUNED)
+        return bool(why)
 
     def _length(self) -> int | None:
         """How many values the metric of the first run had that finished."""
@@ -322,11 +352,8 @@ class Tuner:
             raise self._first_error
 
     def _keep_best_checkpoint(self) -> None:
-        best = None
-        trials = self.study.trials
-        if any(each.state.name == "COMPLETE" for each in trials):
-            best = self.study.best_trial
-        for each in trials:
+        best = self.study.best_number
+        for each in self._optuna.get_trials(deepcopy=False):
             folder = each.user_attrs.get("checkpoint")
             if folder is not None and each.number != best:
                 shutil.rmtree(Path(folder), ignore_errors=True)
