@@ -381,9 +381,9 @@ class Lab:
             As for `train`. A function takes the parameters by name, a cell has them
             as variables.
         space : mapping of str to tuple, list or distribution
-            Parameters and their ranges: `(low, high)`, `(low, high, "log")` or `(low,
-            high, step)`, whole numbers where low and high are; a list of choices; or
-            a distribution of Optuna's. "strategy" is that of the run.
+            Parameters and their ranges: `(low, high)`, `(low, high, "log")` or
+            `(low, high, step)`, whole numbers where low and high are; a list of
+            choices; or a distribution of Optuna's. "strategy" is that of the run.
         strategy : str, default ddp
             As for `train`.
         {options}
