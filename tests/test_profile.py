@@ -339,7 +339,7 @@ def test_slow_computing_on_one_rank_is_named(lab: Lab) -> None:
 a = torch.randn(700, 700)
 def more(x):
     if rank == 0:
-        for _ in range(3):
+        for _ in range(10):
             a.mm(a)
 train(more)
 """
@@ -352,7 +352,7 @@ def test_a_rank_that_sleeps_is_named(lab: Lab) -> None:
     run = profiled(lab, "train(lambda x: time.sleep(0.03 * rank))")
     [reason, *_] = run.profile.reasons
     assert reason.startswith("Rank 0 waits ")
-    assert "for rank 1, which is outside of operators for 3" in reason
+    assert "for rank 1, which is outside of operators for " in reason
     assert reason.endswith("asleep, or waiting for something else")
 
 
@@ -398,6 +398,46 @@ def test_what_is_recorded_can_be_opened(lab: Lab) -> None:
     assert set(range(10, 14)).isdisjoint(
         each.step for each in run.collector.measurements[0]
     )
+
+
+BLOCK = """
+def look(x):
+    if number == 5:
+        with profile():
+            x.exp()
+            dist.all_reduce(torch.ones(4))
+            {more}
+number = 0
+def counted(x):
+    global number
+    number += 1
+    look(x)
+train(counted)
+"""
+
+
+def test_a_block_is_recorded_as_a_step(lab: Lab) -> None:
+    code = CODE + BLOCK.format(more="")
+    profile = lab.train("ddp", code, live=False).profile
+    assert list(profile.steps["step"]) == [5, 5]
+    assert "aten::exp" in set(profile.operators["operator"])
+    assert "aten::addmm" not in set(profile.operators["operator"])
+
+
+def test_a_block_within_recorded_steps_is_refused(lab: Lab) -> None:
+    code = CODE + BLOCK.format(more="")
+    with pytest.raises(RuntimeError, match="profiler is active in this process alr"):
+        lab.train("ddp", code, profile="5-6", live=False)
+    lab.run("assert not torch.autograd._profiler_enabled()")
+
+
+def test_a_block_that_fails_leaves_no_profiler(lab: Lab) -> None:
+    code = CODE + BLOCK.format(more="1 / 0")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        lab.train("ddp", code, live=False)
+    lab.run("assert not torch.autograd._profiler_enabled()")
+    with pytest.raises(RuntimeError, match="and profile belong to a training run"):
+        lab.run("profile()")
 
 
 def test_a_run_that_is_too_short_says_so(lab: Lab) -> None:

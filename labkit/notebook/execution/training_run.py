@@ -186,7 +186,7 @@ class Training:
             differ = [s for s in mismatches if is_whole or s.endswith(NO_LONGER_ONE)]
             for sentence in [*self.run.notes, *differ]:
                 self._request.watch.take_note(sentence)
-            if self._request.options.profile and self.run.has_profile:
+            if self.run.has_profile:
                 show_profile(self.run)
 
     def _send_work(self) -> None:

@@ -37,6 +37,8 @@ from labkit.rank.measuring.devices import why_lost
 from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.measuring.serving import Serving
+from labkit.rank.profiling.block import BlockProfile
+from labkit.rank.profiling.recorder import Recorder
 from labkit.rank.profiling.step_recorder import StepRecorder
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
@@ -328,7 +330,7 @@ class CellRunner:
         """Names for a training cell; in a plain one they say where they belong."""
         if spec.strategy is None:
             return {
-                **dict.fromkeys(TRAINING_NAMES, only_in_training_cells),
+                **dict.fromkeys((*TRAINING_NAMES, "profile"), only_in_training_cells),
                 **checkpoint_names(Checkpoints()),
             }
         strategy = find_strategy(spec.strategy)
@@ -355,9 +357,14 @@ class CellRunner:
         self._stop_point = StopPoint()
         plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
         slowing = self._slowing(options)
-        profiler = self._profiler(
-            spec, options, plan, note=lambda text: session.note(text)
+        recorder = Recorder(
+            None if spec.folder is None else Path(spec.folder) / PROFILE_FOLDER,
+            rank=rank,
+            device=self.group.device,
+            sees_modules=not options.compile,
+            note=lambda text: session.note(text),
         )
+        profiler = self._profiler(recorder, options, plan)
         profiling = [] if profiler is None else [profiler]
         session = Session(
             strategy,
@@ -382,6 +389,11 @@ class CellRunner:
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in TRAINING_NAMES}
         names |= checkpoint_names(Checkpoints(session.prepared))
+        names["profile"] = BlockProfile(
+            recorder,
+            num_steps=lambda: session.num_steps,
+            meet=lambda: session.peers.sum(0.0),
+        )
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
@@ -395,11 +407,7 @@ class CellRunner:
         return [Slowing(factor, self.group.device)] if is_this_one else []
 
     def _profiler(
-        self,
-        spec: CellSpec,
-        options: TrainOptions,
-        plan: CheckpointPlan | None,
-        note: Callable[[str], None],
+        self, recorder: Recorder, options: TrainOptions, plan: CheckpointPlan | None
     ) -> StepRecorder | None:
         """What records some steps of the run, if that is asked for."""
         if not options.profile:
@@ -407,12 +415,7 @@ class CellRunner:
         from_step = plan and plan.resume_from
         taken = step_of(Path(from_step)) if from_step else 0
         return StepRecorder(
-            steps_to_profile(options.profile, taken),
-            None if spec.folder is None else Path(spec.folder) / PROFILE_FOLDER,
-            rank=self.placement.rank,
-            device=self.group.device,
-            sees_modules=not options.compile,
-            note=note,
+            steps_to_profile(options.profile, taken), recorder, note=recorder.note
         )
 
     def _serve(self, strategy: Strategy, roles: Roles, options: TrainOptions) -> None:
@@ -484,8 +487,8 @@ def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:
-    """Stands for prepare, fit, log and stop_early in a plain `%%dist` cell."""
+    """Stands for prepare, fit, log, stop_early and profile in a plain `%%dist` cell."""
     raise RuntimeError(
-        "prepare, fit, log and stop_early belong to a training run; begin the cell "
-        "with %%dist_train STRATEGY, as %%dist_train ddp"
+        "prepare, fit, log, stop_early and profile belong to a training run; begin the "
+        "cell with %%dist_train STRATEGY, as %%dist_train ddp"
     )

@@ -283,6 +283,11 @@ class Session:
         self._optimizers.clear()
         self._prepared = []
 
+    @property
+    def num_steps(self) -> int:
+        """That the run has taken."""
+        return self._records.num_steps
+
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""
         return self._prepared

@@ -1,0 +1,130 @@
+"""Records with torch.profiler what a rank does, and writes it to the run's folder."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile
+from torch.profiler import record_function
+
+from labkit.compat.torch import is_profiled
+from labkit.rank.profiling.module_marks import ModuleMarks
+from labkit.records import STEP_MARK
+from labkit.records import TRACE_FILE
+
+NOT_WRITTEN = "--profile: what rank {rank} has recorded cannot be written: {error}"
+SCHEDULED = Path("/proc/thread-self/schedstat")
+"""On Linux: the time that the thread has run and has waited to run, in nanoseconds."""
+
+
+class Recorder:
+    """The profiler of a rank, which is that of its process: one at a time."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        rank: int,
+        device: torch.device,
+        sees_modules: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        """With `sees_modules` the forward passes of modules are marked: compiled code
+        would be compiled again for that."""
+        self.rank = rank
+        self.folder = folder
+        self._device = device
+        self.note = note
+        self._profiler: profile | None = None
+        self._modules = ModuleMarks() if sees_modules else None
+        self.marks = contextlib.ExitStack()
+        """The ranges that are open: the step's, and what is in it."""
+        self._noted: list[list[int]] = []
+        """Each step, when it began by `time.time_ns`, and twice two numbers of
+        nanoseconds, at its begin and at its end: see `core_times`."""
+
+    @property
+    def is_recording(self) -> bool:
+        return self._profiler is not None
+
+    def start(self) -> bool:
+        """Begin to record; False where the process has a profiler already."""
+        if is_profiled():
+            return False
+        # Else it writes lines to stderr; read where a profiler is started first.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(
+            activities=activities, record_shapes=True, profile_memory=True
+        )
+        self._noted = []
+        self._profiler = profiler  # before it starts: an interrupt may come
+        profiler.start()
+        if self._modules is not None:
+            self._modules.install()
+        return True
+
+    def begin_step(self, number: int) -> None:
+        times = core_times()
+        self._noted.append([number, time.time_ns(), *times, *times])
+        self.marks.enter_context(record_function(STEP_MARK.format(number)))
+
+    def end_step(self) -> None:
+        self.marks.close()
+        if self._noted:
+            self._noted[-1][-2:] = core_times()
+
+    def stop(self) -> profile:
+        """Record no longer; nothing is written."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        if self._modules is not None:
+            self._modules.remove()
+        self.marks.close()
+        profiler.stop()
+        return profiler
+
+    def finish(self) -> None:
+        """End the step and write what was recorded, now: the run may yet fail."""
+        assert self._profiler is not None
+        assert self.folder is not None
+        self.end_step()
+        facts = {"rank": self.rank, "device": str(self._device), "steps": self._noted}
+        self._profiler.add_metadata_json("labkit", json.dumps(facts))
+        profiler = self.stop()
+        try:
+            with renamed_to(self.folder / TRACE_FILE.format(self.rank)) as temporary:
+                profiler.export_chrome_trace(str(temporary))
+        except OSError as error:
+            self.note(NOT_WRITTEN.format(rank=self.rank, error=error))
+
+
+def core_times() -> list[int]:
+    """For how long this thread has had a core, and has waited for one while others had
+    it, in nanoseconds; 0 for the second where the system does not count it."""
+    try:
+        waited = int(SCHEDULED.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        waited = 0
+    return [time.thread_time_ns(), waited]
+
+
+@contextlib.contextmanager
+def renamed_to(path: Path) -> Iterator[Any]:
+    """Where to write a file that is then at `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{os.getpid()}.{path.name.split('.', 1)[1]}.tmp.gz")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
