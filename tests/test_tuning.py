@@ -410,6 +410,22 @@ def test_a_curve_is_the_weighted_mean_over_ranks_of_whole_steps() -> None:
     collector.add(1, Batch(4, names, records([0, 1], [3, 3], [3.0, 1.0])))
     assert curve.new_points() == [(3, 2.0)]
     assert curve.final() == 2.0
+    # Of a run that stopped: a rank has taken a step that the other has not.
+    collector.add(0, Batch(6, names, records([0, 1], [4, 4], [0.5, 1.0])))
+    assert curve.new_points() == []
+    assert curve.new_points(is_final=True) == [(4, 0.5)]
+
+
+def test_a_metric_that_one_rank_alone_logs_waits_for_the_others_step() -> None:
+    collector = Collector([0, 1])
+    curve = LiveMetric(collector, "score")
+    names = [NOTICED_LOSS, "score"]
+    collector.add(0, Batch(0, names, records([0, 1, 0], [1, 1, 2], [9.0, 5.0, 9.0])))
+    assert curve.new_points() == []
+    collector.add(1, Batch(0, names, records([0], [1], [9.0])))
+    assert curve.new_points() == []  # it may still log its own
+    collector.add(1, Batch(1, names, records([0], [2], [9.0])))
+    assert curve.new_points() == [(1, 5.0)]
 
 
 def test_places_are_the_same_in_every_run_and_few_in_a_long_one() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.collector import GrowingArray
 from labkit.records import LOSS_WEIGHT
 
 DENSE = 8
@@ -12,70 +13,124 @@ GROWTH = 1.25
 TAIL = 0.1
 """The part of the losses whose mean is that of the run."""
 
+Part = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Steps, values, and what each counts."""
+
 
 class LiveMetric:
     """The values of one metric of a run, in their order; of all its ranks together.
 
     They are looked at in the same places of every run, so that runs can be compared:
-    the more there are, the fewer, each as the mean since the place before.
+    the more there are, the fewer, each as the mean since the place before. A look pays
+    for what is new, not for all that there is.
     """
 
     def __init__(self, collector: Collector, metric: str) -> None:
         self._collector = collector
         self._metric = metric
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._num_seen = dict.fromkeys(self._collector.ranks, 0)
+        """Records of each rank."""
+        self._parts: dict[int, Part] = {}
+        """What ranks have of steps that others have not reached."""
+        self._reached = dict.fromkeys(self._collector.ranks, -1)
+        """The last step of which each rank has sent the metric."""
+        self._values = GrowingArray(np.dtype(float))
         self._last = 0
         """The place that was looked at last."""
-        self._num_records = -1
 
-    def new_points(self) -> list[tuple[int, float]]:
+    def new_points(self, *, is_final: bool = False) -> list[tuple[int, float]]:
         """The places that are reached since it was last asked, and their values."""
-        num_records = sum(self._collector.num_records.values())
-        if num_records == self._num_records:
-            return []
-        self._num_records = num_records
-        values = self.values()
+        values = self.values(is_final=is_final)
         found = []
         while (place := next_place(self._last)) <= len(values):
             found.append((place, float(values[self._last : place].mean())))
             self._last = place
         return found
 
-    def values(self) -> np.ndarray:
-        """One for each step up to the last that all ranks have reached which log it:
-        the mean over them."""
-        found = [self._of_rank(rank) for rank in self._collector.ranks]
-        found = [each for each in found if len(each[0])]
-        if not found:
-            return np.empty(0)
-        columns = zip(*found, strict=True)
-        steps, values, weights = (np.concatenate(column) for column in columns)
-        last = min(of_rank[0][-1] for of_rank in found)
-        _, place = np.unique(steps, return_inverse=True)
-        sums = np.bincount(place, weights * values)
-        means = sums / np.maximum(np.bincount(place, weights), 1e-300)
-        return means[: len(np.unique(steps[steps <= last]))]
-
-    def _of_rank(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps, values, and what each counts: as in `RunRecord.mean_loss`."""
-        series = self._collector.series(rank, self._metric)
-        steps, values = series["step"], series["value"]
-        weights = np.ones(len(values))
-        for metric in ("samples", LOSS_WEIGHT) if self._metric == "loss" else ():
-            known = self._collector.series(rank, metric)
-            if len(known):
-                at = np.searchsorted(known["step"], steps).clip(max=len(known) - 1)
-                is_there = known["step"][at] == steps
-                weights = np.where(is_there, known["value"][at], weights)
-        return steps, values, weights
-
     def final(self) -> float | None:
-        """The run's one value; None where it has none."""
-        values = self.values()
+        """The one value of a run that has ended; None where it has none."""
+        values = self.values(is_final=True)
         if not len(values):
             return None
         if self._metric != "loss":
             return float(values[-1])
         return float(values[-max(1, round(TAIL * len(values))) :].mean())
+
+    def values(self, *, is_final: bool = False) -> np.ndarray:
+        """One for each step that has any, up to the last of which all ranks have sent
+        theirs: the mean over those that have."""
+        if any(
+            self._collector.num_records[rank] < num_seen
+            for rank, num_seen in self._num_seen.items()
+        ):
+            self._start_over()  # the run has, from a checkpoint
+        if self._take_new() or is_final:
+            self._add_whole_steps(is_final)
+        return self._values.view()
+
+    def _take_new(self) -> bool:
+        """Take the records that have come; whether there were any."""
+        is_new = False
+        for rank, num_seen in self._num_seen.items():
+            records = self._collector.records(rank)[num_seen:]
+            names = self._collector.metrics(rank)
+            self._num_seen[rank] += len(records)
+            is_new |= len(records) > 0
+            if self._metric not in names:
+                continue
+            ours = records[records["metric"] == names.index(self._metric)]
+            if not len(ours):
+                continue
+            self._reached[rank] = max(self._reached[rank], int(ours["step"].max()))
+            weights = np.ones(len(ours))
+            for metric in ("samples", LOSS_WEIGHT) if self._metric == "loss" else ():
+                if metric in names:
+                    known = records[records["metric"] == names.index(metric)]
+                    weights = where_known(ours["step"], known, weights)
+            part = ours["step"], ours["value"], weights
+            before = self._parts.get(rank)
+            self._parts[rank] = part if before is None else joined([before, part])
+        return is_new
+
+    def _add_whole_steps(self, is_final: bool) -> None:
+        # What a rank logs at a step comes before its next step: it may log nothing.
+        reached = [
+            max(step, self._collector.steps[rank] - 1)
+            for rank, step in self._reached.items()
+        ]
+        last = max(reached) + 1 if is_final else min(reached)
+        whole = [
+            (steps[steps <= last], values[steps <= last], weights[steps <= last])
+            for steps, values, weights in self._parts.values()
+        ]
+        if not any(len(steps) for steps, _, _ in whole):
+            return
+        steps, values, weights = joined(whole)
+        _, place = np.unique(steps, return_inverse=True)
+        sums = np.bincount(place, weights * values)
+        self._values.extend(sums / np.maximum(np.bincount(place, weights), 1e-300))
+        self._parts = {
+            rank: (steps[steps > last], values[steps > last], weights[steps > last])
+            for rank, (steps, values, weights) in self._parts.items()
+        }
+
+
+def where_known(
+    steps: np.ndarray, known: np.ndarray, otherwise: np.ndarray
+) -> np.ndarray:
+    """The values of the records `known` at these steps."""
+    if not len(known):
+        return otherwise
+    at = np.searchsorted(known["step"], steps).clip(max=len(known) - 1)
+    return np.where(known["step"][at] == steps, known["value"][at], otherwise)
+
+
+def joined(parts: list[Part]) -> Part:
+    steps, values, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return steps, values, weights
 
 
 def next_place(last: int) -> int:

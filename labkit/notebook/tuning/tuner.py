@@ -126,7 +126,7 @@ class TrialWatch(RunWatch):
 
     def report_rest(self) -> None:
         """The run has ended: what there is of its curve. Nothing is pruned any more."""
-        for place, value in self.metric.new_points():
+        for place, value in self.metric.new_points(is_final=True):
             self._trial.report(value, place)
 
 
