@@ -14,6 +14,7 @@ from labkit.notebook.plots.style import RANK_COLOURS
 from labkit.notebook.plots.style import SMALL
 from peers.machine import LIMITS
 from peers.rows import BY_KEY
+from peers.rows import NEXT_LIMIT_S
 from peers.rows import PEERS
 from peers.rows import ROWS
 from peers.rows import Row
@@ -47,8 +48,8 @@ def page(figures: dict[str, Any]) -> str:
         "## Failures\n",
         "Each failure was tried once. A cell that has not ended by its limit counts as "
         "hung; that time is not part of the next row. Where the next cell does not "
-        "work within 15 s either, the kernel and all ranks are restarted: the time "
-        "until a cell works includes that wait and the restart.\n",
+        f"work within {NEXT_LIMIT_S:.0f} s either, the kernel and all ranks are "
+        "restarted: the time until a cell works is then that of the restart alone.\n",
         table(figures, failures),
         "\n".join(notes(figures)),
     ]

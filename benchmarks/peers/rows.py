@@ -56,6 +56,8 @@ NOTHING_TO_KEEP = (
     "Tools whose ranks end with each launch have nothing to keep, and a failure ends "
     "the launch."
 )
+NEXT_LIMIT_S = 10.0
+"""The first cell after a failure; a script takes seconds to start."""
 WHAT_FAILS = {
     "raise": "one rank raises, others in all_reduce",
     "kill": "`kill -9` of a rank, others in all_reduce",

@@ -22,6 +22,7 @@ from peers.launcher import NotebookLauncher
 from peers.monarch import Monarch
 from peers.nbdistributed import NbDistributed
 from peers.px import IPyParallel
+from peers.rows import NEXT_LIMIT_S
 from peers.rows import WHAT_FAILS
 from peers.session import Ended
 from peers.session import NotThereError
@@ -37,8 +38,6 @@ SESSIONS: dict[str, type[Session]] = {
 }
 CELL_LIMIT_S = 60.0
 CAUSE_LIMIT_S = 15.0
-NEXT_LIMIT_S = 15.0
-"""The first cell after a failure; a script takes seconds to start."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Plan:
     latency_s: int
 
 
-FULL = Plan(2, 3, 20, {2: 800, 10: 200}, tuple(cells.BY_HAND), 1, 20.0, (8, 16), 8)
-QUICK = Plan(1, 2, 10, {2: 400}, ("",), 1, 5.0, (), 5)
+FULL = Plan(2, 3, 20, {2: 320, 10: 120}, tuple(cells.BY_HAND), 1, 10.0, (8, 16), 6)
+QUICK = Plan(1, 1, 10, {2: 320}, ("",), 1, 5.0, (), 3)
 
 
 class Figures:
@@ -317,7 +316,12 @@ class Bench:
                 figures.hangs(f"{kind}_prompt", name, limit_s)
             began = ended.at if ended else time.time()
             with figures.noting(f"{kind}_next", name):
-                how = go_on(session, kind, is_back=ended is not None)
+                if not (ended and works_again(session, kind)):
+                    began = time.time()  # a user would not have waited in vain
+                    renew(session)
+                    how = "lost, all started again"
+                else:
+                    how = what_is_kept(session, kind)
                 figures.add(f"{kind}_next", name, time.time() - began)
                 if ended and not ended.is_error:
                     how += "; the cell says ok"
@@ -368,17 +372,16 @@ def cause(session: Session, kind: str) -> tuple[float, Any]:
     return failed_at, request
 
 
-def go_on(session: Session, kind: str, *, is_back: bool) -> str:
-    """Have a cell work again, by the gentlest way that there is: what was left."""
-    works = False
-    if is_back:
-        if kind == "kill":  # or else the first cell would only tell what is known
-            with contextlib.suppress(TimeoutError):
-                session.repair(NEXT_LIMIT_S)
-        works = session.works(NEXT_LIMIT_S)
-    if not works:
-        renew(session)
-        return "lost, all started again"
+def works_again(session: Session, kind: str) -> bool:
+    """Whether a cell works, after what the peer has for a repair."""
+    if kind == "kill":  # or else the first cell would only tell what is known
+        with contextlib.suppress(TimeoutError):
+            session.repair(NEXT_LIMIT_S)
+    return session.works(NEXT_LIMIT_S)
+
+
+def what_is_kept(session: Session, kind: str) -> str:
+    """Of the variables, after a failure that the session has survived."""
     kept = session.noted("sum-is-right", 1)
     survivors = kept[:-1] if kind == "kill" else kept
     if all(survivors):
