@@ -1,7 +1,10 @@
 """Values as bytes, for a process that has not their GPU, group or classes."""
 
 import io
+import mmap
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -76,3 +79,35 @@ def loads(payload: bytes | bytearray | memoryview) -> Any:
         raise ValueError(
             f"this cannot be loaded in another process: {type(error).__name__}: {error}"
         ) from error
+
+
+class MemoryFile:
+    """Bytes in memory that this user's other processes can open by a path.
+
+    They are there until it is closed or this process ends, so that none are left
+    behind. OSError where the system has no such files (it is Linux's memfd_create) or
+    no memory.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("no files in memory on this system")
+        self._file = io.FileIO(os.memfd_create("labkit"), "w")
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        try:
+            rest = memoryview(payload)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self.path.stat()  # there may be no /proc
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def mapped(path: Path) -> memoryview:
+    """What is in a file, read as it is used; the file may be removed meanwhile."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

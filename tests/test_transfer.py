@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from labkit import Lab
+from labkit import serialization
 from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster import transfer
@@ -42,12 +43,22 @@ slow = SlowToPull()
 """
 
 
+OPENED = """
+import os
+opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+"""
+
+
 def files_of(lab: Lab) -> list[Path]:
     folder = lab._ranks.cluster.folder
     return [*folder.glob("push-*"), *folder.glob("pull-*")]
 
 
-def test_what_is_large_goes_by_way_of_a_file_that_is_then_gone(lab: Lab) -> None:
+@pytest.mark.parametrize("memory_bytes", [transfer.MEMORY_BYTES, 0])
+def test_what_is_large_goes_by_way_of_a_file_that_is_then_gone(
+    lab: Lab, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MEMORY_BYTES", memory_bytes)
     large = torch.arange(2 * transfer.FILE_BYTES)
     lab.push(large=large)
     assert files_of(lab) == []
@@ -56,6 +67,40 @@ def test_what_is_large_goes_by_way_of_a_file_that_is_then_gone(lab: Lab) -> None
     assert files_of(lab) == []
     lab.run("large[:] = rank")
     assert [int(each[-1]) for each in lab.pull("large", "all")] == [0, 1]
+    lab.run(OPENED)
+    names: dict[str, Any] = {}
+    exec(OPENED, names)
+    for opened in [*lab.pull("opened", "all"), names["opened"]]:
+        assert not [name for name in opened if "memfd:labkit" in name]
+
+
+def test_what_may_not_be_opened_goes_in_parts(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """As where a sandbox keeps a process out of another's memory."""
+    forbidden = (
+        "from labkit import serialization\n"
+        "mapped = serialization.mapped\n"
+        "def forbidden(path):\n"
+        "    if f'/{os.getpid()}/' in str(path):\n"
+        "        return mapped(path)\n"
+        "    raise PermissionError(path)\n"
+        "serialization.mapped = forbidden\n"
+    )
+    names: dict[str, Any] = {"os": os}
+    monkeypatch.setattr(serialization, "mapped", serialization.mapped)
+    monkeypatch.setattr(transfer, "PART_BYTES", 2**22)
+    exec(forbidden, names)
+    lab.run(f"import os\n{forbidden}")
+    try:
+        large = torch.arange(2 * transfer.FILE_BYTES)
+        lab.push(large=large)
+        assert "push: 100%" in capsys.readouterr().err
+        for found in lab.pull("large", "all"):
+            torch.testing.assert_close(found, large)
+        assert "pull: 100%" in capsys.readouterr().err
+    finally:
+        lab.run("serialization.mapped = mapped")
 
 
 @pytest.fixture
@@ -67,6 +112,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_room(lab: Lab, small_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no file be made for what is copied, and copy in small parts."""
     monkeypatch.setattr(transfer, "PART_BYTES", 2**10)
+    monkeypatch.setattr(transfer, "MEMORY_BYTES", 0)
     monkeypatch.setattr(lab._ranks.cluster, "folder", Path("/nowhere"))
 
 
@@ -133,6 +179,7 @@ def test_an_interrupted_push_leaves_no_file(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
+        patch.setattr(transfer, "MEMORY_BYTES", 0)
         patch.setattr("tqdm.tqdm.update", interrupt)
         with pytest.raises(KeyboardInterrupt):
             lab.push(large=torch.zeros(transfer.FILE_BYTES))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
+from labkit import serialization
 from labkit.checks import UserError
 from labkit.rank_spec import format_ranks
 
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 
 _TRANSFER = "labkit.rank.engine.transfer"
 
+Payload = bytes | bytearray | memoryview
+
 FILE_BYTES = 2**20
-"""What is larger goes by way of a file in the lab's folder: the controller decrypts,
-copies and encrypts all that it carries, once for each rank."""
+"""What is larger goes by way of a file: the controller decrypts, copies and encrypts
+all that it carries, once for each rank."""
+MEMORY_BYTES = 2**28
+"""Up to this the file is in memory; of what is larger memory may have no second copy,
+and it is in the lab's folder."""
 PART_BYTES = 2**26
 """What is larger has a bar that shows how far it is. What the disk has no room for goes
 through the controller in parts of this size."""
@@ -35,8 +41,7 @@ def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
         call(f"{_TRANSFER}:push", payload)
         return
     with _file_with(cluster, payload) as path:
-        if path is not None:
-            call(f"{_TRANSFER}:push_file", str(path))
+        if path is not None and all(call(f"{_TRANSFER}:push_file", str(path))):
             return
     with _in_parts(cluster, "push", len(payload), ranks) as progress:
         for start in range(0, len(payload), PART_BYTES):
@@ -48,7 +53,7 @@ def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
 
 def pull(
     group: "RankGroup", name: str, ranks: Sequence[int], *, full: bool
-) -> list[bytes | bytearray]:
+) -> list[Payload]:
     """The pickled variable of each of `ranks`, for whoever is `working` with the group.
 
     With `full` it is gathered where it is sharded, which takes all ranks. NameError
@@ -64,7 +69,8 @@ def pull(
         )
     file = cluster.folder / f"pull-{uuid.uuid4().hex}"
     begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
-    begin = partial(begin, str(file), FILE_BYTES, PART_BYTES, timeout_s=None)
+    sizes = (FILE_BYTES, MEMORY_BYTES, PART_BYTES)
+    begin = partial(begin, str(file), *sizes, timeout_s=None)
     try:
         if full and _is_sharded(group, name, having, ranks):
             with group.risking_the_group():
@@ -84,21 +90,24 @@ def pull(
 
 def _payloads(
     cluster: "Cluster", begun: Sequence[tuple[int, bytes | str]], ranks: Sequence[int]
-) -> list[bytes | bytearray]:
+) -> list[Payload]:
     """What each rank has begun to send: its length, and the file with all of it or its
     first part."""
     total = sum(num_bytes for num_bytes, _ in begun)
     first_parts = [first for _, first in begun if isinstance(first, bytes)]
     if total == sum(map(len, first_parts)):
         return [*first_parts]
-    found: list[bytes | bytearray] = []
+    found: list[Payload] = []
     with _in_parts(cluster, "pull", total, ranks) as progress:
         for rank, (num_bytes, first) in zip(ranks, begun, strict=True):
             if isinstance(first, str):
-                found.append(Path(first).read_bytes())
-                Path(first).unlink()
-                progress.update(num_bytes)
-                continue
+                try:
+                    found.append(serialization.mapped(Path(first)))
+                except OSError:  # another process's memory may be out of bounds
+                    first = b""
+                else:
+                    progress.update(num_bytes)
+                    continue
             payload = bytearray(first)
             progress.update(len(first))
             while len(payload) < num_bytes:
@@ -136,7 +145,16 @@ def _is_sharded(
 
 @contextlib.contextmanager
 def _file_with(cluster: "Cluster", payload: bytes) -> Iterator[Path | None]:
-    """A file from which ranks can read it; None where the disk has no room for it."""
+    """A file from which ranks can read it; None where there is no room for it."""
+    if len(payload) <= MEMORY_BYTES:
+        try:
+            file = serialization.MemoryFile(payload)
+        except OSError:
+            pass  # but the disk may have it
+        else:
+            with contextlib.closing(file):
+                yield file.path
+            return
     path = cluster.folder / f"push-{uuid.uuid4().hex}"
     try:
         yield path if _is_written(path, payload) else None

@@ -1,7 +1,7 @@
 """A rank's side of `%dist_push`, `%dist_pull` and `%dist_estimate`."""
 
+import contextlib
 import itertools
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,22 @@ def push(payload: bytes | memoryview) -> None:
     runner().shell.user_ns.update(serialization.loads(payload))
 
 
-def push_file(path: str) -> None:
-    """`push` what is in a file."""
-    with Path(path).open("rb") as file:
-        push(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+def push_file(path: str) -> bool:
+    """`push` what is in a file; whether this process may open it."""
+    try:
+        payload = serialization.mapped(Path(path))
+    except OSError:
+        return False
+    push(payload)
+    return True
 
 
 _parts: list[bytes] = []
 """Of a payload that comes in parts."""
 _outgoing: list[bytes] = []
 """The payload that goes in parts, if one does."""
+_files: list[serialization.MemoryFile] = []
+"""The payload that goes by way of a file in memory, if one does."""
 
 
 def push_part(part: bytes) -> None:
@@ -54,6 +60,8 @@ def drop_parts() -> None:
     """Keep no part of a payload that is through, or whose rest will not come."""
     _parts.clear()
     _outgoing.clear()
+    while _files:
+        _files.pop().close()
 
 
 def missing(names: list[str]) -> list[str]:
@@ -83,10 +91,12 @@ def pull(
     ranks: list[int],
     file: str,
     file_bytes: int,
+    memory_bytes: int,
     part_bytes: int,
 ) -> tuple[int, bytes | str] | None:
     """How long the pickled value of `name` is, and its first part; for one of more than
-    `file_bytes` the file with all of it, where there is room: `file` and the rank.
+    `file_bytes` the file with all of it, where there is room: one in memory up to
+    `memory_bytes`, which `drop_parts` closes, or else `file` and the rank.
 
     With `full` it is gathered whole, a collective; None on a rank that only takes part
     in that, being none of `ranks`.
@@ -98,6 +108,10 @@ def pull(
         return None
     payload = serialization.dumps(value)
     drop_parts()
+    if file_bytes < len(payload) <= memory_bytes:
+        with contextlib.suppress(OSError):
+            _files.append(serialization.MemoryFile(payload))
+            return len(payload), str(_files[0].path)
     if len(payload) > file_bytes:
         path = Path(f"{file}-{runner().placement.rank}")
         try:
@@ -113,8 +127,9 @@ def pull(
 
 def pull_part(start: int, num_bytes: int) -> bytes:
     """The next part of what `pull` has begun."""
-    [payload] = _outgoing
-    return payload[start : start + num_bytes]
+    in_memory = (serialization.mapped(file.path) for file in _files)
+    [payload] = _outgoing or in_memory
+    return bytes(payload[start : start + num_bytes])
 
 
 def forecast_variable(
