@@ -104,8 +104,8 @@ ROWS = (
             f"memcpy_{size}",
             why="labkit sends up to 1 MiB encrypted through its controller; what is "
             "larger goes through a file in memory that only the user can read, and is "
-            "copied three times. Monarch and ipyparallel do not encrypt by default; what "
-            "`notebook_launcher` forks has the array already.",
+            "copied three times. Monarch and ipyparallel do not encrypt by default; "
+            "what `notebook_launcher` forks has the array already.",
         )
         for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
         for size in (1, 100)
