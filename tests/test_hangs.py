@@ -16,6 +16,7 @@ from kernels import wait_until
 from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
+from labkit.checks import UserError
 from labkit.notebook.cluster import watchdog
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import read_dump
@@ -98,11 +99,6 @@ def assert_next_cell_works(lab: Lab) -> None:
             r"rank 1 in broadcast #\1",
         ),
         (
-            "if rank == 0:\n    dist.all_reduce(torch.ones(2**18))",
-            r"rank 0: all_reduce #(\d+) of 1 MiB at line 2: .*\n"
-            r"rank 1: not in the cell\nrank 1 left the cell before all_reduce #\1\n",
-        ),
-        (
             "def spin():\n    while True: pass\n"
             "dist.barrier() if rank == 0 else spin()",
             r"rank 0: barrier #(\d+) at line 3: .*\n"
@@ -123,7 +119,7 @@ def assert_next_cell_works(lab: Lab) -> None:
             r"rank 1 in recv from rank 0",
         ),
     ],
-    ids=["mismatch", "never comes", "loop", "reducer", "new_group"],
+    ids=["mismatch", "loop", "reducer", "new_group"],
 )
 def test_a_note_says_where_every_rank_stands(
     lab: Lab, code: str, noted: str, until_noted: Callable[..., str]
@@ -133,6 +129,49 @@ def test_a_note_says_where_every_rank_stands(
     assert re.search(noted, text), text
     assert lab.pull("kept", "all") == [1, 1]
     assert_next_cell_works(lab)
+
+
+LEFT = r"rank 1: not in the cell\nrank 1 left the cell before all_reduce #\1\n"
+
+
+def test_a_cell_that_a_rank_has_left_too_early_ends(lab: Lab) -> None:
+    lab.run("kept = 1")
+    with pytest.raises(UserError, match="left the cell") as caught:
+        lab.run("if rank == 0: dist.all_reduce(torch.ones(2**18))", hang_after=2)
+    told = r"rank 0: all_reduce #(\d+) of 1 MiB at line 1: .*\n" + LEFT
+    assert re.search(told, str(caught.value)), caught.value
+    assert lab.pull("kept", "all") == [1, 1]
+    assert_next_cell_works(lab)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loop_that_ends_by_its_own_loss_is_told_to_decide_together(
+    lab: Lab, strategy: str
+) -> None:
+    code = """
+from labkit.data import digits
+from labkit.models import mlp
+model = mlp()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+model, sgd, loader = prepare(model, sgd, digits(), batch_size=64)
+for step, (x, y) in enumerate(loader):
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    sgd.step()
+    sgd.zero_grad()
+    if loss.item() < 100 * rank:
+        break
+"""
+    with pytest.raises(UserError, match=r"decide together, by stop_early\(loss\)"):
+        lab.train(strategy, code, live=False, hang_after=2)
+    assert lab.runs[-1].state == "failed"
+    assert_next_cell_works(lab)
+
+
+def test_a_rank_that_is_late_ends_nothing(lab: Lab) -> None:
+    """It leaves the cell once its collective is done, and the other goes on."""
+    code = "dist.barrier()\nimport time\nif rank: time.sleep(3)"
+    lab.run(code, hang_after=2)
 
 
 @pytest.mark.parametrize(

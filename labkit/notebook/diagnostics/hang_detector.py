@@ -22,21 +22,24 @@ class HangDetector:
 
     What ranks send is a sign of life, and costs nothing. When nothing arrives for a
     while they are asked every few seconds how many steps and collectives they have
-    done. It ends nothing, but raises UserError where a collective has outlasted the
-    timeout of its group and the backend does not end that.
+    done. It ends nothing, but raises UserError where that cannot come right any more:
+    where ranks wait in a collective for one that has left the cell, and where one has
+    outlasted the timeout of its group and the backend does not end that.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         *,
+        num_ranks: int,
         after_s: float,
         in_cell: int,
         before_output: Callable[[], None],
     ) -> None:
-        """`after_s` is how long nothing may happen, 0 for ever; `in_cell` is the
-        number of the cell, and `before_output` called before anything is written."""
+        """`num_ranks` run the cell, of number `in_cell`; `after_s` is how long nothing
+        may happen, 0 for ever; `before_output` is called before anything is written."""
         self._cluster = cluster
+        self._num_ranks = num_ranks
         self._after_s = after_s
         self._in_cell = in_cell
         self._before_output = before_output
@@ -46,6 +49,7 @@ class HangDetector:
         self._answers: dict[int, Future[Any]] = {}
         self._progress: dict[int, Any] = {}
         self._request: StackRequest | None = None
+        self._left: list[str] = []
         self._is_noted = False
         self._handle: Any = None
 
@@ -63,13 +67,14 @@ class HangDetector:
         if self._request is not None:
             if self._request.is_complete():
                 request, self._request = self._request, None
-                self._note(request.result(), now - self._last_sign)
+                self._take_stacks(request.result(), now - self._last_sign)
         elif now >= max(self._next_question, self._last_sign + self._interval_s):
             self._next_question = now + self._interval_s
             for rank in running:
                 if rank not in self._answers:
                     self._answers[rank] = self._cluster.ask(rank, "progress")
-            if now - self._last_sign >= self._after_s:
+            has_any_left = len(running) < self._num_ranks
+            if has_any_left or now - self._last_sign >= self._after_s:
                 # Also those at the end: it shows what the others wait for.
                 self._request = StackRequest(self._cluster, self._cluster.pids)
 
@@ -94,6 +99,22 @@ class HangDetector:
             self._show(f"The ranks continue, after {quiet_s:.0f} s.")
         self._last_sign = now
         self._request = None
+        self._left = []
+
+    def _take_stacks(self, stacks: Stacks, quiet_s: float) -> None:
+        # Ranks are not asked at the same instant: what is so still is so.
+        if stacks.left and stacks.left == self._left:
+            lines = "\n".join(stacks.lines(self._in_cell))
+            raise UserError(
+                f"the ranks wait for one that has left the cell:\n{lines}\n"
+                "All ranks must take part in each collective, and so in each step: "
+                "where a loop ends early by a value that differs from rank to rank, as "
+                "its loss, let them decide together, by stop_early(loss) or on a "
+                "value that dist.all_reduce has made the same"
+            )
+        self._left = stacks.left
+        if quiet_s >= self._after_s:
+            self._note(stacks, quiet_s)
 
     def _note(self, stacks: Stacks, quiet_s: float) -> None:
         lines = stacks.lines(self._in_cell)

@@ -40,6 +40,8 @@ class Stacks:
         Why the others did not, or why an answer may be outdated, by rank.
     mismatches : list of str
         Where ranks wait in different collectives.
+    left : list of str
+        Those of them that cannot end any more: a rank has left the cell.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Stacks:
         self.positions = sorted(positions, key=lambda each: each.rank)
         self.absent = dict(absent)
         self.mismatches = mismatched_collectives(self.positions)
+        self.left = left_before(self.positions)
         self.is_full = is_full
 
     def lines(self, in_cell: int | None = None) -> list[str]:
@@ -166,6 +169,7 @@ class StackRequest:
             again.mismatches = [
                 each for each in again.mismatches if each in found.mismatches
             ]
+            again.left = [each for each in again.left if each in found.left]
             return again
         return found
 
@@ -206,8 +210,11 @@ def mismatched_collectives(positions: Sequence[Position]) -> list[str]:
     running = [each for each in positions if each.is_running]
     calls = {each.rank: each.call for each in running if each.call is not None}
     lines: list[str] = []
-    for group in {call.group: None for call in calls.values() if call.number}:
-        lines += _mismatches_in(group, calls, positions)
+    for here in _by_group(calls):
+        if _differ(here.values()):
+            lines.append("the ranks do not agree: " + _format_calls(here))
+        lines += _missing_from(here, positions, are_running=True)
+        lines += _missing_from(here, positions, are_running=False)
     pairs = {call.kind.split()[0] for call in calls.values()} <= {"send", "recv"}
     is_any_free = len(calls) < len(running)
     if not lines and not pairs and not is_any_free and _differ(calls.values()):
@@ -215,27 +222,46 @@ def mismatched_collectives(positions: Sequence[Position]) -> list[str]:
     return lines
 
 
-def _mismatches_in(
-    group: str, calls: Mapping[int, Call], positions: Sequence[Position]
+def left_before(positions: Sequence[Position]) -> list[str]:
+    """Where ranks wait for some that have left the cell, a line each."""
+    running = [each for each in positions if each.is_running]
+    calls = {each.rank: each.call for each in running if each.call is not None}
+    return [
+        line
+        for here in _by_group(calls)
+        for line in _missing_from(here, positions, are_running=False)
+    ]
+
+
+def _by_group(calls: Mapping[int, Call]) -> Iterable[dict[int, Call]]:
+    """The collectives of each group by rank."""
+    for group in {call.group: None for call in calls.values() if call.number}:
+        yield {
+            rank: call
+            for rank, call in calls.items()
+            if call.group == group and call.number
+        }
+
+
+def _missing_from(
+    here: Mapping[int, Call], positions: Sequence[Position], *, are_running: bool
 ) -> Iterable[str]:
-    """Those in the collectives of one group."""
-    here = {r: call for r, call in calls.items() if call.group == group and call.number}
-    if _differ(here.values()):
-        yield "the ranks do not agree: " + _format_calls(here)
+    """The ranks that are not in the last of the collectives of one group, whether they
+    run the cell or have left it."""
     last = max(here.values(), key=lambda call: call.number or 0)
-    late = [
-        each
+    ranks = [
+        each.rank
         for each in positions
         if each.rank not in here
+        and each.is_running == are_running
         and each.started  # is known
         and (last.ranks is None or each.rank in last.ranks)
-        and each.started.get(group, 0) < (last.number or 0)
+        and each.started.get(last.group, 0) < (last.number or 0)
     ]
-    for is_running, have in ((True, "has not come"), (False, "left the cell before")):
-        if ranks := [each.rank for each in late if each.is_running == is_running]:
-            have = have if len(ranks) == 1 else have.replace("has", "have")
-            to = " to" if is_running else ""
-            yield f"{format_ranks(ranks)} {have}{to} {last.name}"
+    if ranks:
+        have = "has" if len(ranks) == 1 else "have"
+        what = f"{have} not come to" if are_running else "left the cell before"
+        yield f"{format_ranks(ranks)} {what} {last.name}"
 
 
 def _differ(calls: Iterable[Call]) -> bool:
