@@ -1,0 +1,240 @@
+"""Scripts that import labkit.train, under torchrun: the same losses as in a cell."""
+
+import csv
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from labkit import Lab
+from labkit import train
+from labkit.train.losses import mean_by_step
+
+pytestmark = pytest.mark.timeout(300)
+
+BODY = """
+model = torch.nn.Sequential(
+    torch.nn.Flatten(),
+    torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+    torch.nn.Linear(32, 10),
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer, loader = prepare(model, optimizer, digits(), batch_size=256)
+for _ in range(2):
+    for x, y in loader:
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+RAW = """
+model = torch.nn.parallel.DistributedDataParallel(mlp())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = digits()[:256]
+for step in range(8):
+    part = slice({rank}, None, dist.get_world_size())
+    loss = cross_entropy(model(x[part]), y[part])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+FIT = """
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+fit(model, digits(), cross_entropy, optimizer=optimizer, batch_size=256, epochs=2)
+"""
+IMPORTS = """
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from labkit.data import digits
+from labkit.models import mlp
+"""
+SCRIPT = """
+{imports}
+from labkit import train
+from labkit.train import fit, log, prepare
+
+def main():
+{body}
+
+if __name__ == "__main__":
+    train.run(main, **vars(train.parser("ddp").parse_args()))
+"""
+
+CASES = {
+    "single": ("single", BODY, {}),
+    "ddp": ("ddp", BODY, {"accumulate": 2, "clip": 0.5, "seed": 3}),
+    "ddp bf16": ("ddp", BODY, {"precision": "bf16"}),
+    "ddp powersgd": ("ddp", BODY, {"comm": "powersgd"}),
+    "zero1": ("zero1", BODY, {"accumulate": 2, "clip": 0.5}),
+    "zero2": ("zero2", BODY, {"precision": "bf16"}),
+    "zero3": ("zero3", BODY, {}),
+    "fsdp": ("fsdp", BODY, {"accumulate": 2, "precision": "bf16"}),
+    "hsdp": ("hsdp", BODY, {"mesh": "dp_replicate=2,dp_shard=1"}),
+    "tensor": ("tensor", FIT, {}),
+    "pipeline": ("pipeline", FIT, {"microbatches": 4, "schedule": "gpipe"}),
+    "raw": ("raw", RAW, {}),
+    "parameter_server": ("parameter_server", BODY, {"clip": 0.5}),
+}
+QUICK = ("ddp", "parameter_server")
+
+
+def script_of(body: str) -> str:
+    return SCRIPT.format(imports=IMPORTS, body=textwrap.indent(body, "    "))
+
+
+def words(options: dict[str, object]) -> list[str]:
+    """Options as the command line has them."""
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name}", *([] if value is True else [str(value)]))
+    ]
+
+
+def launch(
+    script: Path, *arguments: str, num_ranks: int = 2, launcher: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a script under torchrun."""
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
+        str(num_ranks),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+    ]
+    command = [*(launcher or torchrun), script.name, *arguments]
+    # As on a machine without a kernel: a cell of the lab has set none of these.
+    environment = {k: v for k, v in os.environ.items() if "RANK" not in k}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        command,
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+    )
+
+
+def losses_of(path: Path) -> dict[int, float]:
+    with path.open() as file:
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
+
+
+def largest_difference(path: Path, run: object) -> float:
+    """Between the losses in a file and those of a run, of the same steps."""
+    found = losses_of(path)
+    table = run.mean_loss()  # type: ignore[attr-defined]
+    of_cell = dict(zip(table["step"].tolist(), table["loss"].tolist(), strict=True))
+    assert found
+    assert found.keys() == of_cell.keys()
+    return max(abs(found[step] - of_cell[step]) for step in found)
+
+
+def compare(lab: Lab, folder: Path, case: str) -> float:
+    strategy, body, options = CASES[case]
+    run = lab.train(strategy, IMPORTS + body.format(rank="rank"), live=False, **options)
+    script = folder / "train.py"
+    script.write_text(script_of(body.format(rank="train.rank")))
+    given = ["--strategy", strategy, *words(options), "--losses", "losses.csv"]
+    done = launch(script, *given)
+    assert done.returncode == 0, done.stderr
+    return largest_difference(folder / "losses.csv", run)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_a_script_has_the_losses_of_the_cell(
+    lab: Lab, tmp_path: Path, case: str
+) -> None:
+    assert compare(lab, tmp_path, case) == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [each for each in CASES if each not in QUICK])
+def test_under_every_strategy(lab: Lab, tmp_path: Path, case: str) -> None:
+    found = compare(lab, tmp_path, case)
+    print(f"{case}: largest difference {found:g}")
+    assert found == 0.0
+
+
+@pytest.mark.long
+def test_a_run_resumes_where_a_cell_has_saved(lab: Lab, tmp_path: Path) -> None:
+    """And the losses go on as those of the cell, which went to its end."""
+    body = BODY.replace("range(2)", "range({epochs})")
+    lab.train(
+        "fsdp",
+        IMPORTS + body.format(epochs=1),
+        checkpoint=tmp_path / "kept",
+        live=False,
+    )
+    whole = lab.train("fsdp", IMPORTS + body.format(epochs=2), live=False)
+    script = tmp_path / "train.py"
+    script.write_text(script_of(body.format(epochs=2)))
+    given = ["--strategy", "fsdp", "--checkpoint", "kept", "--resume"]
+    done = launch(script, *given, "--losses", "losses.csv")
+    assert done.returncode == 0, done.stderr
+    found = losses_of(tmp_path / "losses.csv")
+    assert list(found) == [7, 8, 9, 10, 11, 12]
+    expected = whole.mean_loss().set_index("step")["loss"]
+    assert found == {step: expected[step] for step in found}
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_ends_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    body = BODY + "if train.rank == 1:\n    raise KeyError('at the end')\n"
+    script.write_text(script_of(body))
+    done = launch(script, "--losses", "losses.csv")
+    assert done.returncode == 1
+    assert "KeyError: 'at the end'" in done.stderr
+    assert "in main" in done.stderr
+    assert not (tmp_path / "losses.csv").exists()
+
+
+def test_what_cannot_be_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main() -> None:
+        raise AssertionError("it was called")
+
+    with pytest.raises(ValueError, match="unknown strategy 'dpp'; choose one of"):
+        train.run(main, "dpp")
+    with pytest.raises(ValueError, match="unknown option 'live'"):
+        train.run(main, "single", live=False)
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        train.run(main, "single", precision="fp16")
+    with pytest.raises(ValueError, match=r"there is no .*name a file in a folder"):
+        train.run(main, "single", losses=tmp_path / "no" / "losses.csv")
+    with pytest.raises(RuntimeError, match="world_size is known while"):
+        train.world_size  # noqa: B018
+    with pytest.raises(RuntimeError, match="prepare is known while"):
+        train.prepare()
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="RANK=2 and WORLD_SIZE=2"):
+        train.run(main, "ddp")
+    monkeypatch.setenv("RANK", "two")
+    with pytest.raises(ValueError, match="RANK=two: it is a whole number"):
+        train.run(main, "ddp")
+
+
+def test_a_parser_has_the_options_of_the_magic_line() -> None:
+    parser = train.parser("zero3", accumulate=2, resume=True, config={"a": 1})
+    given = vars(parser.parse_args(["--clip", "0.5", "--local_rank=1", "--no-resume"]))
+    assert given["strategy"] == "zero3"
+    assert (given["accumulate"], given["clip"], given["resume"]) == (2, 0.5, False)
+    assert given["config"] == {"a": 1}
+    taken = {"strategy", "losses", "local_rank", *train.OF_SCRIPTS}
+    assert given.keys() == taken
+    assert "fp16 needs a GPU" in parser.format_help()
+    with pytest.raises(ValueError, match="unknown option 'accumulation'"):
+        train.parser("ddp", accumulation=2)
+
+
+def test_the_mean_counts_samples() -> None:
+    ranks = [{1: (1.0, 3.0), 2: (4.0, 1.0)}, {1: (5.0, 1.0), 2: (float("nan"), 0.0)}]
+    assert mean_by_step(ranks) == {1: 2.0, 2: 4.0}
