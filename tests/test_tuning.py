@@ -403,13 +403,15 @@ def test_a_curve_is_the_weighted_mean_over_ranks_of_whole_steps() -> None:
     names = [NOTICED_LOSS, LOSS_WEIGHT]
     first = records([0, 1] * 3, [1, 1, 2, 2, 3, 3], [4.0, 3.0, 2.0, 1.0, 1.0, 1.0])
     collector.add(0, Batch(0, names, first))
-    second = records([0, 1, 0, 1], [1, 1, 2, 2], [8.0, 1.0, 6.0, 1.0])
+    second = records([0, 1, 0, 1, 0], [1, 1, 2, 2, 3], [8.0, 1.0, 6.0, 1.0, 5.0])
     collector.add(1, Batch(0, names, second))
     assert curve.new_points() == [(1, 5.0), (2, 4.0)]
     assert curve.new_points() == []
-    collector.add(1, Batch(4, names, records([0, 1], [3, 3], [3.0, 1.0])))
-    assert curve.new_points() == [(3, 2.0)]
-    assert curve.final() == 2.0
+    # The weight of the last loss came in another batch.
+    collector.add(1, Batch(5, names, records([1], [3], [3.0])))
+    assert curve.new_points() == []  # another may follow
+    assert curve.new_points(is_final=True) == [(3, 4.0)]
+    assert curve.final() == 4.0
     # Of a run that stopped: a rank has taken a step that the other has not.
     collector.add(0, Batch(6, names, records([0, 1], [4, 4], [0.5, 1.0])))
     assert curve.new_points() == []

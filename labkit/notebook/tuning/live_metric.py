@@ -67,16 +67,20 @@ class LiveMetric:
             for rank, num_seen in self._num_seen.items()
         ):
             self._start_over()  # the run has, from a checkpoint
-        if self._take_new() or is_final:
+        if self._take_new(is_final) or is_final:
             self._add_whole_steps(is_final)
         return self._values.view()
 
-    def _take_new(self) -> bool:
+    def _take_new(self, is_final: bool) -> bool:
         """Take the records that have come; whether there were any."""
         is_new = False
         for rank, num_seen in self._num_seen.items():
             records = self._collector.records(rank)[num_seen:]
             names = self._collector.metrics(rank)
+            if self._metric == "loss" and len(records) and not is_final:
+                # Of the last step a loss may be here, and its weight on its way.
+                before = np.flatnonzero(records["step"] != records["step"][-1])
+                records = records[: before.max(initial=-1) + 1]
             self._num_seen[rank] += len(records)
             is_new |= len(records) > 0
             if self._metric not in names:
