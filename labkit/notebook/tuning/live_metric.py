@@ -79,8 +79,9 @@ class LiveMetric:
             names = self._collector.metrics(rank)
             if self._metric == "loss" and len(records) and not is_final:
                 # Of the last step a loss may be here, and its weight on its way.
-                before = np.flatnonzero(records["step"] != records["step"][-1])
-                records = records[: before.max(initial=-1) + 1]
+                is_last = records["step"][::-1] == records["step"][-1]
+                num_last = len(records) if is_last.all() else int(is_last.argmin())
+                records = records[: len(records) - num_last]
             self._num_seen[rank] += len(records)
             is_new |= len(records) > 0
             if self._metric not in names:
