@@ -48,9 +48,7 @@ def test_it_has_the_frame_of_the_course(path: Path) -> None:
 def test_its_links_to_other_notebooks_lead_somewhere(path: Path) -> None:
     for cell in cells_of(path, "markdown"):
         for name in re.findall(r"\]\((\d\d_\w+\.ipynb)[^)]*\)", cell["source"]):
-            number = int(name[:2])
-            # The second half of the course is not written yet.
-            assert (path.parent / name).exists() or number == 15, name
+            assert (path.parent / name).exists(), name
 
 
 @each_notebook

@@ -468,7 +468,9 @@ train(fail)
     assert profiled(lab, "train()").profile.reasons is not None
 
 
-def test_a_profiler_of_the_cells_own_is_left_alone(lab: Lab) -> None:
+def test_a_profiler_of_the_cells_own_is_left_alone(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = """
 with torch.profiler.profile() as own:
     train()
@@ -476,6 +478,7 @@ assert own.events()
 """
     run = profiled(lab, code)
     assert any("a profiler of the cell's own is active" in note for note in run.notes)
+    assert "USDT" not in capfd.readouterr().err  # as the first one of a process says
 
 
 RAW = """

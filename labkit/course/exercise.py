@@ -12,6 +12,7 @@ EXERCISES: dict[str, str] = {
     "one_collective_a_step": "data_parallel",
     "each_exactly_once": "data_parallel",
     "best_every": "failures",
+    "name_rank_and_cause": "failures",
     "fewest_gpus": "memory",
     "best_bucket": "data_parallel",
     "sooner_than_all_reduce": "servers",

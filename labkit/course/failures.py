@@ -1,7 +1,10 @@
-"""Judges the exercises on failures."""
+"""Judges the exercises on what goes wrong in a run."""
 
 import math
+import time
 from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from labkit.course.exercise import Verdict
 
@@ -9,6 +12,9 @@ HOUR = 3600.0
 # Seconds of a checkpoint, and hours from one failure to the next.
 CASES = ((1.0, HOUR), (30.0, 3 * HOUR), (300.0, 24 * HOUR))
 RESTART_S = 120.0
+SABOTAGED = {"first": (1, "compute"), "second": (0, "asleep"), "third": (0, "data")}
+"""Of each run of an exercise, which rank is slow, and by what."""
+CAUSES = ("data", "compute", "asleep")
 
 
 def best_every(answer: Callable[[float, float], float]) -> Verdict:
@@ -47,3 +53,55 @@ def lost_share(every_s: float, checkpoint_s: float, between_failures_s: float) -
     except OverflowError:
         return math.inf
     return mean * math.exp(RESTART_S / mean) * grown / every_s - 1.0
+
+
+def train_sabotaged(name: str, prepare: Any, rank: int) -> None:
+    """Train in a training cell, with one rank that something makes slow. `prepare` and
+    `rank` are the cell's."""
+    import torch
+    import torch.nn.functional as F
+
+    from labkit.data import digits
+    from labkit.models import mlp
+
+    slow, cause = SABOTAGED[name]
+    cause = cause if slow == rank else ""
+    images, labels = digits().tensors
+    work = torch.randn(700, 700)
+
+    class Samples(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 20 * 64
+
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.001 if cause == "data" else 0.0)
+            return images[index], labels[index]
+
+    model = mlp(num_hidden=512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(model, optimizer, Samples(), batch_size=64)
+    for x, y in loader:
+        if cause == "compute":
+            for _ in range(4):
+                work.mm(work)
+        if cause == "asleep":
+            time.sleep(0.03)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def name_rank_and_cause(answer: Mapping[str, tuple[int, str]]) -> Verdict:
+    """`answer` has the slow rank and the cause, one of `CAUSES`, of each run that
+    `train_sabotaged` trains; judged by how many are right."""
+    for name in SABOTAGED:
+        if name not in answer or answer[name][1] not in CAUSES:
+            return Verdict(
+                complaint=f"for {name!r} it has no rank with one of {', '.join(CAUSES)}"
+            )
+    named = sum(tuple(answer[name]) == right for name, right in SABOTAGED.items())
+    return Verdict(
+        measured=f"{named} of {len(SABOTAGED)} runs have their rank and their cause",
+        to_beat=f"{len(SABOTAGED)}",
+        is_beaten=named == len(SABOTAGED),
+    )

@@ -57,8 +57,9 @@ def modules(traces: Sequence[Trace]) -> pd.DataFrame:
                 for name in set(around.get(number or -1, [])):
                     taken[name][3] += length(event) / 1e3 * share
             elif inside and event.kind == "cpu_op":
-                row = taken[module_of(inside[-1])]
-                row[0] = row[0] or shapes_of(event)
+                for each in inside:  # its input is that of its first operator
+                    row = taken[module_of(each)]
+                    row[0] = row[0] or shapes_of(event)
                 if number is not None:
                     around[number] = [module_of(each) for each in inside]
     rows = ((name, *row, row[2] + row[3]) for name, row in taken.items())

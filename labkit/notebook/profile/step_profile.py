@@ -23,10 +23,10 @@ from labkit.notebook.profile.parts import divide_all
 from labkit.notebook.profile.trace import Trace
 from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.words import percent
+from labkit.notebook.profile.words import size
 from labkit.notebook.profile.words import why_slow
 from labkit.rank_spec import format_ranks
 from labkit.records import TRACE_FILE
-from labkit.records import format_bytes
 from labkit.records import significant
 
 if TYPE_CHECKING:
@@ -232,15 +232,15 @@ class StepProfile:
     def _links(self) -> str:
         path = self.trace_path
         relative = os.path.relpath(path)
-        size = format_bytes(path.stat().st_size)
+        num_bytes = size(path.stat().st_size)
         script = html.escape(OPEN.format(page=PERFETTO), quote=True)
         folder = html.escape(os.path.relpath(self.folder))
         return (
             f'<div><button onclick="{script}">Open in Perfetto</button> '
             f'<a href="{urllib.parse.quote(relative)}" '
             f'title="{html.escape(self.name)}" download>{html.escape(relative)}</a> '
-            f"({size}, all ranks). Perfetto's page comes from the network, and the "
-            "trace stays in your browser. Where the button does nothing, drop the file "
+            f"({num_bytes}, all ranks). Perfetto's page comes from the network, and "
+            "the trace stays in your browser. Where the button does nothing, drop the file "
             f"into <code>ui.perfetto.dev</code>. TensorBoard with torch-tb-profiler: "
             f"<code>tensorboard --logdir {folder}</code></div>"
         )

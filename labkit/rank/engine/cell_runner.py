@@ -39,6 +39,7 @@ from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.measuring.serving import Serving
 from labkit.rank.profiling.block import BlockProfile
 from labkit.rank.profiling.recorder import Recorder
+from labkit.rank.profiling.recorder import quiet_profilers
 from labkit.rank.profiling.step_recorder import StepRecorder
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
@@ -138,6 +139,7 @@ class CellRunner:
     def _adapt_libraries(self) -> None:
         """Have what cells call find ranks that are there already."""
         announce()
+        quiet_profilers()
         launchers = Launchers(self.group, self._note)
         self.shell.system = launchers.noting_commands(self.shell.system)
         send_definitions()

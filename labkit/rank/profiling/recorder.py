@@ -24,6 +24,12 @@ SCHEDULED = Path("/proc/thread-self/schedstat")
 """On Linux: the time that the thread has run and has waited to run, in nanoseconds."""
 
 
+def quiet_profilers() -> None:
+    """Have profilers, the cell's own too, write no lines of theirs to stderr: read
+    where a process starts its first one."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 class Recorder:
     """The profiler of a rank, which is that of its process: one at a time."""
 
@@ -58,8 +64,6 @@ class Recorder:
         """Begin to record; False where the process has a profiler already."""
         if is_profiled():
             return False
-        # Else it writes lines to stderr; read where a profiler is started first.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
