@@ -16,6 +16,7 @@ from labkit.notebook.profile.parts import both
 from labkit.notebook.profile.parts import divide_all
 from labkit.notebook.profile.parts import union
 from labkit.notebook.profile.parts import without
+from labkit.notebook.profile.trace import MAX_BYTES
 from labkit.notebook.profile.trace import Trace
 from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.trace import trace_of
@@ -285,6 +286,26 @@ def test_short_kernels_are_counted() -> None:
     ]
     [reason] = words(made(0, *kernels, device="cuda:0"), strategy="single")
     assert reason.startswith("Rank 0 runs 60 kernels a step of 4 us each")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no gzip",
+        gzip.compress(b"no JSON"),
+        gzip.compress(b"[]"),
+        gzip.compress(b'{"labkit": 1, "traceEvents": 2}'),
+        gzip.compress(b'{"labkit": {"rank": 0, "steps": []}, "traceEvents": []}'),
+        gzip.compress(b"[" * 10**6),
+        gzip.compress(b" " * (MAX_BYTES + 1)),
+    ],
+    ids=range(7),
+)
+def test_what_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.pt.trace.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"trace|damaged|unpacked|Expecting"):
+        read_trace(path)
 
 
 # ---- real runs ----

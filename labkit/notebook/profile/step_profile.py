@@ -230,7 +230,10 @@ class StepProfile:
         }
 
     def _links(self) -> str:
-        path = self.trace_path
+        try:
+            path = self.trace_path
+        except OSError as error:  # a folder that cannot be written to
+            return f"<div>No trace of all ranks: {html.escape(str(error))}</div>"
         relative = os.path.relpath(path)
         num_bytes = size(path.stat().st_size)
         script = html.escape(OPEN.format(page=PERFETTO), quote=True)
@@ -240,7 +243,7 @@ class StepProfile:
             f'<a href="{urllib.parse.quote(relative)}" '
             f'title="{html.escape(self.name)}" download>{html.escape(relative)}</a> '
             f"({num_bytes}, all ranks). Perfetto's page comes from the network, and "
-            "the trace stays in your browser. Where the button does nothing, drop the file "
-            f"into <code>ui.perfetto.dev</code>. TensorBoard with torch-tb-profiler: "
-            f"<code>tensorboard --logdir {folder}</code></div>"
+            "the trace stays in your browser. Where the button does nothing, drop the "
+            "file into <code>ui.perfetto.dev</code>. TensorBoard with "
+            f"torch-tb-profiler: <code>tensorboard --logdir {folder}</code></div>"
         )

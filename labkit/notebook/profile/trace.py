@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -101,25 +102,30 @@ class Trace:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The trace in a file; ValueError for one that is none, or too large."""
-    with path.open("rb") as file:
-        file.seek(-4, 2)  # where gzip notes it
-        size = int.from_bytes(file.read(4), "little")
-    if size > MAX_BYTES:
-        raise ValueError(
-            f"{path.name} has {format_bytes(size)} unpacked, and up to "
-            f"{format_bytes(MAX_BYTES)} are read here: profile fewer steps, or drop "
-            "the file itself into ui.perfetto.dev"
-        )
-    with gzip.open(path) as file:
-        found = json.load(file)
+    try:
+        with gzip.open(path) as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(
+                f"{path.name} has more than the {format_bytes(MAX_BYTES)}, unpacked, "
+                "that are read here: profile fewer steps, or drop the file itself into "
+                "ui.perfetto.dev"
+            )
+        found = json.loads(text)
+    except (OSError, EOFError, zlib.error, RecursionError) as error:
+        raise ValueError(f"{path} is no trace that can be read: {error}") from error
     if not isinstance(found, dict) or "labkit" not in found:
         raise ValueError(f"{path} is no trace of a rank's steps")
     return found
 
 
 def read_trace(path: Path) -> Trace:
-    """What the rank that wrote this file has recorded."""
-    return trace_of(read_json(path))
+    """What the rank that wrote this file recorded; ValueError where that is none."""
+    content = read_json(path)
+    try:
+        return trace_of(content)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
 
 
 def trace_of(content: Mapping[str, Any]) -> Trace:
