@@ -98,6 +98,7 @@ def test_a_function_takes_the_parameters_by_name(lab: Lab) -> None:
         tune(lab, train, space={"width": [1, 2]})
 
 
+@pytest.mark.timeout(60)
 def test_what_falls_behind_is_stopped_at_the_same_step_on_every_rank(lab: Lab) -> None:
     # The one above the threshold would go on for a quarter of an hour.
     code = LOOP.format(steps="20 if level == 0 else 10**7")
@@ -111,6 +112,7 @@ def test_what_falls_behind_is_stopped_at_the_same_step_on_every_rank(lab: Lab) -
     lab.check()
 
 
+@pytest.mark.timeout(60)
 def test_a_loss_that_is_no_number_ends_its_trial(lab: Lab) -> None:
     code = LOOP.format(steps="20 if level == 1 else 10**7").replace(
         "* 0 + level", "* 0 + (level if level == 1 else float('nan'))"
@@ -120,6 +122,7 @@ def test_a_loss_that_is_no_number_ends_its_trial(lab: Lab) -> None:
     assert states == {1: "finished", 2: "pruned"}
 
 
+@pytest.mark.timeout(60)
 def test_a_rank_that_dies_fails_its_trial_and_not_the_study(
     lab: Lab, capsys: Captured
 ) -> None:
@@ -140,6 +143,7 @@ def test_a_rank_that_dies_fails_its_trial_and_not_the_study(
     assert "SIGKILL" in said
 
 
+@pytest.mark.timeout(60)
 def test_an_exception_fails_its_trial_and_three_at_once_end_the_study(
     lab: Lab, capsys: Captured
 ) -> None:
@@ -154,6 +158,7 @@ def test_an_exception_fails_its_trial_and_three_at_once_end_the_study(
         _ = labkit.load_study("all").best_params
 
 
+@pytest.mark.timeout(60)
 def test_an_interrupt_ends_the_study_with_what_it_has(
     lab: Lab, tmp_path: Path, capsys: Captured
 ) -> None:
@@ -198,6 +203,7 @@ with Lab(num_ranks=2) as lab:
 """
 
 
+@pytest.mark.timeout(60)
 def test_a_study_goes_on_after_the_death_of_its_kernel(
     lab: Lab, tmp_path: Path
 ) -> None:

@@ -75,19 +75,10 @@ def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
 def connected(folder: Path, *, is_max: bool | None = None) -> Any:
     """Optuna's study in `folder`; made where there is none and `is_max` says how."""
     optuna = load_optuna()
-    from sqlalchemy import event
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
 
-        def write_ahead(connection: Any, record: Any) -> None:
-            # Twice as quick, and as safe from a kernel that is killed.
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
-
-        event.listen(storage.engine, "connect", write_ahead)
-        storage.engine.dispose()  # the connections so far
         if is_max is None:
             return optuna.load_study(study_name=folder.name, storage=storage)
         return optuna.create_study(
