@@ -221,11 +221,15 @@ def test_a_study_goes_on_after_the_death_of_its_kernel(
     )
     script = tmp_path / "study.py"
     script.write_text(CHILD.format(code=code))
+    space = {"level": [1, 2, 3]}
+    options = {"name": "killed", "sampler": "random", "pruner": "none"}
     child = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path)
     try:
         while not marker.exists():
             assert child.poll() is None, "the study ended early"
             time.sleep(0.05)
+        with pytest.raises(ValueError, match=f"another kernel, process {child.pid};"):
+            tune(lab, code, space=space, trials=4, resume=True, **options)
         child.send_signal(signal.SIGKILL)
     finally:
         child.kill()
@@ -233,8 +237,6 @@ def test_a_study_goes_on_after_the_death_of_its_kernel(
     left = labkit.load_study("killed")
     assert left.table["state"].tolist() == ["finished"] * 2
     [lost] = [t for t in left.optuna.trials if t.state.name == "RUNNING"]
-    space = {"level": [1, 2, 3]}
-    options = {"name": "killed", "sampler": "random", "pruner": "none"}
     with pytest.raises(ValueError, match="add resume=True"):
         tune(lab, code, space=space, trials=4, **options)
     with pytest.raises(ValueError, match=r"has space = .* make them equal"):

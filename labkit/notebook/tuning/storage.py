@@ -7,17 +7,24 @@ opened and written to after each.
 
 import contextlib
 import itertools
+import os
+import socket
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from labkit.checks import UserError
 from labkit.notebook.runs.persistence import runs_folder
+from labkit.notebook.runs.persistence import state_of
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.notebook.tuning.space import load_optuna
 
 FILE = "study.db"
+KERNEL = "kernel"
+"""The process that runs the study, or did so last."""
 REPEATED = "repeated"
 """Numbers of trials that were run again, of a study that was resumed."""
 
@@ -62,14 +69,40 @@ def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
     if not is_there:
         for name, value in facts.items():
             study.set_user_attr(name, value)
+        study.set_user_attr(KERNEL, this_kernel())
         return study
+    check_left(study)
     for name, value in facts.items():
         if study.user_attrs.get(name) != value:
             raise ValueError(
                 f"the study {folder.name!r} has {name} = {study.user_attrs.get(name)} "
                 f"and this one {value}; make them equal, or choose another name"
             )
+    study.set_user_attr(KERNEL, this_kernel())
     return study
+
+
+def this_kernel() -> dict[str, Any]:
+    """This process, to be known again by `persistence.state_of`."""
+    created = psutil.Process().create_time()
+    found = {"host": socket.gethostname(), "pid": os.getpid(), "pid_created": created}
+    return {"state": "running", **found}
+
+
+def check_left(study: Any) -> None:
+    """ValueError where another kernel still runs the study, as far as is known here."""
+    kernel = study.user_attrs.get(KERNEL, {})
+    trials = study.get_trials(deepcopy=False)
+    if (
+        any(each.state.name == "RUNNING" for each in trials)
+        and kernel.get("host") == socket.gethostname()
+        and kernel["pid"] != os.getpid()
+        and state_of(kernel) == "running"
+    ):
+        raise ValueError(
+            f"the study {study.study_name!r} runs in another kernel, process "
+            f"{kernel['pid']}; wait for its end, or interrupt it there"
+        )
 
 
 def connected(folder: Path, *, is_max: bool | None = None) -> Any:
@@ -78,7 +111,6 @@ def connected(folder: Path, *, is_max: bool | None = None) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
-
         if is_max is None:
             return optuna.load_study(study_name=folder.name, storage=storage)
         return optuna.create_study(
