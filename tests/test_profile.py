@@ -11,6 +11,8 @@ import pytest
 import labkit
 from labkit import Lab
 from labkit.checks import steps_to_profile
+from labkit.notebook.profile.gpu import kernels
+from labkit.notebook.profile.gpu import peak_of
 from labkit.notebook.profile.merge import measure_offsets
 from labkit.notebook.profile.parts import both
 from labkit.notebook.profile.parts import divide_all
@@ -286,6 +288,22 @@ def test_short_kernels_are_counted() -> None:
     ]
     [reason] = words(made(0, *kernels, device="cuda:0"), strategy="single")
     assert reason.startswith("Rank 0 runs 60 kernels a step of 4 us each")
+
+
+def test_kernels_are_measured_beside_their_launches_and_the_peak() -> None:
+    """As a GPU's trace has them, by its documented fields; none was recorded on one."""
+    launch = event("cudaLaunchKernel", 90, 95, cat="cuda_runtime", correlation=7)
+    kernel = event("gemm", 100, 600, cat="kernel", correlation=7)
+    product = event("aten::addmm", 80, 96, **{"Input Dims": [[9], [64, 32], [32, 16]]})
+    trace = made(0, launch, kernel, product, device="cuda:0", steps=1)
+    trace.device_name = "NVIDIA H100 80GB HBM3"
+    table = kernels([trace], divide_all([trace]))
+    found = table.loc[0].to_dict()
+    assert found.pop("tflops") == pytest.approx(2 * 64 * 32 * 16 / 1e-3 / 1e12)
+    assert found.pop("mfu") == pytest.approx(2 * 64 * 32 * 16 / 1e-3 / 989e12)
+    assert found == {"kernels": 1, "mean_us": 500, "launch_gap_us": 10, "idle": 0.5}
+    assert peak_of("Some GPU") is None
+    assert kernels([made(0, steps=1)], divide_all([made(0, steps=1)])).empty
 
 
 @pytest.mark.parametrize(

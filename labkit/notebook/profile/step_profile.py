@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.notebook.profile import costs
+from labkit.notebook.profile import gpu
 from labkit.notebook.profile.merge import to_one_clock
 from labkit.notebook.profile.merge import write_merged
 from labkit.notebook.profile.parts import PARTS
@@ -133,6 +134,14 @@ class StepProfile:
         of their forward and backward pass; means over the ranks. Empty with
         `--compile`."""
         return costs.modules(self._traces)
+
+    @property
+    def kernels(self) -> pd.DataFrame:
+        """Of ranks on GPUs: kernels in a step, their mean in microseconds,
+        launch_gap_us (from the call that launches one to its begin, the median), idle
+        (the share of the step without any), tflops of matrix products, and mfu, their
+        share of the device's dense peak in 16 bits, NaN where that is not known."""
+        return gpu.kernels(self._traces, self._parts)
 
     @property
     def memory(self) -> pd.DataFrame:

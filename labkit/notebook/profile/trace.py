@@ -84,7 +84,8 @@ class Trace:
     messages: list[Message]
     memory: list[tuple[float, int]] = field(default_factory=list)
     """Moments, and the bytes that had been allocated since the recording began."""
-    peak_flops: float | None = None
+    device_name: str = ""
+    """Of a GPU, as "NVIDIA H100 80GB HBM3"."""
     clock_error: float = 0.0
     """Microseconds by which its times differ from the host's clock, at most."""
     offset: float = 0.0
@@ -169,10 +170,19 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
         events,
         [found for event in events if (found := message_of(event))],
         sorted(memory),
-        peak_flops=facts.get("peak_flops"),
+        device_name=name_of_device(content, facts["device"]),
         # A thread may lose its core between one clock and the other.
         clock_error=min(errors),
     )
+
+
+def name_of_device(content: Mapping[str, Any], device: str) -> str:
+    """What the GPU that a rank computes on is called; "" where there is none."""
+    number = int(device.partition(":")[2] or 0)
+    for each in content.get("deviceProperties", []):
+        if each.get("id") == number and device.startswith("cuda"):
+            return str(each.get("name", ""))
+    return ""
 
 
 def is_step_mark(event: Event) -> bool:
