@@ -11,6 +11,7 @@ import pytest
 import labkit
 from labkit import Lab
 from labkit.checks import steps_to_profile
+from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.profile.gpu import kernels
 from labkit.notebook.profile.gpu import peak_of
 from labkit.notebook.profile.merge import measure_offsets
@@ -410,7 +411,9 @@ def test_a_small_bucket_is_named(lab: Lab) -> None:
     assert "bucket_cap_mb" in reasons
 
 
-def test_what_is_recorded_can_be_opened(lab: Lab) -> None:
+def test_what_is_recorded_can_be_opened(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = profiled(lab, "train()")
     profile = run.profile
     assert not any(cause in repr(profile) for cause in ("data loading", "bucket_cap"))
@@ -421,8 +424,14 @@ def test_what_is_recorded_can_be_opened(lab: Lab) -> None:
     assert profile.memory["rank"].nunique() == 2
     assert (profile.clocks["offset"] == 0).all()
     assert str(profile.plot().axes[0].get_title(loc="left")).startswith(run.name)
-    bundle = profile._repr_mimebundle_()
-    assert "ui.perfetto.dev" in bundle["text/html"]
+    shown: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("IPython.display.display", lambda what, **_: shown.append(what))
+        profile._ipython_display_()
+    words, picture, links = shown
+    assert words["text/plain"] == repr(profile)
+    assert isinstance(picture, RunFigure)
+    assert "ui.perfetto.dev" in links["text/html"]
     with gzip.open(profile.trace_path) as file:
         merged = json.load(file)
     names = [

@@ -1,6 +1,5 @@
 """The profile of some steps of a run, on all its ranks: `Run.profile`."""
 
-import base64
 import functools
 import html
 import os
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
-from typing import Any
 
 import pandas as pd
 
@@ -225,18 +223,16 @@ class StepProfile:
         reasons = self.reasons or [NOTHING]
         return "\n".join([self._heading(), *self._shares(), *reasons])
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        from labkit.notebook.plots.figure import to_png
+    def _ipython_display_(self) -> None:
+        """Words, picture and links, each by itself: pages that show a saved notebook
+        leave out a picture within HTML."""
+        from IPython.display import display
 
-        png = base64.b64encode(to_png(self.plot())).decode()
-        return {
-            "text/plain": repr(self),
-            "text/html": (
-                f"<pre>{html.escape(repr(self))}</pre>"
-                f'<img src="data:image/png;base64,{png}" alt="lanes by rank">'
-                + self._links()
-            ),
-        }
+        words = f"<pre>{html.escape(repr(self))}</pre>"
+        display({"text/plain": repr(self), "text/html": words}, raw=True)
+        display(self.plot())
+        links = {"text/plain": "The trace of all ranks: profile.trace_path"}
+        display({**links, "text/html": self._links()}, raw=True)
 
     def _links(self) -> str:
         try:

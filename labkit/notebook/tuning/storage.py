@@ -1,8 +1,8 @@
 """A study on disk: Optuna's own, in one SQLite file.
 
 Optuna's journal of one line a change would do as well, but for its lock, which a killed
-kernel leaves behind: of 25 that were killed while they wrote, SQLite's file could be
-opened and written to after each.
+kernel leaves behind. SQLite's file could be opened and written to after each of 25
+kills in the middle of a write.
 """
 
 import contextlib

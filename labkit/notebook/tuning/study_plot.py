@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.ticker import LogLocator
 from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import NullLocator
 
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.figure import to_png
@@ -86,7 +88,9 @@ class StudyDrawing:
                 axes.plot(x, y, **look, **single)
         if any(line.points for line in self.lines):
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
 
     def _draw_values(self, axes: Any) -> None:
         style_axes(axes, "trial", "")
