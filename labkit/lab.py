@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -28,6 +29,10 @@ from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.execution.options import plan_checkpoints
+from labkit.notebook.export.cells import Before
+from labkit.notebook.export.cells import Pushed
+from labkit.notebook.export.cells import Ran
+from labkit.notebook.export.cells import pushed
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
@@ -108,6 +113,8 @@ class Lab:
         self.placements = place_ranks(options)
         self.runs: list[Run] = []
         """Training runs, newest last."""
+        self._ran: list[Ran | Pushed] = []
+        """What has given ranks their variables, for a run that is to be a script."""
         from labkit.notebook.cluster.rank_group import RankGroup
 
         self._ranks: RankGroup | None = None
@@ -227,6 +234,8 @@ class Lab:
                 targets,
                 hang_after_s=hang_after,
             )
+            some = tuple(targets) if len(targets) < self.world_size else None
+            self._ran.append(Ran(code, execution_count(), ranks=some))
             run_to_completion(execution, self._running(), timeout)
 
     @documented(RunOptions)
@@ -335,6 +344,9 @@ class Lab:
         with contextlib.ExitStack() as work:
             work.enter_context(self._working())
             run = training.begin(on_run=self.runs.append)
+            run.before = self._before(code_or_function)
+            if isinstance(code_or_function, str):
+                self._ran.append(Ran(code_or_function, execution_count(), strategy))
             held = work.pop_all()
 
         def finish() -> None:
@@ -485,6 +497,39 @@ class Lab:
 
         return find_runs(names, own=self.runs) if names else list(self.runs)
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        run: str | None = None,
+        *,
+        force: bool = False,
+    ) -> list[str]:
+        """Write a run, with the cells that it needs, as a script for `torchrun`.
+
+        Parameters
+        ----------
+        path : str or path
+            The script's file.
+        run : str, optional
+            The run's name; by default the newest of this lab.
+        force : bool, default False
+            Replace a file that is there.
+
+        Returns
+        -------
+        list of str
+            What there is to know of the script, in sentences.
+
+        Raises
+        ------
+        ValueError
+            As `Run.export`, and where there is no such run.
+        """
+        if run is None and not self.runs:
+            raise ValueError("there is no run to export; %%dist_train makes one")
+        [found] = self.runs[-1:] if run is None else self.find_runs([run])
+        return found.export(path, force=force)
+
     def compare(self, *names: str) -> "pd.DataFrame":
         """Compare runs in one table.
 
@@ -560,6 +605,9 @@ class Lab:
         payload = serialization.dumps(values)
         with self._working() as cluster:
             transfer.push(cluster, payload, targets)
+        self._ran += [
+            pushed(name, value, execution_count()) for name, value in values.items()
+        ]
 
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """Copy a variable from ranks to the notebook.
@@ -772,6 +820,8 @@ class Lab:
             If a cell is running, or the ranks do not start.
         """
         self._wait_for_the_last_run()
+        if everyone:
+            self._ran = []
         return self._running().restart(everyone=everyone)
 
     def check(self) -> None:
@@ -827,6 +877,20 @@ class Lab:
         return (
             f"{run.name} is running in the background: %dist_show {run.name} shows it; "
             "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
+        )
+
+    def _before(self, work: str | Callable[..., Any]) -> Before:
+        """What had run when a run of `work` begins."""
+        before = Before(self._ran, len(self._ran), execution_count())
+        if isinstance(work, str):
+            return before
+        from labkit.notebook.kernel.pickled_function import takes_rank
+
+        return replace(
+            before,
+            function=getattr(work, "__name__", type(work).__name__),
+            module=getattr(work, "__module__", "__main__"),
+            takes_rank=takes_rank(work),
         )
 
     def _run_name(self, name: str | None) -> str:

@@ -55,8 +55,8 @@ OF_RANKS = {
 ROOMS = [
     [
         *("notebook", "notebook.kernel", "notebook.cluster", "notebook.diagnostics"),
-        *("notebook.history", "notebook.plots", "notebook.profile", "notebook.runs"),
-        *("notebook.live", "notebook.execution", "notebook.tuning"),
+        *("notebook.history", "notebook.plots", "notebook.profile", "notebook.export"),
+        *("notebook.runs", "notebook.live", "notebook.execution", "notebook.tuning"),
     ],
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),

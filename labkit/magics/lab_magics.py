@@ -360,6 +360,18 @@ class LabMagics(Magics):
         return to_read(compare_runs(runs)).T  # a page is wide enough for some runs
 
     @magic_arguments()
+    @argument("file", metavar="FILE", help="the script to write, as train.py")
+    @argument("--run", metavar="NAME", help="a run's name; the newest by default")
+    @argument("--force", action="store_true", help="replace a file that is there")
+    @line_magic
+    @parsed
+    def dist_export(self, args: Args) -> None:
+        """Write a run, with the cells that it needs, as a script for torchrun."""
+        for note in current_lab().export(args.file, args.run, force=args.force):
+            print(f"labkit: {note}", file=sys.stderr)
+        print(f"wrote {args.file}; its first lines say how to launch it")
+
+    @magic_arguments()
     @argument(
         "name", nargs="?", metavar="NAME", help="a run's name; the newest by default"
     )

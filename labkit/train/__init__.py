@@ -64,6 +64,7 @@ from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.observers import Slowing
+from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.session import Session
 from labkit.records import Note
 from labkit.strategies import STRATEGIES
@@ -82,6 +83,7 @@ __all__ = [
     "log",
     "parser",
     "prepare",
+    "reseed",
     "run",
     "save_checkpoint",
     "stop_early",
@@ -269,6 +271,12 @@ def run(
         )
 
 
+def reseed() -> None:
+    """Begin again with the seed of the run, as `main` began: for a script that first
+    makes what in the notebook a cell before the run had made."""
+    seed_everything(_of_the_run("seed"))
+
+
 def _check_names(options: Mapping[str, Any]) -> None:
     for name in options:
         check_choice("option", name, choices=OF_SCRIPTS)
@@ -344,6 +352,7 @@ class _Training:
                 local_rank=group.placement.local_rank,
                 world_size=world_size,
                 device=group.device,
+                seed=self._options.seed,
                 prepare=session.prepare,
                 fit=session.fit,
                 log=session.log,

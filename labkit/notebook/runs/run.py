@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from labkit import timeouts
 from labkit.checks import steps_to_profile
+from labkit.notebook.export.cells import Before
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import memory_is_of
 from labkit.notebook.runs.progress import progress_line
@@ -66,6 +68,8 @@ class Run(RunRecord):
     """What runs it, where it is of this lab; None when it has ended."""
     job: "Job | None" = field(default=None, init=False)
     """What runs it in the background."""
+    before: Before | None = field(default=None, init=False)
+    """What had run in this kernel when it began."""
     has_ended: threading.Event = field(default_factory=threading.Event, init=False)
 
     def refresh(self) -> "Run":
@@ -97,6 +101,55 @@ class Run(RunRecord):
         from labkit.notebook.runs.tensorboard import write_events
 
         write_events(self.collector, Path(folder), began=self.info["began"])
+
+    def export(self, path: str | os.PathLike[str], *, force: bool = False) -> list[str]:
+        """Write the run, with the cells that it needs, as a script for `torchrun`.
+
+        The script imports `labkit.train`; at the same number of ranks it has the losses
+        of this run, step by step.
+
+        Parameters
+        ----------
+        path : str or path
+            The script's file.
+        force : bool, default False
+            Replace a file that is there.
+
+        Returns
+        -------
+        list of str
+            What there is to know of the script, in sentences.
+
+        Raises
+        ------
+        ValueError
+            For a run that cannot be a script, or a file that cannot be written; nothing
+            is written then.
+        """
+        from labkit.notebook.export.script import RunFacts
+        from labkit.notebook.export.script import script_of
+        from labkit.notebook.export.write import check_script_file
+        from labkit.notebook.export.write import write_script
+
+        file = check_script_file(path, force=force)
+        checkpoints = self.info.get("checkpoints") or {}
+        script = script_of(
+            RunFacts(
+                self.name,
+                self.strategy,
+                self.code,
+                self.world_size,
+                self.options,
+                seed=self.info.get("seed", 0),
+                config=self.info.get("config") or {},
+                before=self.before,
+                checkpoints=checkpoints.get("directory"),
+                resumed_from=self.resumed_from,
+            ),
+            file.name,
+        )
+        write_script(file, script.text)
+        return list(script.notes)
 
     def wait(self, timeout: float | None = None) -> "Run":
         """Wait until a run in the background has ended.

@@ -1,0 +1,1 @@
+"""Writes a run, with the cells that it needs, as a script for torchrun."""
