@@ -6,11 +6,11 @@ from typing import Any
 import pandas as pd
 import pytest
 from kernels import Kernel
-from test_train import BODY
-from test_train import FIT
-from test_train import IMPORTS
-from test_train import launch
-from test_train import losses_of
+from test_train_module import BODY
+from test_train_module import FIT
+from test_train_module import IMPORTS
+from test_train_module import launch
+from test_train_module import losses_of
 
 from labkit import Lab
 from labkit.notebook.export.cells import Before

@@ -27,7 +27,10 @@ from labkit.notebook.export.needed import needed
 from labkit.records import RANK_NAMES
 from labkit.train_options import TrainOptions
 
-CALLS = ("prepare", "fit", "log", "save_checkpoint", "load_checkpoint")
+CALLS = (
+    *("prepare", "fit", "log", "stop_early"),
+    *("save_checkpoint", "load_checkpoint"),
+)
 """What a script imports from labkit.train."""
 PLACES = ("rank", "local_rank", "world_size", "device")
 """What a script takes from it in `main`."""
@@ -482,7 +485,7 @@ def _launch(run: RunFacts, main: str, *, has_config: bool) -> str:
     changed = {
         each.name: getattr(run.options, each.name)
         for each in fields(TrainOptions)
-        if each.name != "config"
+        if each.name not in ("config", "profile")
         and getattr(run.options, each.name) != getattr(plain, each.name)
     }
     if run.seed:
