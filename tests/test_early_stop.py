@@ -147,6 +147,24 @@ def test_under_raw_ranks_leave_their_loop_together(lab: Lab) -> None:
     )
 
 
+def test_each_call_in_the_code_has_a_metric_of_its_own(lab: Lab) -> None:
+    lab.run("taken = 0")
+    code = """
+        for falling, rising in zip([9, 8, 7, 6, 6, 6, 6], [1, 2, 3, 4, 5, 6, 7]):
+            taken += 1
+            if stop_early(falling, patience=2) or stop_early(
+                rising, patience=2, mode="max"
+            ) or stop_early(rising, patience=4, mode="max"):
+                break
+        """
+    train(lab, "raw", code)
+    assert lab.pull("taken", "all") == [6, 6]
+    twice = "stop_early(1.0, restore_best=True)"
+    prepare = "prepare(model, optimizer, data, batch_size=8)"
+    with pytest.raises(RankError, match="another stop_early of this cell keeps it"):
+        train(lab, "ddp", f"{SET_UP}{prepare}\n{twice} or {twice}")
+
+
 def test_fit_monitors_a_metric_and_the_training_loss(lab: Lab) -> None:
     code = SET_UP + textwrap.dedent(
         """

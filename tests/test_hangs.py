@@ -131,7 +131,10 @@ def test_a_note_says_where_every_rank_stands(
     assert_next_cell_works(lab)
 
 
-LEFT = r"rank 1: not in the cell\nrank 1 left the cell before all_reduce #\1\n"
+LEFT = (
+    r"rank 1: not in the cell\n"
+    r"rank 1 is not in the cell, and does not come to all_reduce #\1\n"
+)
 
 
 def test_a_cell_that_a_rank_has_left_too_early_ends(lab: Lab) -> None:

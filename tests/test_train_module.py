@@ -12,7 +12,10 @@ import pytest
 
 from labkit import Lab
 from labkit import train
+from labkit.records import NOTICED_LOSS
+from labkit.train.losses import Weighted
 from labkit.train.losses import mean_by_step
+from labkit.train.losses import of_one_kind
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -238,3 +241,15 @@ def test_a_parser_has_the_options_of_the_magic_line() -> None:
 def test_the_mean_counts_samples() -> None:
     ranks = [{1: (1.0, 3.0), 2: (4.0, 1.0)}, {1: (5.0, 1.0), 2: (float("nan"), 0.0)}]
     assert mean_by_step(ranks) == {1: 2.0, 2: 4.0}
+
+
+def test_a_loss_that_one_rank_alone_logs_is_not_mixed_with_others() -> None:
+    noticed: list[Weighted] = [{1: (1.0, 1.0)}, {1: (3.0, 1.0)}]
+    logged: Weighted = {1: (7.0, 1.0)}
+    none: Weighted = {}
+    ranks = [{NOTICED_LOSS: each, "loss": none} for each in noticed]
+    assert of_one_kind([*ranks, {NOTICED_LOSS: none, "loss": none}]) == noticed
+    assert of_one_kind([{**ranks[0], "loss": logged}, ranks[1]]) == noticed
+    assert of_one_kind([{**each, "loss": logged} for each in ranks]) == [logged] * 2
+    alone = {NOTICED_LOSS: none, "loss": logged}
+    assert of_one_kind([alone, {NOTICED_LOSS: none, "loss": none}]) == [logged]

@@ -17,9 +17,12 @@ from labkit.records import significant
 
 REFRESH_S = 5.0
 """From one line about the run to the next."""
+_LOSSES = ("loss", NOTICED_LOSS)
 _WEIGHTS = ("samples", LOSS_WEIGHT)
 
 ByStep = dict[int, float]
+Weighted = dict[int, tuple[float, float]]
+"""Loss and weight by step."""
 
 
 def check_file(path: str | PathLike[str] | None) -> Path | None:
@@ -55,7 +58,7 @@ class Losses:
     def take(self, batch: Batch) -> None:
         """Keep what is needed of a rank's records; in the emitter's thread."""
         for number, name in enumerate(batch.names):
-            if name in ("loss", NOTICED_LOSS, *_WEIGHTS):
+            if name in (*_LOSSES, *_WEIGHTS):
                 found = batch.records[batch.records["metric"] == number]
                 steps, values = found["step"].tolist(), found["value"].tolist()
                 self._by_name.setdefault(name, {}).update(
@@ -67,13 +70,13 @@ class Losses:
 
     def finish(self) -> None:
         """The run has ended well on all ranks: rank 0 writes. Collective."""
-        weighted = self._weighted()
-        of_all: list[dict[int, tuple[float, float]]] = [weighted] * self._world_size
+        own = {name: self._weighted(name) for name in _LOSSES}
+        of_all = [own] * self._world_size
         if self._world_size > 1:
-            dist.all_gather_object(of_all, weighted)
+            dist.all_gather_object(of_all, own)
         if self._rank != 0:
             return
-        means = mean_by_step(of_all)
+        means = mean_by_step(of_one_kind(of_all))
         if self._path is not None:
             with self._path.open("w", newline="") as file:
                 writer = csv.writer(file)
@@ -85,13 +88,14 @@ class Losses:
         """What the script logs as its loss counts before what was noticed."""
         return self._by_name.get("loss") or self._by_name.get(NOTICED_LOSS) or {}
 
-    def _weighted(self) -> dict[int, tuple[float, float]]:
-        """Loss and weight of this rank, by step."""
+    def _weighted(self, name: str) -> Weighted:
+        """The loss of this name and its weight on this rank, by step."""
         weights: ByStep = {}
-        for name in _WEIGHTS:
-            weights.update(self._by_name.get(name, {}))
+        for kind in _WEIGHTS:
+            weights.update(self._by_name.get(kind, {}))
         return {
-            step: (loss, weights.get(step, 1.0)) for step, loss in self._own().items()
+            step: (loss, weights.get(step, 1.0))
+            for step, loss in self._by_name.get(name, {}).items()
         }
 
     def _show_last(self) -> None:
@@ -115,7 +119,17 @@ class Losses:
         print(f"{self._strategy}: {text}", flush=True)
 
 
-def mean_by_step(of_ranks: list[dict[int, tuple[float, float]]]) -> ByStep:
+def of_one_kind(of_ranks: list[dict[str, Weighted]]) -> list[Weighted]:
+    """What all ranks log as their loss, or else what was noticed: a loss that one rank
+    alone logs may be a mean already."""
+    having = [each for each in of_ranks if any(each.values())]
+    all_log = all(each["loss"] for each in having)
+    is_noticed = any(each[NOTICED_LOSS] for each in having)
+    name = "loss" if all_log or not is_noticed else NOTICED_LOSS
+    return [each[name] for each in having]
+
+
+def mean_by_step(of_ranks: list[Weighted]) -> ByStep:
     """The mean over the ranks that have a step, by (loss, weight): the loss of its
     global batch."""
     found = {}

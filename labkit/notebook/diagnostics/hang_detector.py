@@ -14,6 +14,7 @@ from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
+from labkit.notebook.diagnostics.stacks import waits_for
 from labkit.notebook.kernel.output import is_notebook
 
 
@@ -31,15 +32,15 @@ class HangDetector:
         self,
         cluster: Cluster,
         *,
-        num_ranks: int,
+        ranks: Collection[int],
         after_s: float,
         in_cell: int,
         before_output: Callable[[], None],
     ) -> None:
-        """`num_ranks` run the cell, of number `in_cell`; `after_s` is how long nothing
+        """`ranks` run the cell, of number `in_cell`; `after_s` is how long nothing
         may happen, 0 for ever; `before_output` is called before anything is written."""
         self._cluster = cluster
-        self._num_ranks = num_ranks
+        self._ranks = frozenset(ranks)
         self._after_s = after_s
         self._in_cell = in_cell
         self._before_output = before_output
@@ -67,13 +68,14 @@ class HangDetector:
         if self._request is not None:
             if self._request.is_complete():
                 request, self._request = self._request, None
-                self._take_stacks(request.result(), now - self._last_sign)
+                ended = self._ranks.difference(running)
+                self._take_stacks(request.result(), ended, now - self._last_sign)
         elif now >= max(self._next_question, self._last_sign + self._interval_s):
             self._next_question = now + self._interval_s
             for rank in running:
                 if rank not in self._answers:
                     self._answers[rank] = self._cluster.ask(rank, "progress")
-            has_any_left = len(running) < self._num_ranks
+            has_any_left = len(running) < len(self._ranks)
             if has_any_left or now - self._last_sign >= self._after_s:
                 # Also those at the end: it shows what the others wait for.
                 self._request = StackRequest(self._cluster, self._cluster.pids)
@@ -101,9 +103,12 @@ class HangDetector:
         self._request = None
         self._left = []
 
-    def _take_stacks(self, stacks: Stacks, quiet_s: float) -> None:
+    def _take_stacks(
+        self, stacks: Stacks, ended: Collection[int], quiet_s: float
+    ) -> None:
+        left = waits_for(stacks.positions, ended)
         # Ranks are not asked at the same instant: what is so still is so.
-        if stacks.left and stacks.left == self._left:
+        if left and left == self._left:
             lines = "\n".join(stacks.lines(self._in_cell))
             raise UserError(
                 f"the ranks wait for one that has left the cell:\n{lines}\n"
@@ -112,7 +117,7 @@ class HangDetector:
                 "its loss, let them decide together, by stop_early(loss) or on a "
                 "value that dist.all_reduce has made the same"
             )
-        self._left = stacks.left
+        self._left = left
         if quiet_s >= self._after_s:
             self._note(stacks, quiet_s)
 

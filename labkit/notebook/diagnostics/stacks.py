@@ -5,6 +5,7 @@ import html
 import re
 import shutil
 import time
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -40,8 +41,6 @@ class Stacks:
         Why the others did not, or why an answer may be outdated, by rank.
     mismatches : list of str
         Where ranks wait in different collectives.
-    left : list of str
-        Those of them that cannot end any more: a rank has left the cell.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Stacks:
         self.positions = sorted(positions, key=lambda each: each.rank)
         self.absent = dict(absent)
         self.mismatches = mismatched_collectives(self.positions)
-        self.left = left_before(self.positions)
         self.is_full = is_full
 
     def lines(self, in_cell: int | None = None) -> list[str]:
@@ -169,7 +167,6 @@ class StackRequest:
             again.mismatches = [
                 each for each in again.mismatches if each in found.mismatches
             ]
-            again.left = [each for each in again.left if each in found.left]
             return again
         return found
 
@@ -222,14 +219,16 @@ def mismatched_collectives(positions: Sequence[Position]) -> list[str]:
     return lines
 
 
-def left_before(positions: Sequence[Position]) -> list[str]:
-    """Where ranks wait for some that have left the cell, a line each."""
+def waits_for(positions: Sequence[Position], ended: Collection[int]) -> list[str]:
+    """Where ranks wait in a collective for some of `ended`, which will not come to it:
+    a line each."""
     running = [each for each in positions if each.is_running]
     calls = {each.rank: each.call for each in running if each.call is not None}
+    there = [*running, *(each for each in positions if each.rank in ended)]
     return [
         line
         for here in _by_group(calls)
-        for line in _missing_from(here, positions, are_running=False)
+        for line in _missing_from(here, there, are_running=False)
     ]
 
 
@@ -259,9 +258,12 @@ def _missing_from(
         and each.started.get(last.group, 0) < (last.number or 0)
     ]
     if ranks:
-        have = "has" if len(ranks) == 1 else "have"
-        what = f"{have} not come to" if are_running else "left the cell before"
-        yield f"{format_ranks(ranks)} {what} {last.name}"
+        one = len(ranks) == 1
+        have, is_, does = ("has", "is", "does") if one else ("have", "are", "do")
+        what = f"{have} not come to {last.name}"
+        if not are_running:
+            what = f"{is_} not in the cell, and {does} not come to {last.name}"
+        yield f"{format_ranks(ranks)} {what}"
 
 
 def _differ(calls: Iterable[Call]) -> bool:

@@ -107,7 +107,7 @@ class CellExecution:
         self._listener = listener or CellListener()
         self._watch = HangDetector(
             cluster,
-            num_ranks=len(ranks),
+            ranks=ranks,
             after_s=hang_after_s,
             in_cell=spec.execution_count,
             before_output=self._listener.before_output,

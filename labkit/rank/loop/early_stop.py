@@ -1,7 +1,9 @@
 """Decides when a metric has not improved for long enough."""
 
 import math
+import sys
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from labkit.checks import check_choice
@@ -10,6 +12,9 @@ from labkit.checks import check_flag
 from labkit.checks import is_number
 from labkit.checks import short_repr
 from labkit.records import significant
+
+Site = tuple[CodeType, int]
+"""A call in the code: where in which function."""
 
 BETTER = {"min": "lower", "max": "higher"}
 
@@ -78,6 +83,14 @@ class EarlyStop:
             f"{BETTER[rule.mode]}{delta} than {significant(self.best)}, its best, "
             f"{self.best_at}{restored}"
         )
+
+
+def calling_site() -> Site:
+    """Which call in the code outside of labkit has led here."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("labkit.") and frame.f_back:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
 
 
 def rule_of_fit(

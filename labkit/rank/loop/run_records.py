@@ -40,6 +40,7 @@ class RunRecords:
         self._steps_by_optimizer: Counter[int] = Counter()
         self._log_calls: dict[str, int] = {}
         self._progress: dict[str, int] = {}
+        self._sums_losses = False
         self._loss_sum: Loss = 0.0
         self._weight_sum = 0.0
 
@@ -70,14 +71,21 @@ class RunRecords:
             found = {f"loss {number + 1}" if number else NOTICED_LOSS: loss}
         if is_next:
             found.update(step_counts := counts())
-            if loss is not None:
+            if loss is not None and self._sums_losses:
                 weight = float(
                     step_counts.get(LOSS_WEIGHT, step_counts.get("samples", 1))
                 )
-                self._loss_sum += weight * loss
+                # Many of a loss in half precision would be rounded away, or overflow.
+                exact = loss if isinstance(loss, float) else loss.double()
+                self._loss_sum += weight * exact
                 self._weight_sum += weight
         self._emitter.put_all(found, taken, self._read_memory())
         return is_next
+
+    def sum_losses(self, does: bool) -> None:
+        """Whether losses are summed up from here on, for `take_loss`."""
+        self._sums_losses = does
+        self._loss_sum = self._weight_sum = 0.0
 
     def take_loss(self) -> tuple[float, float]:
         """The sum of this rank's losses since it was last taken, each by its weight,

@@ -41,7 +41,9 @@ from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
 from labkit.rank.loop.arguments import type_and_value
 from labkit.rank.loop.early_stop import EarlyStop
+from labkit.rank.loop.early_stop import Site
 from labkit.rank.loop.early_stop import StopRule
+from labkit.rank.loop.early_stop import calling_site
 from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import use_of_batch_size
@@ -139,7 +141,8 @@ class Session:
         self.seed = seed
         self.options = options
         self._folder = folder
-        self._early_stop: EarlyStop | None = None
+        self._early_stops: dict[Site, EarlyStop] = {}
+        """By the call of `stop_early` in the cell."""
         self._roles = roles
         self._loss_hooks = LossHooks(self._after_optimizer_step)
         self._loss_hooks.on_backward = self._on_backward
@@ -405,7 +408,7 @@ class Session:
         seed_everything(self.seed + self.peers.rank)
         rank_loader = self._rank_loader(loader, batches, weigh)
         self._checkpointer.add(stepping, rank_loader)
-        self._early_stop = None  # what it has seen is of another model
+        self._early_stops.clear()  # what they have seen is of another model
         self._records.resume(self._checkpointer.first_step)
         return model, stepping, rank_loader
 
@@ -506,8 +509,8 @@ class Session:
         prepared = self._optimizers[-1].prepared
         self._records.note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
-        self._records.take_loss()  # of what came before
-        self._early_stop = None if rule is None else EarlyStop(rule)
+        watch = None if rule is None else EarlyStop(rule)
+        self._records.sum_losses(monitored == "loss" and watch is not None)
         for epoch in range(1, epochs + 1):
             model.train()
             for batch in loader:
@@ -531,18 +534,18 @@ class Session:
                 )
                 self._agree()
                 self.log(step=None, **found)
-            if self._early_stop is None:
+            if watch is None:
                 continue
             value, weight = found.get(monitored, math.nan), 1.0
             if monitored == "loss":
                 total, weight = self._records.take_loss()
                 value = total / weight if weight else math.nan
             at = f"after epoch {epoch} of {epochs}, at step {self._records.num_steps}"
-            if self._is_to_stop(self._early_stop, value, weight, at, monitored):
+            if self._is_to_stop(watch, value, weight, at, monitored):
                 self._records.note_progress(epochs=epoch)
                 return
-        if self._early_stop is not None and self._early_stop.num_no_better:
-            self._restore_best(self._early_stop)
+        if watch is not None and watch.num_no_better:
+            self._restore_best(watch)
 
     def stop_early(
         self,
@@ -556,8 +559,8 @@ class Session:
         """Say whether the loop should end, as a metric no longer improves.
 
         Collective: all ranks call it, and all get the same answer, by the mean of
-        their metrics. It counts anew after `prepare`, once it has been True, and in a
-        run that is resumed.
+        their metrics. Each call in the code has a metric of its own. Counting starts
+        again after `prepare`, after it has returned True, and in a run that is resumed.
 
         Parameters
         ----------
@@ -584,7 +587,7 @@ class Session:
         ------
         ValueError
             For a metric that is no number, and for `restore_best` where `prepare` has
-            made nothing, or where the run has no folder.
+            made nothing, where the run has no folder, or in a second call in the code.
 
         Examples
         --------
@@ -611,11 +614,22 @@ class Session:
             ) from None
         if self._checkpointer.is_replaying:
             return False  # it was asked when that happened
-        if self._early_stop is None or self._early_stop.rule != rule:
-            self._early_stop = EarlyStop(rule)
+        site = calling_site()
+        watch = self._early_stops.get(site)
+        if watch is None or watch.rule != rule:
+            others = [each for at, each in self._early_stops.items() if at != site]
+            if rule.restore_best and any(each.rule.restore_best for each in others):
+                raise ValueError(
+                    "restore_best restores one best state, and another stop_early of "
+                    "this cell keeps it already; leave it out of one of the two"
+                )
+            watch = self._early_stops[site] = EarlyStop(rule)
         at = f"at step {self._records.num_steps}"
         what = "the metric of stop_early"
-        return self._is_to_stop(self._early_stop, value, 1.0, at, what)
+        is_over = self._is_to_stop(watch, value, 1.0, at, what)
+        if is_over:
+            del self._early_stops[site]
+        return is_over
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
         """Record scalars of this rank: they are plotted live and in `Run.history`.
@@ -670,7 +684,6 @@ class Session:
         if not watch.is_over:
             return False
         self._restore_best(watch)
-        self._early_stop = None
         if self.rank == 0:
             self.note(f"stopped early {at}: {watch.why(what)}")
         return True
