@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import labkit
 from labkit import Lab
@@ -25,6 +26,7 @@ from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.trace import trace_of
 from labkit.notebook.profile.words import why_slow
 from labkit.notebook.runs.run import Run
+from labkit.rank.profiling.recorder import Recorder
 from labkit.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,6 +55,68 @@ def test_steps_are_so_many_after_the_first_ten_or_a_range(
 def test_other_steps_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="write how many steps"):
         steps_to_profile(value)
+
+
+# ---- one profiler in a process ----
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, notes: list[str]) -> Recorder:
+    return Recorder(
+        tmp_path / "profile",
+        rank=0,
+        device=torch.device("cpu"),
+        sees_modules=True,
+        note=notes.append,
+    )
+
+
+def test_a_second_profiler_is_refused_and_the_first_goes_on(
+    recorder: Recorder, notes: list[str]
+) -> None:
+    assert recorder.start()
+    recorder.begin_step(1)
+    with (
+        pytest.raises(
+            RuntimeError, match="--profile or profile\\(\\) records on rank 0"
+        ),
+        torch.profiler.profile(),
+    ):
+        pass
+    recorder.finish()
+    assert notes == []
+    assert recorder.folder is not None
+    assert read_trace(recorder.folder / "rank-0.pt.trace.json.gz").steps[0].number == 1
+    with torch.profiler.profile() as own:  # and afterwards it may
+        torch.ones(3).exp()
+    assert own.events()
+
+
+@pytest.mark.parametrize("end", ["finish", "stop"])
+def test_a_profiler_that_the_cell_has_ended_is_dropped(
+    recorder: Recorder, notes: list[str], end: str
+) -> None:
+    """torch would crash the process where it writes what is no more."""
+    assert recorder.start()
+    recorder.begin_step(1)
+    own = torch.profiler.profile()
+    with pytest.raises(RuntimeError, match="cannot start"):
+        own.start()
+    own.stop()  # there is one session in a process: this ends it
+    getattr(recorder, end)()
+    assert not recorder.is_recording
+    assert ["a profiler of the cell's own is active" in note for note in notes] == [
+        True
+    ]
+    assert recorder.folder is not None
+    assert not recorder.folder.exists()
+    assert recorder.start()
+    recorder.stop()
 
 
 # ---- spans of time ----

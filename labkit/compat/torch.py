@@ -167,6 +167,30 @@ def is_profiled() -> bool:
     return enabled
 
 
+@GATE.needs(
+    "torch.autograd.profiler:profile._prepare_trace",
+    "torch.autograd.profiler:profile._start_trace",
+)
+@contextlib.contextmanager
+def refusing_profilers(error: Callable[[], Exception]) -> Iterator[None]:
+    """While entered, no other profiler starts: torch ends the one that is at work, and
+    crashes the process where both are written."""
+    kind: Any = torch.autograd.profiler.profile
+    names = ("_prepare_trace", "_start_trace")
+    plain = {name: getattr(kind, name) for name in names}
+
+    def refuse(profiler: Any) -> None:
+        raise error()
+
+    for name in names:
+        setattr(kind, name, refuse)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(kind, name, plain[name])
+
+
 @GATE.needs("torch._C:_current_graph_task_id")
 def is_within_backward() -> bool:
     """Whether a backward pass runs in this thread: torch tells its hooks alone."""

@@ -14,12 +14,22 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile
 from torch.profiler import record_function
 
+from labkit.checks import UserError
 from labkit.compat.torch import is_profiled
+from labkit.compat.torch import refusing_profilers
 from labkit.rank.profiling.module_marks import ModuleMarks
 from labkit.records import STEP_MARK
 from labkit.records import TRACE_FILE
 
 NOT_WRITTEN = "--profile: what rank {rank} has recorded cannot be written: {error}"
+IN_USE = (
+    "--profile: nothing was recorded on rank {rank}, as a profiler of the cell's own "
+    "is active, and a process has one at a time; leave out one of the two"
+)
+SECOND = (
+    "this profiler cannot start: --profile or profile() records on rank {rank}, and a "
+    "process has one profiler at a time; leave out one of the two"
+)
 SCHEDULED = Path("/proc/thread-self/schedstat")
 """On Linux: the time that the thread has run and has waited to run, in nanoseconds."""
 
@@ -50,6 +60,8 @@ class Recorder:
         self.note = note
         self._profiler: profile | None = None
         self._modules = ModuleMarks() if sees_modules else None
+        self._refusing = contextlib.ExitStack()
+        """Other profilers, while this one is at work."""
         self.marks = contextlib.ExitStack()
         """The ranges that are open: the step's, and what is in it."""
         self._noted: list[list[int]] = []
@@ -73,6 +85,9 @@ class Recorder:
         self._noted = []
         self._profiler = profiler  # before it starts: an interrupt may come
         profiler.start()
+        self._refusing.enter_context(
+            refusing_profilers(lambda: UserError(SECOND.format(rank=self.rank)))
+        )
         if self._modules is not None:
             self._modules.install()
         return True
@@ -87,13 +102,18 @@ class Recorder:
         if self._noted:
             self._noted[-1][-2:] = core_times()
 
-    def stop(self) -> profile:
-        """Record no longer; nothing is written."""
+    def stop(self) -> profile | None:
+        """Record no longer; nothing is written. None where the cell has ended the
+        process's profiler: there is nothing to stop or to write then."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
+        self._refusing.close()
         if self._modules is not None:
             self._modules.remove()
         self.marks.close()
+        if not is_profiled():
+            self.note(IN_USE.format(rank=self.rank))
+            return None
         profiler.stop()
         return profiler
 
@@ -103,8 +123,11 @@ class Recorder:
         assert self.folder is not None
         self.end_step()
         facts = {"rank": self.rank, "device": str(self._device), "steps": self._noted}
-        self._profiler.add_metadata_json("labkit", json.dumps(facts))
+        if is_profiled():
+            self._profiler.add_metadata_json("labkit", json.dumps(facts))
         profiler = self.stop()
+        if profiler is None:
+            return
         try:
             with renamed_to(self.folder / TRACE_FILE.format(self.rank)) as temporary:
                 profiler.export_chrome_trace(str(temporary))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torch.profiler import record_function
 
 from labkit.rank.data.loader import RankLoader
+from labkit.rank.profiling.recorder import IN_USE
 from labkit.rank.profiling.recorder import Recorder
 from labkit.rank.training.observers import Observer
 from labkit.records import DATA_MARK
@@ -13,10 +14,6 @@ from labkit.records import DATA_MARK
 TOO_SHORT = (
     "--profile: the run ended after {taken} steps, and step {first} was to be the "
     "first to be recorded; --profile 2-4 chooses earlier ones, from the second on"
-)
-IN_USE = (
-    "--profile: nothing was recorded on rank {rank}, as a profiler of the cell's own "
-    "is active, and a process has one at a time; leave out one of the two"
 )
 NO_FOLDER = "--profile: nothing was recorded, as the run has no folder on disk"
 BROKEN_OFF = (
