@@ -72,6 +72,8 @@ PROFILE_FOLDER = "profile"
 """In a run's folder: what ranks recorded of some steps, as TensorBoard reads it."""
 TRACE_FILE = "rank-{}.pt.trace.json.gz"
 """In that folder: the trace of a rank."""
+PROFILE_NOTE = "--profile: "
+"""What each note on that begins with."""
 STEP_MARK = "ProfilerStep#{}"
 """The range of a trace that a step takes; TensorBoard knows it by this name."""
 DATA_MARK = "labkit: next batch"
@@ -142,6 +144,9 @@ class CellSpec:
     """Whether a config was sent before."""
     folder: str | None = None
     """The run's, in which ranks keep their records; None for a run without one."""
+    profiles: str | None = None
+    """In the run's own folder, also after a restart: where ranks write what they
+    record of some steps."""
     checkpoints: dict[str, Any] | None = None
     """The `CheckpointPlan` of a training cell that has one."""
     directory: str | None = None

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import labkit
 from labkit import Lab
 from labkit.checks import steps_to_profile
+from labkit.notebook.execution.elastic import Elastic
+from labkit.notebook.history.collector import Collector
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.profile.gpu import kernels
 from labkit.notebook.profile.gpu import peak_of
@@ -25,8 +28,13 @@ from labkit.notebook.profile.trace import Trace
 from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.trace import trace_of
 from labkit.notebook.profile.words import why_slow
+from labkit.notebook.runs import persistence
+from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
 from labkit.rank.profiling.recorder import Recorder
+from labkit.rank.profiling.step_recorder import StepRecorder
+from labkit.records import CellSpec
+from labkit.records import CheckpointPlan
 from labkit.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,6 +63,51 @@ def test_steps_are_so_many_after_the_first_ten_or_a_range(
 def test_other_steps_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="write how many steps"):
         steps_to_profile(value)
+
+
+# ---- runs that are resumed ----
+
+
+def taking(recorder: Recorder, steps: range, number: range) -> None:
+    """A run's steps, of which some are to be recorded."""
+    profiler = StepRecorder(number, recorder, recorder.note)
+    for step in steps:
+        profiler.between_steps(step)
+    profiler.end(steps[-1])
+    profiler.close()
+
+
+def test_a_run_that_resumes_after_its_steps_says_so(
+    recorder: Recorder, notes: list[str]
+) -> None:
+    taking(recorder, range(30, 40), range(20, 25))
+    [note] = notes
+    assert note.startswith("nothing was recorded, as the run began after 30 steps, and")
+    assert "step 24 was to be the last" in note
+    taking(recorder, range(20, 26), range(20, 25))
+    assert recorder.has_written
+    taking(recorder, range(30, 40), range(20, 25))  # restarted: they are there
+    assert len(notes) == 1
+
+
+def test_a_restarted_run_keeps_its_profile_in_its_own_folder(tmp_path: Path) -> None:
+    collector = Collector([0])
+    collector.restart(5, 1.0)
+    run: Any = SimpleNamespace(folder=tmp_path, collector=collector)
+    plan = CheckpointPlan("kept", 5)
+    spec = CellSpec(1, folder=str(tmp_path), profiles=str(tmp_path / "profile"))
+    elastic = Elastic(run, ranks=None, spec=spec, plan=plan, send_work=lambda: None)  # type: ignore[arg-type]
+    again = elastic._next_spec(None)
+    assert again.folder == str(tmp_path / "restart-1")
+    assert again.profiles == str(tmp_path / "profile")
+
+
+def test_notes_on_the_profile_of_an_attempt_end_with_it() -> None:
+    collector = Collector([0])
+    collector.notes = ["--profile: the run ended after 9 steps", "another"]
+    run: Any = SimpleNamespace(folder=None, collector=collector, info={"restarts": []})
+    persistence.restart(run, [], Restart(5, 9, [1], "SIGKILL", 0.5, 1e9))
+    assert collector.notes == ["another"]
 
 
 # ---- one profiler in a process ----

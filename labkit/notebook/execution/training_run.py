@@ -30,6 +30,7 @@ from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
 from labkit.records import FUNCTION_NAME
+from labkit.records import PROFILE_FOLDER
 from labkit.records import SERVE_NAME
 from labkit.records import Batch
 from labkit.records import CellSpec
@@ -207,6 +208,7 @@ class Training:
             options=request.options.for_message(),
             has_config=bool(self._config),
             folder=None if folder is None else str(folder),
+            profiles=None if folder is None else str(folder / PROFILE_FOLDER),
             checkpoints=asdict(plan) if plan else None,
             directory=working_directory(),
         )

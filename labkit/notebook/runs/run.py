@@ -310,8 +310,8 @@ class Run(RunRecord):
 
     def _slowdown_by_profiler(self) -> float | None:
         """How many times as long as the others recorded steps took."""
-        if not self.options.profile:
-            return None
+        if not self.options.profile or self.restarts:
+            return None  # which steps were recorded depends on the attempt
         recorded = steps_to_profile(self.options.profile, self.resumed_from or 0)
         seconds = self.history.groupby("step")["seconds"].max().diff()
         # The first ones make what later ones use; as a recording ends it is written.

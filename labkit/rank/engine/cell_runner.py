@@ -60,7 +60,7 @@ from labkit.rank.training.session import Session
 from labkit.rank.training.stop_point import StopPoint
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
-from labkit.records import PROFILE_FOLDER
+from labkit.records import PROFILE_NOTE
 from labkit.records import SERVE_NAME
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
@@ -360,11 +360,11 @@ class CellRunner:
         plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
         slowing = self._slowing(options)
         recorder = Recorder(
-            None if spec.folder is None else Path(spec.folder) / PROFILE_FOLDER,
+            None if spec.profiles is None else Path(spec.profiles),
             rank=rank,
             device=self.group.device,
             sees_modules=not options.compile,
-            note=lambda text: session.note(text),
+            note=lambda text: session.note(PROFILE_NOTE + text),
         )
         profiler = self._profiler(recorder, options, plan)
         profiling = [] if profiler is None else [profiler]

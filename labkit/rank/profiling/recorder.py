@@ -21,9 +21,9 @@ from labkit.rank.profiling.module_marks import ModuleMarks
 from labkit.records import STEP_MARK
 from labkit.records import TRACE_FILE
 
-NOT_WRITTEN = "--profile: what rank {rank} has recorded cannot be written: {error}"
+NOT_WRITTEN = "what rank {rank} has recorded cannot be written: {error}"
 IN_USE = (
-    "--profile: nothing was recorded on rank {rank}, as a profiler of the cell's own "
+    "nothing was recorded on rank {rank}, as a profiler of the cell's own "
     "is active, and a process has one at a time; leave out one of the two"
 )
 SECOND = (
@@ -67,6 +67,16 @@ class Recorder:
         self._noted: list[list[int]] = []
         """Each step, when it began by `time.time_ns`, and twice two numbers of
         nanoseconds, at its begin and at its end: see `core_times`."""
+
+    @property
+    def has_written(self) -> bool:
+        """In this run, maybe before it was restarted."""
+        return self.folder is not None and self._path.exists()
+
+    @property
+    def _path(self) -> Path:
+        assert self.folder is not None
+        return self.folder / TRACE_FILE.format(self.rank)
 
     @property
     def is_recording(self) -> bool:
@@ -120,7 +130,6 @@ class Recorder:
     def finish(self) -> None:
         """End the step and write what was recorded, now: the run may yet fail."""
         assert self._profiler is not None
-        assert self.folder is not None
         self.end_step()
         facts = {"rank": self.rank, "device": str(self._device), "steps": self._noted}
         if is_profiled():
@@ -129,7 +138,7 @@ class Recorder:
         if profiler is None:
             return
         try:
-            with renamed_to(self.folder / TRACE_FILE.format(self.rank)) as temporary:
+            with renamed_to(self._path) as temporary:
                 profiler.export_chrome_trace(str(temporary))
         except OSError as error:
             self.note(NOT_WRITTEN.format(rank=self.rank, error=error))

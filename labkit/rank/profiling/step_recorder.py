@@ -12,12 +12,16 @@ from labkit.rank.training.observers import Observer
 from labkit.records import DATA_MARK
 
 TOO_SHORT = (
-    "--profile: the run ended after {taken} steps, and step {first} was to be the "
+    "the run ended after {taken} steps, and step {first} was to be the "
     "first to be recorded; --profile 2-4 chooses earlier ones, from the second on"
 )
-NO_FOLDER = "--profile: nothing was recorded, as the run has no folder on disk"
+PASSED = (
+    "nothing was recorded, as the run began after {taken} steps, and step {last} was "
+    "to be the last to be recorded; choose later ones, or how many: --profile 3"
+)
+NO_FOLDER = "nothing was recorded, as the run has no folder on disk"
 BROKEN_OFF = (
-    "--profile: the run ended while steps {first} to {last} were recorded, and nothing "
+    "the run ended while steps {first} to {last} were recorded, and nothing "
     "is kept of them"
 )
 
@@ -54,7 +58,7 @@ class StepRecorder(Observer):
         if self._is_over or step + 1 < self.left_out[0]:
             return
         if step >= self._steps[-1]:
-            self._end()
+            self._end(step)
             return
         if not self._is_recording and not self._recorder.start():
             self._is_over = True
@@ -79,9 +83,11 @@ class StepRecorder(Observer):
     def end(self, step: int) -> None:
         if self._recorder.folder is None:
             self._note(NO_FOLDER)
-        elif self._is_recording and step >= self._steps[-1]:
-            self._end()
-        elif not self._is_recording and not self._is_over:
+        elif self._is_over:
+            return
+        elif step >= self._steps[-1]:
+            self._end(step)
+        elif not self._is_recording and not self._recorder.has_written:
             self._note(TOO_SHORT.format(taken=step, first=self._steps[0]))
 
     def close(self) -> None:
@@ -90,7 +96,9 @@ class StepRecorder(Observer):
             self._note(BROKEN_OFF.format(first=first, last=last))
             self._recorder.stop()
 
-    def _end(self) -> None:
+    def _end(self, step: int) -> None:
         if self._is_recording:
             self._recorder.finish()
+        elif not self._recorder.has_written:
+            self._note(PASSED.format(taken=step, last=self._steps[-1]))
         self._is_over = True
