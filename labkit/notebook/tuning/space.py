@@ -135,7 +135,8 @@ def why_not(
         if name == strategy
         or (name.startswith(f"{strategy} --mesh") and mesh in (None, name.split()[-1]))
     ]
-    if not ours or any(rows.loc[name, "fits"] is not False for name in ours):
+    fits_or_not = [rows.loc[name, "fits"] for name in ours]  # None: not known
+    if not ours or any(each is None or bool(each) for each in fits_or_not):
         return ""
     peak = format_bytes(min(rows.loc[name, "total_peak"] for name in ours))
     return f"forecast {peak} of {format_bytes(forecast.device_bytes)}"

@@ -27,6 +27,8 @@ KERNEL = "kernel"
 """The process that runs the study, or did so last."""
 REPEATED = "repeated"
 """Numbers of trials that were run again, of a study that was resumed."""
+OF_THE_GRID = ("grid_id", "search_space")
+"""System attributes by which Optuna's GridSampler knows a trial."""
 
 
 def studies_folder() -> Path:
@@ -46,8 +48,8 @@ def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
     of the study that is resumed, and for a name that is taken.
     """
     folder = studies_folder() / (options.name or new_name())
-    is_there = (folder / FILE).exists()
-    if is_there and not options.resume and is_empty(connected(folder)):
+    is_there = has_study(folder)
+    if not options.resume and (not is_there or is_empty(connected(folder))):
         for path in folder.glob(f"{FILE}*"):
             path.unlink()
         is_there = False
@@ -105,12 +107,26 @@ def check_left(study: Any) -> None:
         )
 
 
+def has_study(folder: Path) -> bool:
+    """Whether there is a study in `folder`, and not only what a kernel has left that
+    was killed while it made one."""
+    if not (folder / FILE).is_file():
+        return False
+    names: list[str] = load_optuna().get_all_study_names(database(folder))
+    return folder.name in names
+
+
+def database(folder: Path) -> Any:
+    """Optuna's storage in `folder`."""
+    return load_optuna().storages.RDBStorage(f"sqlite:///{folder / FILE}")
+
+
 def connected(folder: Path, *, is_max: bool | None = None) -> Any:
     """Optuna's study in `folder`; made where there is none and `is_max` says how."""
     optuna = load_optuna()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
+        storage = database(folder)
         if is_max is None:
             return optuna.load_study(study_name=folder.name, storage=storage)
         return optuna.create_study(
@@ -130,7 +146,15 @@ def repeat_unended(study: Any) -> None:
             if not trial.state.is_finished():
                 with contextlib.suppress(RuntimeError):  # another has just done so
                     study.tell(trial.number, state=load_optuna().trial.TrialState.FAIL)
-            study.enqueue_trial(trial.params)
+            # Not `enqueue_trial`, after which a GridSampler does not know it again.
+            attrs = trial.system_attrs
+            again = load_optuna().trial.create_trial(
+                state=load_optuna().trial.TrialState.WAITING,
+                params=trial.params,
+                distributions=trial.distributions,
+                system_attrs={k: attrs[k] for k in OF_THE_GRID if k in attrs},
+            )
+            study.add_trial(again)
             repeated.append(trial.number)
     study.set_user_attr(REPEATED, repeated)
 

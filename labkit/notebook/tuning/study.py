@@ -16,6 +16,7 @@ from labkit.notebook.runs.catalog import load_run
 from labkit.notebook.runs.run import Run
 from labkit.notebook.tuning.storage import FILE
 from labkit.notebook.tuning.storage import connected
+from labkit.notebook.tuning.storage import has_study
 from labkit.notebook.tuning.storage import is_unended
 from labkit.notebook.tuning.storage import studies_folder
 from labkit.records import significant
@@ -316,8 +317,9 @@ def load_study(name: str, folder: str | Path | None = None) -> Study:
     >>> load_study("study-1").best_params
     """
     parent = studies_folder() if folder is None else absolute(folder) / "studies"
-    if not is_run_name(name) or not (parent / name / FILE).is_file():
-        there = sorted(path.parent.name for path in parent.glob(f"*/{FILE}"))
+    if not is_run_name(name) or not has_study(parent / name):
+        folders = [path.parent for path in sorted(parent.glob(f"*/{FILE}"))]
+        there = [folder.name for folder in folders if has_study(folder)]
         have = ", ".join(there) or "none; %%dist_tune makes one"
         raise ValueError(
             f"there is no study {short_repr(name)} in {parent}; there are: {have}"
