@@ -16,6 +16,7 @@ from labkit.checks import steps_to_profile
 from labkit.notebook.execution.elastic import Elastic
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.profile.costs import in_steps
 from labkit.notebook.profile.gpu import kernels
 from labkit.notebook.profile.gpu import peak_of
 from labkit.notebook.profile.merge import measure_offsets
@@ -108,6 +109,42 @@ def test_notes_on_the_profile_of_an_attempt_end_with_it() -> None:
     run: Any = SimpleNamespace(folder=None, collector=collector, info={"restarts": []})
     persistence.restart(run, [], Restart(5, 9, [1], "SIGKILL", 0.5, 1e9))
     assert collector.notes == ["another"]
+
+
+# ---- passes ----
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_lies_between_passes_is_of_no_step(
+    recorder: Recorder, breaks: bool
+) -> None:
+    profiler = StepRecorder(range(2, 6), recorder, recorder.note)
+    loader: Any = object()
+    x = torch.ones(3)
+    for taken in range(0, 6, 2):  # two steps in each pass
+        for step in (taken, taken + 1):
+            profiler.between_steps(step, loader)
+            profiler.begin_microbatch(step + 1)
+            x.sin()
+            profiler.step_taken(step + 1)
+            x.cos()  # as zero_grad
+        if not breaks:
+            profiler.between_steps(taken + 2, loader)
+        profiler.end_epoch()
+        x.exp()  # a validation
+    profiler.end(6)
+    assert recorder.has_written
+    trace = read_trace(Path(str(recorder.folder)) / "rank-0.pt.trace.json.gz")
+    assert [each.number for each in trace.steps] == [2, 3, 4, 5]
+    assert sum(each.name == "aten::exp" for each in trace.events) == 2
+    inside = [each.name for each in in_steps(trace)]
+    assert [inside.count(f"aten::{name}") for name in ("sin", "cos", "exp")] == [
+        4,
+        4,
+        0,
+    ]
+    parts = divide_all([trace])[0]
+    assert all(each.share("data") > 0 for each in parts)
 
 
 # ---- one profiler in a process ----
@@ -359,6 +396,31 @@ def test_many_small_collectives_are_counted() -> None:
     assert "bucket_cap_mb" in reason
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_small_collectives_that_cost_nothing_are_not_named(late: bool) -> None:
+    """They are hidden beside a large one that is not, or a rank is waited for."""
+
+    def rank(number: int) -> Trace:
+        if late:
+            busy = 49 if number else 20
+            small = [
+                each
+                for n in range(0, 1_000, 50)
+                for each in (
+                    event("aten::mm", n, n + busy),
+                    event("gloo:all_gather", n + busy, n + 49.5, **DIMS),
+                )
+            ]
+            return made(number, *small, on_core=600_000)
+        small = [event("gloo:broadcast", 20 * n, 20 * n + 9, **DIMS) for n in range(20)]
+        large = event("gloo:all_reduce", 500, 900, **DIMS)
+        return made(number, event("aten::mm", 0, 500), *small, large)
+
+    found = words(rank(0), rank(1), strategy="fsdp")
+    assert found
+    assert not any("a step of 3.91 KiB each" in each for each in found)
+
+
 def test_a_crowded_machine_is_named() -> None:
     ranks = [
         made(
@@ -587,6 +649,25 @@ def test_a_block_is_recorded_as_a_step(lab: Lab) -> None:
     assert list(profile.steps["step"]) == [5, 5]
     assert "aten::exp" in set(profile.operators["operator"])
     assert "aten::addmm" not in set(profile.operators["operator"])
+
+
+MEET = """
+import time
+from pathlib import Path
+flag = Path({flag!r})
+if rank == 1:
+    time.sleep(0.3)
+    flag.touch()
+with profile():
+    assert flag.exists(), "rank 0 has begun before rank 1 came"
+    torch.ones(3).exp()
+"""
+
+
+def test_all_ranks_meet_before_a_block(lab: Lab, tmp_path: Path) -> None:
+    """Also those that share no batch, as stages do."""
+    code = MEET.format(flag=str(tmp_path / "flag"))
+    assert lab.train("pipeline", code, live=False).has_profile
 
 
 def test_a_block_within_recorded_steps_is_refused(lab: Lab) -> None:

@@ -75,8 +75,7 @@ def table(names: list[str], rows: Iterable[tuple[Any, ...]]) -> pd.DataFrame:
 
 def in_steps(trace: Trace) -> list[Event]:
     """The events that begin in one of the recorded steps."""
-    began, ended = trace.steps[0].began, trace.steps[-1].ended
-    return [each for each in trace.events if began <= each.began < ended]
+    return [each for each in trace.events if trace.is_in_step(each.began)]
 
 
 def own_times(events: Sequence[Event]) -> list[float]:

@@ -97,6 +97,9 @@ class StepParts:
     rank, and for no collective."""
     unsent: float = 0.0
     """Of the other time, that in which a message of its own has not been taken."""
+    sending_by_kind: dict[str, float] = field(default_factory=dict)
+    """By kind of collective, microseconds in which one is under way, nothing runs, and
+    no rank is waited for."""
     num_operators: int = 0
     """Or kernels."""
 
@@ -242,8 +245,6 @@ def matched(traces: Sequence[Trace]) -> list[list[Message]]:
 def divide_all(traces: Sequence[Trace]) -> dict[int, list[StepParts]]:
     """The parts of every rank's steps, and who waits for whom in collectives."""
     parts = {trace.rank: divide(trace) for trace in traces}
-    if len(traces) < 2:
-        return parts
     ranks = [trace.rank for trace in traces]
     idle = {
         rank: union(span for each in steps for span in each.spans["communication"])
@@ -264,4 +265,21 @@ def divide_all(traces: Sequence[Trace]) -> dict[int, list[StepParts]]:
         for divided in parts[rank]:
             whole = [(divided.step.began, divided.step.ended)]
             divided.waits[last] = total(both(waited, whole))
+    for trace in traces:
+        waited = union(
+            span
+            for (rank, _), each in waits.items()
+            if rank == trace.rank
+            for span in each
+        )
+        kinds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for message in trace.messages:
+            if not message.is_between_two:
+                kinds[message.kind].append((message.began, message.ended))
+        for divided in parts[trace.rank]:
+            sending = without(divided.spans["communication"], waited)
+            divided.sending_by_kind = {
+                kind: total(both(sending, union(spans)))
+                for kind, spans in kinds.items()
+            }
     return parts

@@ -1,5 +1,6 @@
 """Reads the trace that a rank has written of some steps, as torch.profiler does."""
 
+import bisect
 import functools
 import gzip
 import json
@@ -96,6 +97,11 @@ class Trace:
     def is_on_gpu(self) -> bool:
         return self.device.startswith("cuda")
 
+    def is_in_step(self, moment: float) -> bool:
+        """Whether it is in one that was recorded, and not between two passes."""
+        place = bisect.bisect_right(self.steps, moment, key=lambda step: step.began)
+        return place > 0 and moment < self.steps[place - 1].ended
+
     @functools.cached_property
     def main_thread(self) -> Any:
         return next(e.thread for e in self.events if is_step_mark(e))
@@ -153,20 +159,22 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
             args = each["args"]
             memory.append((base + each["ts"], int(args["Total Allocated"])))
     marks = {STEP_MARK.format(number): row for number, row in noted.items()}
-    steps, errors = [], []
+    steps: dict[int, Step] = {}
+    errors = []
+    events.sort(key=lambda event: (event.began, -event.ended))
     for event in events:
         if (row := marks.get(event.name)) and event.kind == "user_annotation":
             number, began_ns = row[:2]
             on_core, queued = ((row[i + 2] - row[i]) / 1e3 for i in (2, 3))
-            steps.append(Step(number, event.began, event.ended, on_core, queued))
+            # One that found no batch, at the end of a pass, has begun once more.
+            steps[number] = Step(number, event.began, event.ended, on_core, queued)
             errors.append(abs(event.began - began_ns / 1e3))
     if not steps:
         raise ValueError(f"the trace of rank {facts['rank']} has no steps")
-    events.sort(key=lambda event: (event.began, -event.ended))
     return Trace(
         facts["rank"],
         facts["device"],
-        sorted(steps),
+        sorted(steps.values()),
         events,
         [found for event in events if (found := message_of(event))],
         sorted(memory),

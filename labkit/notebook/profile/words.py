@@ -203,8 +203,7 @@ def kinds_of(traces: Sequence[Trace]) -> dict[str, list[Message]]:
     first = traces[0]
     found: dict[str, list[Message]] = {}
     for each in first.messages:
-        is_in = first.steps[0].began <= each.began < first.steps[-1].ended
-        if is_in and not each.is_between_two:
+        if first.is_in_step(each.began) and not each.is_between_two:
             found.setdefault(each.kind, []).append(each)
     return found
 
@@ -232,12 +231,12 @@ def small_messages(traces: Sequence[Trace], parts: Parts, strategy: str) -> list
     found = []
     every = [step for steps in parts.values() for step in steps]
     small = SMALL_BUCKET if strategy == "ddp" else SMALL_BYTES
-    cost = fmean(
-        step.microseconds("communication") / 1e6 / step.seconds for step in every
-    )
     for kind, messages in kinds_of(traces).items():
         number = len(messages) / len(traces[0].steps)
         each = fmean(message.num_bytes for message in messages)
+        cost = fmean(
+            step.sending_by_kind.get(kind, 0.0) / 1e6 / step.seconds for step in every
+        )
         if number >= MANY_MESSAGES and each <= small and cost >= SMALL_COST:
             advice = (
                 "larger buckets (bucket_cap_mb, 25 by default) send the same in fewer"

@@ -394,7 +394,7 @@ class CellRunner:
         names["profile"] = BlockProfile(
             recorder,
             num_steps=lambda: session.num_steps,
-            meet=lambda: session.peers.sum(0.0),
+            meet=session.meet,
         )
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)

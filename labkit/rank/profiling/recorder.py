@@ -64,6 +64,7 @@ class Recorder:
         """Other profilers, while this one is at work."""
         self.marks = contextlib.ExitStack()
         """The ranges that are open: the step's, and what is in it."""
+        self._is_in_step = False
         self._noted: list[list[int]] = []
         """Each step, when it began by `time.time_ns`, and twice two numbers of
         nanoseconds, at its begin and at its end: see `core_times`."""
@@ -104,12 +105,14 @@ class Recorder:
 
     def begin_step(self, number: int) -> None:
         times = core_times()
+        self._is_in_step = True
         self._noted.append([number, time.time_ns(), *times, *times])
         self.marks.enter_context(record_function(STEP_MARK.format(number)))
 
     def end_step(self) -> None:
         self.marks.close()
-        if self._noted:
+        if self._is_in_step:
+            self._is_in_step = False
             self._noted[-1][-2:] = core_times()
 
     def stop(self) -> profile | None:

@@ -44,6 +44,9 @@ class StepRecorder(Observer):
         """The range in which the loop waits for a batch, while it does."""
         self._step_at = -1
         """Steps that were taken when the open range began."""
+        self._has_batch = False
+        """Whether the loop has had a batch in it, and has not taken its step."""
+        self._is_between_passes = False
 
     @property
     def left_out(self) -> range:
@@ -64,8 +67,9 @@ class StepRecorder(Observer):
             self._is_over = True
             self._note(IN_USE.format(rank=self._recorder.rank))
             return
-        if step != self._step_at:  # and no further microbatch
+        if step != self._step_at or self._is_between_passes:  # no further microbatch
             self._step_at = step
+            self._has_batch = self._is_between_passes = False
             self._recorder.end_step()
             if step + 1 in self._steps:
                 self._recorder.begin_step(step + 1)
@@ -76,9 +80,18 @@ class StepRecorder(Observer):
 
     def begin_microbatch(self, number: int) -> None:
         self._batch.close()
+        self._has_batch = True
+
+    def step_taken(self, step: int) -> None:
+        self._has_batch = False
 
     def end_epoch(self) -> None:
         self._batch.close()  # there was none
+        if self._is_recording and not self._has_batch:
+            # What lies between passes, as a validation, is of no step: the next one
+            # begins anew, as the next pass asks for its first batch.
+            self._recorder.end_step()
+            self._is_between_passes = True
 
     def end(self, step: int) -> None:
         if self._recorder.folder is None:

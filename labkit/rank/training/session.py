@@ -308,6 +308,10 @@ class Session:
             return self._roles.peers
         return peers_on(self.mesh, self.device)
 
+    def meet(self) -> None:
+        """Wait for all ranks of the run. Collective."""
+        self._mean_of_run(0.0, 1.0)
+
     def note(self, text: str) -> None:
         """Have a sentence about the cell's loop shown under the run, once."""
         if text not in self._noted:
