@@ -153,9 +153,12 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
         assert value is None or 0 < value < math.inf
     for each in fields(RunOptions):
         found = check(each.name)
-        if isinstance(each.default, bool) and each.name not in ("resume", "elastic"):
+        if isinstance(each.default, bool) and each.name not in NOT_ALONE:
             assert bool(found) is not isinstance(value, bool)
 
+
+NOT_ALONE = ("resume", "elastic", "asynchronous", "profile")
+"""Options that take more than True and False, or need another one or a strategy."""
 
 # Keywords are written out, for help and completion; here they are held to the dataclass
 # that all else is made from.
@@ -257,7 +260,9 @@ def test_an_unknown_option_is_answered_with_what_there_is(
     run = shell.run_cell_magic if magic == "dist" else shell.run_line_magic
     cell = ["1"] if magic == "dist" else []
     actions = getattr(LabMagics, magic).parser._actions
-    needed = " x" * sum(not a.option_strings and a.required for a in actions)
+    needed = "".join(
+        " ".join(["", *a.option_strings[:1], "x"]) for a in actions if a.required
+    )
     with pytest.raises(
         UsageError, match="unrecognized arguments: --nonsense"
     ) as caught:
