@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,7 @@ def made(
     device: str = "cpu",
     on_core: int = 10**6,
     queued: int = 0,
+    calls: Any = (),
 ) -> Trace:
     """A rank whose steps, of 1,000 us each, all have these events."""
     found = []
@@ -257,7 +259,7 @@ def made(
         [11 + n, int((1_000 * n + ahead) * 1_000), 0, 0, on_core, queued]
         for n in range(steps)
     ]
-    facts = {"rank": rank, "device": device, "steps": noted}
+    facts = {"rank": rank, "device": device, "steps": noted, "calls": calls}
     return trace_of({"labkit": facts, "traceEvents": found})
 
 
@@ -293,6 +295,33 @@ def test_clocks_are_compared_by_collectives() -> None:
     measure_offsets(traces)
     assert [each.offset for each in traces] == [0, 0, 5_000]
     assert traces[2].offset_error == 100
+
+
+def test_ranks_of_two_groups_are_not_waited_for() -> None:
+    """Pairs in step with each other, and one rank that is slow."""
+
+    def rank(number: int, *, is_known: bool = True) -> Trace:
+        comes = {0: 300, 1: 400, 2: 300, 3: 480}[number]
+        pair = [number // 2 * 2, number // 2 * 2 + 1]
+        calls = [["gloo:all_reduce", 1_000 * (n * 1_000 + comes), pair] for n in (0, 2)]
+        return made(
+            number,
+            event("aten::mm", 0, comes),
+            event("gloo:all_reduce", comes + 1, 500, **DIMS),
+            event("aten::mm", 500, 990),
+            calls=calls if is_known else (),
+        )
+
+    def waits(traces: list[Trace]) -> list[dict[int, float]]:
+        return [dict(each[0].waits) for each in divide_all(traces).values()]
+
+    traces = [rank(number) for number in range(4)]
+    assert waits(traces) == [{1: 100}, {}, {3: 180}, {}]
+    measure_offsets(traces)
+    assert traces[1].offset_error == 149
+    assert math.isnan(traces[2].offset_error)  # it shares no group with the first
+    unknown = [rank(number, is_known=False) for number in range(4)]
+    assert waits(unknown) == [{3: 180}, {3: 80}, {3: 180}, {}]
 
 
 def test_a_rank_is_late_with_its_data() -> None:
@@ -649,6 +678,26 @@ def test_a_block_is_recorded_as_a_step(lab: Lab) -> None:
     assert list(profile.steps["step"]) == [5, 5]
     assert "aten::exp" in set(profile.operators["operator"])
     assert "aten::addmm" not in set(profile.operators["operator"])
+
+
+PAIRS = """
+groups = [dist.new_group([0]), dist.new_group([0, 1])]
+t = torch.ones(3)
+def both(x):
+    dist.all_reduce(t)
+    dist.all_reduce(t, group=groups[1])
+    dist.all_reduce(torch.ones(2), group=groups[0]) if rank == 0 else None
+train(both)
+"""
+
+
+def test_collectives_are_known_by_their_group(lab: Lab) -> None:
+    profile = profiled(lab, PAIRS).profile
+    traces = [read_trace(path) for path in sorted(profile.folder.glob("rank-*"))]
+    own = [trace.messages for trace in traces]
+    assert {each.ranks for each in own[0]} == {(0,), (0, 1)}
+    assert {each.ranks for each in own[0] if each.shape == "[[2]]"} == {(0,)}
+    assert {each.ranks for each in own[1]} == {(0, 1)}
 
 
 MEET = """

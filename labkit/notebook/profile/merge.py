@@ -29,7 +29,8 @@ def measure_offsets(traces: Sequence[Trace]) -> None:
     first = traces[0]
     for trace in traces[1:]:
         low, high = float("-inf"), float("inf")
-        for ours, theirs in matched([first, trace]):
+        for together in matched([first, trace]):
+            ours, theirs = together[first.rank], together[trace.rank]
             if ours.kind.startswith(SYMMETRIC):
                 high = min(high, theirs.ended - ours.began)
                 low = max(low, theirs.began - ours.ended)

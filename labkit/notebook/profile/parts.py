@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from typing import Any
 
 from labkit.notebook.profile.trace import ON_DEVICE
 from labkit.notebook.profile.trace import Event
@@ -218,34 +219,33 @@ def divide(trace: Trace) -> list[StepParts]:
 # ---- ranks beside each other ----
 
 
-def matched(traces: Sequence[Trace]) -> list[list[Message]]:
-    """The collectives in which all ranks took part, each a list in their order.
+def matched(traces: Sequence[Trace]) -> list[dict[int, Message]]:
+    """The collectives in which all ranks of a group took part, by rank.
 
-    The first of a kind and shape on one rank is the first on all. Where one rank has
-    more of a kind than another, or they do not overlap in time, they are of other
-    groups, and none is matched.
+    The first of a kind, shape and group on one rank is the first on all. Where one rank
+    has more of them than another none is matched. Where groups are not known it is all
+    ranks that are matched.
     """
-    tables: list[dict[tuple[str, str], list[Message]]] = []
+    rows: dict[Any, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         began, ended = trace.steps[0].began, trace.steps[-1].ended
-        table: dict[tuple[str, str], list[Message]] = defaultdict(list)
         for each in trace.messages:
             if began <= each.began <= ended and not each.is_between_two:
-                table[each.kind, each.shape].append(each)
-        tables.append(table)
+                rows[each.ranks, each.kind, each.shape][trace.rank].append(each)
+    everyone = {trace.rank for trace in traces}
     found = []
-    for key, first in tables[0].items():
-        rows = [table.get(key, []) for table in tables]
-        if any(len(row) != len(first) for row in rows):
-            continue
-        found += [list(each) for each in zip(*rows, strict=True)]
+    for (ranks, *_), row in rows.items():
+        members = everyone.intersection(ranks or everyone)
+        counts = {len(each) for each in row.values()}
+        if len(members) > 1 and row.keys() == members and len(counts) == 1:
+            together = zip(*row.values(), strict=True)
+            found += [dict(zip(row, each, strict=True)) for each in together]
     return found
 
 
 def divide_all(traces: Sequence[Trace]) -> dict[int, list[StepParts]]:
     """The parts of every rank's steps, and who waits for whom in collectives."""
     parts = {trace.rank: divide(trace) for trace in traces}
-    ranks = [trace.rank for trace in traces]
     idle = {
         rank: union(span for each in steps for span in each.spans["communication"])
         for rank, steps in parts.items()
@@ -253,11 +253,11 @@ def divide_all(traces: Sequence[Trace]) -> dict[int, list[StepParts]]:
     waits: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     """By the rank that waits and the last one, when: in several at a time, too."""
     for together in matched(traces):
-        come = max(each.began for each in together)
-        if come > min(each.ended for each in together):
+        last = max(together, key=lambda rank: together[rank].began)
+        come = together[last].began
+        if come > min(each.ended for each in together.values()):
             continue  # of several groups
-        last = ranks[[each.began for each in together].index(come)]
-        for rank, each in zip(ranks, together, strict=True):
+        for rank, each in together.items():
             if rank != last:
                 waits[rank, last].append((each.began, come))
     for (rank, last), spans in waits.items():

@@ -5,6 +5,9 @@ import functools
 import gzip
 import json
 import zlib
+from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -68,6 +71,8 @@ class Message(NamedTuple):
     num_bytes: int
     began: float
     ended: float
+    ranks: tuple[int, ...] = ()
+    """Of its group; none where that is not known."""
 
     @property
     def is_between_two(self) -> bool:
@@ -168,19 +173,21 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
             on_core, queued = ((row[i + 2] - row[i]) / 1e3 for i in (2, 3))
             # One that found no batch, at the end of a pass, has begun once more.
             steps[number] = Step(number, event.began, event.ended, on_core, queued)
-            errors.append(abs(event.began - began_ns / 1e3))
+            errors.append(event.began - began_ns / 1e3)
     if not steps:
         raise ValueError(f"the trace of rank {facts['rank']} has no steps")
+    # A thread may lose its core between one clock and the other.
+    error = min(errors, key=abs)
+    groups = groups_of_threads(events, facts.get("calls", []), error)
     return Trace(
         facts["rank"],
         facts["device"],
         sorted(steps.values()),
         events,
-        [found for event in events if (found := message_of(event))],
+        [found for event in events if (found := message_of(event, groups))],
         sorted(memory),
         device_name=name_of_device(content, facts["device"]),
-        # A thread may lose its core between one clock and the other.
-        clock_error=min(errors),
+        clock_error=abs(error),
     )
 
 
@@ -199,7 +206,41 @@ def is_step_mark(event: Event) -> bool:
     )
 
 
-def message_of(event: Event) -> Message | None:
+def groups_of_threads(
+    events: Iterable[Event], noted: Iterable[tuple[str, int, list[int]]], ahead: float
+) -> dict[Any, tuple[int, ...]]:
+    """By gloo's threads, each of which serves one group: that group's ranks.
+
+    A collective begins on such a thread soon after it was called: the last call of its
+    name before that is its own, unless several are under way. So most of them decide.
+    `ahead` is by how much the clock of the events is ahead of that of the calls.
+    """
+    calls: dict[str, list[tuple[float, tuple[int, ...]]]] = defaultdict(list)
+    for name, called_ns, ranks in sorted(noted, key=lambda call: call[1]):
+        calls[name].append((called_ns / 1e3 + ahead, tuple(ranks)))
+    found: dict[Any, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for event in events:
+        if event.name.startswith("gloo:") and (own := calls.get(event.name)):
+            place = bisect.bisect_right(own, event.began, key=lambda call: call[0])
+            if place:
+                found[event.thread][own[place - 1][1]] += 1
+    most = {thread: counts.most_common(1)[0] for thread, counts in found.items()}
+    return {
+        thread: ranks
+        for thread, (ranks, count) in most.items()
+        if count > found[thread].total() / 2
+    }
+
+
+def ranks_in(text: Any) -> tuple[int, ...]:
+    """The ranks of a group as NCCL's kernels have them; none where they are cut."""
+    try:
+        return tuple(parse(list[int], json.loads(str(text)), "ranks"))
+    except ValueError:
+        return ()
+
+
+def message_of(event: Event, groups: Mapping[Any, tuple[int, ...]]) -> Message | None:
     """The collective or message that an event is the whole of, if it is one.
 
     gloo's are ranges, from where they begin to where they have ended; NCCL's kernels.
@@ -214,11 +255,13 @@ def message_of(event: Event) -> Message | None:
             if all(isinstance(size, int) for size in shape)
         )
         kind, shape = name.removeprefix("gloo:"), str(shapes)
+        ranks = groups.get(event.thread, ())
     elif event.kind == "kernel" and name.startswith("nccl"):
         kind = str(args.get("Collective name", name.split("_")[1:2])).strip("_")
         count, dtype = args.get("In msg nelems", 0), str(args.get("dtype", ""))
         num_bytes = count * {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 1)
         shape = f"{args.get('Process Group Name')} {count} {dtype}"
+        ranks = ranks_in(args.get("Process Group Ranks"))
     else:
         return None
-    return Message(kind, shape, num_bytes, event.began, event.ended)
+    return Message(kind, shape, num_bytes, event.began, event.ended, ranks)

@@ -15,6 +15,9 @@ from torch.profiler import profile
 from torch.profiler import record_function
 
 from labkit.checks import UserError
+from labkit.compat.c10d import flight_records
+from labkit.compat.c10d import names_of_groups
+from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import is_profiled
 from labkit.compat.torch import refusing_profilers
 from labkit.rank.profiling.module_marks import ModuleMarks
@@ -65,6 +68,7 @@ class Recorder:
         self.marks = contextlib.ExitStack()
         """The ranges that are open: the step's, and what is in it."""
         self._is_in_step = False
+        self._began_ns = 0
         self._noted: list[list[int]] = []
         """Each step, when it began by `time.time_ns`, and twice two numbers of
         nanoseconds, at its begin and at its end: see `core_times`."""
@@ -94,6 +98,7 @@ class Recorder:
             activities=activities, record_shapes=True, profile_memory=True
         )
         self._noted = []
+        self._began_ns = time.time_ns()
         self._profiler = profiler  # before it starts: an interrupt may come
         profiler.start()
         self._refusing.enter_context(
@@ -134,7 +139,12 @@ class Recorder:
         """End the step and write what was recorded, now: the run may yet fail."""
         assert self._profiler is not None
         self.end_step()
-        facts = {"rank": self.rank, "device": str(self._device), "steps": self._noted}
+        facts = {
+            "rank": self.rank,
+            "device": str(self._device),
+            "steps": self._noted,
+            "calls": calls_of_groups(self._began_ns),
+        }
         if is_profiled():
             self._profiler.add_metadata_json("labkit", json.dumps(facts))
         profiler = self.stop()
@@ -155,6 +165,19 @@ def core_times() -> list[int]:
     except (OSError, ValueError, IndexError):
         waited = 0
     return [time.thread_time_ns(), waited]
+
+
+def calls_of_groups(since_ns: int) -> list[tuple[str, int, list[int]]]:
+    """The collectives since then, each with when it was called and its group's ranks,
+    which gloo's ranges in a trace do not say: the newest that torch has kept."""
+    ranks = {name: ranks_of(group) for group, name in names_of_groups().items()}
+    return [
+        (entry["profiling_name"], entry["time_created_ns"], ranks[name])
+        for record in flight_records(True, False)
+        for entry in json.loads(record).get("entries", [])
+        if (name := entry["process_group"][0]) in ranks
+        and entry["time_created_ns"] >= since_ns
+    ]
 
 
 @contextlib.contextmanager
