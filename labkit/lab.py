@@ -407,8 +407,8 @@ class Lab:
             Show one picture of all trials while it runs.
         **run_options
             For every run, as for `train`: precision, timeout, and so on. With
-            `checkpoint` each trial has a folder in that folder, and the best one's
-            stays.
+            `checkpoint` each trial has a folder in it, `<study>/trial-<number>`, and
+            the best one's stays.
 
         Returns
         -------

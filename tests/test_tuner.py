@@ -10,6 +10,7 @@ import pytest
 
 import labkit
 from labkit import estimate
+from labkit.checks import UserError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.run import Run
 from labkit.notebook.tuning.options import TuneOptions
@@ -39,18 +40,20 @@ class Execution:
     """What a watch may ask of a cell that runs."""
 
     def __init__(self) -> None:
-        self.has_sigint = False
+        self.had_sigint = False
 
     def stop_at_a_step(self) -> None:
         """It has ended already."""
 
+    def interrupt(self) -> None:
+        """It has ended already."""
 
-def lose(run: Run, *losses: float) -> None:
-    """The ranks of the run send these."""
-    found = np.zeros(len(losses), RECORD)
-    found["step"] = np.arange(1, len(losses) + 1)
-    found["value"] = losses
-    run.collector.add(0, Batch(0, [NOTICED_LOSS], found))
+
+def lose(run: Run) -> None:
+    """The rank of the run sends its loss, and the same as val_loss."""
+    found = np.zeros(2, RECORD)
+    found["metric"], found["step"], found["value"] = [0, 1], 1, 1.0
+    run.collector.add(0, Batch(0, [NOTICED_LOSS, "val_loss"], found))
 
 
 def tune(
@@ -60,9 +63,11 @@ def tune(
     fits: Any = None,
     estimate: Any = None,
     run_options: Any = None,
+    refuse: Any = None,
     **options: Any,
 ) -> Study:
-    """A study whose trials do as `trial` says, once they have begun."""
+    """A study whose trials do as `trial` says, once they have begun, which `refuse`
+    may not let them."""
 
     def work(**params: Any) -> None:
         pass
@@ -70,10 +75,11 @@ def tune(
     def train(strategy: str, work: Any, *, name: str, watch: Any, **given: Any) -> Run:
         run = Run(name, strategy, "", Collector([0]))
         run.end("finished")
-        if hasattr(trial, "refuses"):
-            trial.refuses(given)
-        watch.begin(run, Execution())
-        lose(run, 1.0)
+        if refuse is not None:
+            refuse(given)
+        execution = run.execution = Execution()
+        watch.begin(run, execution)
+        lose(run)
         trial(watch, work.keywords, given)
         return run
 
@@ -114,6 +120,116 @@ def test_a_study_goes_on_after_an_interrupt(sampler: str, number: int) -> None:
     assert study.table["state"].tolist() == ["finished"] * 4
     if sampler != "tpe":
         assert sorted(study.table["level"]) == [1, 2, 3, 4]
+
+
+def save(watch: Any, params: Any, options: Any) -> None:
+    """A trial with a checkpoint."""
+    folder = Path(options["checkpoint"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "step-1").touch()
+
+
+def test_a_study_removes_no_folder_but_its_own(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    options = {"run_options": {"checkpoint": kept}, "sampler": "grid"}
+    first = tune({"level": [1, 2]}, save, name="first", **options)
+    assert first.best_checkpoint == kept / "first" / f"trial-{first.best_trial}"
+    assert [path.name for path in (kept / "first").iterdir()] == [
+        first.best_checkpoint.name
+    ]
+    # Folders that are there before a trial begins; some are refused.
+    for number in range(4):
+        (kept / "second" / f"trial-{number}").mkdir(parents=True)
+
+    def refuse(given: Any) -> None:
+        if given["checkpoint"].name == "trial-1":
+            raise ValueError("it holds checkpoints")
+
+    space = {"level": [1, 2], "strategy": ["ddp", "fsdp"]}
+    second = tune(space, save, name="second", refuse=refuse, **options)
+    assert second.table["state"].tolist().count("failed") == 1
+    assert "checkpoint" not in second.optuna.trials[1].user_attrs
+    assert len(list((kept / "second").iterdir())) == 4
+    assert (first.best_checkpoint / "step-1").exists()
+
+
+def test_ranks_that_hang_fail_their_trial_and_not_the_study() -> None:
+    def trial(watch: Any, params: Any, options: Any) -> None:
+        if params["level"] == 2:
+            raise UserError("the ranks wait for one that has left the cell")
+
+    study = tune({"level": [1, 2, 3]}, trial, sampler="grid")
+    assert states(study) == {1: "finished", 2: "failed", 3: "finished"}
+    assert list(study.errors.values()) == [
+        "the ranks wait for one that has left the cell"
+    ]
+
+    def refuse(given: Any) -> None:
+        raise UserError("the lab has been stopped")
+
+    with pytest.raises(UserError, match="has been stopped"):
+        tune({"level": [1, 2]}, nothing, refuse=refuse, name="refused")
+    assert labkit.load_study("refused").trials == []
+
+
+@pytest.mark.parametrize("why", ["it fell behind", ""])
+def test_an_interrupt_while_a_trial_is_stopped_ends_the_study(why: str) -> None:
+    begun = []
+
+    def trial(watch: Any, params: Any, options: Any) -> None:
+        begun.append(params["level"])
+        if len(begun) == 2:
+            watch.why_stopped = why
+            watch.run.execution.had_sigint = True
+            watch.run.end("interrupted")
+
+    study = tune({"level": [1, 2, 3, 4]}, trial, sampler="grid", name="stopped")
+    assert len(begun) == 2
+    pruned = ["pruned"] if why else []
+    assert study.table["state"].tolist() == ["finished", *pruned]
+    study = tune(
+        {"level": [1, 2, 3, 4]}, trial, sampler="grid", name="stopped", resume=True
+    )
+    assert sorted(study.table["level"]) == [1, 2, 3, 4]
+
+
+def test_a_run_that_somebody_stops_has_no_result() -> None:
+    begun = []
+
+    def trial(watch: Any, params: Any, options: Any) -> None:
+        begun.append(params["level"])
+        if len(begun) == 1:
+            watch.run.end("interrupted")
+
+    options = {"sampler": "random", "trials": 2, "name": "stopped"}
+    study = tune({"level": [1, 2]}, trial, **options)
+    assert study.table["state"].tolist() == ["finished"] * 2
+    assert study.table.index.tolist() == [1, 2]
+    assert study.optuna.trials[0].state.name == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_compared"),
+    [
+        ({"space": {"level": [1, 2]}}, True),
+        ({"space": {"batch_size": [8, 16]}}, False),
+        ({"space": {"batch_size": [8, 16]}, "metric": "val_loss"}, True),
+        ({"space": {"batch_size": [8, 16]}, "pruner": "none"}, None),
+    ],
+)
+def test_losses_of_other_batch_sizes_are_not_compared(
+    given: dict[str, Any], is_compared: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pruners = []
+
+    def trial(watch: Any, params: Any, options: Any) -> None:
+        pruners.append(type(watch._trial.study.pruner).__name__)
+
+    given = dict(given)
+    tune(given.pop("space"), trial, sampler="grid", **given)
+    assert pruners == ["NopPruner", "HyperbandPruner" if is_compared else "NopPruner"]
+    said = "batch_size is in the space" in capsys.readouterr().err
+    assert said == (is_compared is False)
 
 
 def test_a_study_that_was_killed_while_it_was_made_is_none() -> None:

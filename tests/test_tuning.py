@@ -21,6 +21,7 @@ from labkit.notebook.history.collector import Collector
 from labkit.notebook.tuning.live_metric import LiveMetric
 from labkit.notebook.tuning.live_metric import next_place
 from labkit.notebook.tuning.space import distributions_of
+from labkit.notebook.tuning.tuner import TrialWatch
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
@@ -193,6 +194,23 @@ def test_an_interrupt_ends_the_study_with_what_it_has(
     assert study.table["level"].iloc[1] == lost  # is run again
 
 
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_a_trial_is_stopped_ends_the_study(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = TrialWatch._stop
+
+    def stop_and_interrupt(watch: TrialWatch, why: str) -> None:
+        stop(watch, why)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TrialWatch, "_stop", stop_and_interrupt)
+    code = LOOP.format(steps="10**7").replace("+ level", "+ level * float('nan')")
+    study = tune(lab, code, **grid(1, 2, 3))
+    assert study.table["state"].tolist() == ["pruned"]
+    lab.check()
+
+
 CHILD = """
 import sys
 from labkit import Lab
@@ -259,9 +277,10 @@ fit(model, data, lambda output, y: output.mean() * 0 + level, optimizer=optimize
 """
     options = grid(3, 1, 2) | {"checkpoint": tmp_path / "kept", "pruner": "none"}
     study = tune(lab, code, strategy="ddp", **options)
-    best = tmp_path / "kept" / f"trial-{study.best_trial}"
+    folder = tmp_path / "kept" / study.name
+    best = folder / f"trial-{study.best_trial}"
     assert study.best_checkpoint == best
-    assert list((tmp_path / "kept").iterdir()) == [best]
+    assert list(folder.iterdir()) == [best]
     assert any(best.iterdir())
 
 

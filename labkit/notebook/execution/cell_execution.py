@@ -98,6 +98,8 @@ class CellExecution:
         self.stop_policy = StopPolicy()
         self.is_stopping = False
         """Whether the ranks were asked to stop at the same step: no failure."""
+        self.had_sigint = False
+        """Whether the user was it that interrupted: labkit itself may do so, too."""
         self.problem: Exception | None = None
         """What failed in this process meanwhile; the ranks were stopped for it."""
         self._cluster = cluster
@@ -215,6 +217,7 @@ class CellExecution:
             return
 
         def note(signum: int, frame: Any) -> None:
+            self.had_sigint = True
             self.interrupt()
 
         previous = signal.signal(signal.SIGINT, note)

@@ -31,6 +31,9 @@ STATES = {
     "RUNNING": "running",
 }
 
+CHECKPOINT = "checkpoint"
+"""The folder of a trial's checkpoints."""
+
 
 class Study:
     """Many training runs, to find the best parameters: `Lab.tune` returns it.
@@ -171,7 +174,7 @@ class Study:
     @property
     def best_checkpoint(self) -> Path | None:
         """The folder with the best run's checkpoints, where `checkpoint` was given."""
-        found = self._best().user_attrs.get("checkpoint")
+        found = self._best().user_attrs.get(CHECKPOINT)
         return None if found is None else Path(found)
 
     def run_of(self, trial: int) -> Run:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from labkit import timeouts
+from labkit.checks import UserError
 from labkit.checks import absolute
 from labkit.checks import check_code
 from labkit.notebook.execution.cell_execution import CellExecution
@@ -35,6 +37,7 @@ from labkit.notebook.tuning.space import check_grid
 from labkit.notebook.tuning.space import distributions_of
 from labkit.notebook.tuning.space import load_optuna
 from labkit.notebook.tuning.space import why_not
+from labkit.notebook.tuning.study import CHECKPOINT
 from labkit.notebook.tuning.study import Study
 from labkit.notebook.tuning.study_view import StudyView
 from labkit.options import check_values
@@ -42,6 +45,8 @@ from labkit.options import check_values
 MAX_FIRST_FAILURES = 3
 """So many trials that fail before any did not end a study: what is wrong is wrong with
 all of them."""
+OWN_FOLDER = "has_own_folder"
+"""Whether a trial has made the folder of its checkpoints."""
 
 Work = str | Callable[..., Any]
 Train = Callable[..., Run]
@@ -73,11 +78,15 @@ class TrialWatch(RunWatch):
         deadline: float | None,
         view: StudyView,
         said: set[str],
+        checkpoint: Path | None,
     ) -> None:
         """`said` are the notes that trials before had under them."""
         self.run: Run | None = None
+        """None until it has begun."""
         self.why_stopped = ""
         self._trial = trial
+        self._checkpoint = checkpoint
+        self._is_own_folder = checkpoint is not None and not checkpoint.exists()
         self._name = metric
         self._deadline = deadline
         self._view = view
@@ -87,6 +96,14 @@ class TrialWatch(RunWatch):
     def begin(self, run: Run, execution: CellExecution) -> None:
         self.run, self._execution = run, execution
         self.metric = LiveMetric(run.collector, self._name)
+        if self._checkpoint is not None:
+            self._trial.set_user_attr(CHECKPOINT, str(self._checkpoint))
+            self._trial.set_user_attr(OWN_FOLDER, self._is_own_folder)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the user interrupted the run, whatever else stopped it."""
+        return self.run is not None and self._execution.had_sigint
 
     def tick(self) -> None:
         self._view.tick()
@@ -191,6 +208,12 @@ class Tuner:
         num_before = len(self._optuna.get_trials(deepcopy=False))
         self._optuna.sampler = storage.make_sampler(options, self._ranges, num_before)
         view = StudyView(study, is_shown=self._request.is_shown)
+        if self._sees_other_samples():
+            say(
+                "batch_size is in the space: after the same step trials have seen "
+                "other numbers of samples, so none is stopped for its loss; a metric "
+                "that is logged once an epoch, as val_loss, can be compared"
+            )
         try:
             while self._is_to_go_on(deadline):
                 view.left = self._left(began, deadline)
@@ -203,6 +226,12 @@ class Tuner:
         finally:
             view.close()
         return study
+
+    def _sees_other_samples(self) -> bool:
+        """Whether losses cannot be compared step by step, as labkit's pruners do."""
+        options = self._options
+        is_compared = isinstance(options.pruner, str) and options.pruner != "none"
+        return is_compared and options.metric == "loss" and "batch_size" in self._ranges
 
     def _note_exhausted(self) -> None:
         self._is_exhausted = True
@@ -225,30 +254,41 @@ class Tuner:
 
     def _run_trial(self, deadline: float | None, view: StudyView) -> None:
         """Run one trial to its end, whatever that is."""
-        self._optuna.pruner = storage.make_pruner(self._options, self._length())
+        compared = self._options
+        if self._sees_other_samples():
+            compared = replace(compared, pruner="none")
+        self._optuna.pruner = storage.make_pruner(compared, self._length())
         trial = self._optuna.ask(self._ranges)
-        watch = TrialWatch(trial, self._options.metric, deadline, view, self._said)
         strategy, work, options = self._work_of(trial)
+        metric, folder = self._options.metric, options.get("checkpoint")
+        watch = TrialWatch(trial, metric, deadline, view, self._said, folder)
         if self._request.fits is not None and self._skips(trial, strategy, options):
             return
         name = f"{self.study.name}-trial-{trial.number}"
-        failures: tuple[type[Exception], ...] = (RankError, CellTimeoutError)
-        if "strategy" in self._ranges:  # of which some may not take the options
-            failures = (*failures, ValueError)
         try:
             self._train(strategy, work, name=name, watch=watch, **options)
-        except failures as error:
+        except BaseException as error:
             self._note_run(trial, watch)
+            if not self._is_of_trial(error, watch):
+                # An interrupt, too: without a result, to be run again.
+                self._optuna.tell(trial, state=load_optuna().trial.TrialState.FAIL)
+                raise
             self._bring_back()
             self._fail(trial, error)
-        except BaseException:  # an interrupt, too: without a result, to be run again
-            self._note_run(trial, watch)
-            self._optuna.tell(trial, state=load_optuna().trial.TrialState.FAIL)
-            raise
         else:
             self._note_run(trial, watch)
             self._take_value(trial, watch)
         self._keep_best_checkpoint()
+        if watch.was_interrupted:  # while it was being stopped for another reason
+            raise KeyboardInterrupt
+
+    def _is_of_trial(self, error: BaseException, watch: TrialWatch) -> bool:
+        """Whether the error fails the trial, and not the study."""
+        if isinstance(error, UserError):  # that ranks hang, once they run
+            return watch.run is not None
+        if isinstance(error, ValueError):  # some strategies may not take the options
+            return "strategy" in self._ranges
+        return isinstance(error, RankError | CellTimeoutError)
 
     def _skips(self, trial: Any, strategy: str, options: Mapping[str, Any]) -> bool:
         """Whether the trial is forecast not to fit, and does not run."""
@@ -280,9 +320,8 @@ class Tuner:
             params.pop("strategy", None)
         options = {"seed": self._options.seed, **request.run_options}
         if options.get("checkpoint") is not None:
-            folder = absolute(options["checkpoint"]) / f"trial-{trial.number}"
-            options["checkpoint"] = folder
-            trial.set_user_attr("checkpoint", str(folder))
+            folder = absolute(options["checkpoint"]) / self.study.name
+            options["checkpoint"] = folder / f"trial-{trial.number}"
         if callable(request.work):
             return strategy, partial(request.work, **params), options
         return strategy, with_values(request.work, params), options
@@ -300,12 +339,15 @@ class Tuner:
             trial.set_user_attr("folder", run.folder.name)
 
     def _take_value(self, trial: Any, watch: TrialWatch) -> None:
-        """The run ended well, or was stopped by us."""
+        """The run ended well, or was stopped at a step."""
         state = load_optuna().trial.TrialState
         assert watch.run is not None
-        if watch.why_stopped and watch.run.state != "finished":
-            trial.set_user_attr("why", watch.why_stopped)
-            self._optuna.tell(trial, state=state.PRUNED)
+        if watch.run.state != "finished":
+            if watch.why_stopped:
+                trial.set_user_attr("why", watch.why_stopped)
+                self._optuna.tell(trial, state=state.PRUNED)
+            else:  # by `Run.stop`: it has no result, and is run again on resume
+                self._optuna.tell(trial, state=state.FAIL)
             return
         value = self._value(watch)
         if value is None:
@@ -356,9 +398,10 @@ class Tuner:
     def _keep_best_checkpoint(self) -> None:
         best = self.study.best_number
         for each in self._optuna.get_trials(deepcopy=False):
-            folder = each.user_attrs.get("checkpoint")
-            if folder is not None and each.number != best:
-                shutil.rmtree(Path(folder), ignore_errors=True)
+            # Nothing that was there before the trial is removed.
+            if each.user_attrs.get(OWN_FOLDER) and each.number != best:
+                folder = Path(each.user_attrs[CHECKPOINT])
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def num_alike(run: Run) -> int:
