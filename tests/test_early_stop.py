@@ -117,7 +117,8 @@ def test_it_ends_where_one_process_does_with_the_best_weights(
     torch.testing.assert_close(weights, model.state_dict(), rtol=1e-3, atol=1e-5)
     [note] = [each for each in run.notes if each.startswith("stopped early")]
     assert f"at step {2 * stopped}:" in note
-    assert f"at step {2 * best}, and that state is restored" in note
+    assert f"at step {2 * best}); the last is" in note
+    assert note.endswith("; the best state is restored")
     assert note in capsys.readouterr().err
     assert run.folder is not None
     assert not (run.folder / "best").exists()
@@ -142,8 +143,8 @@ def test_under_raw_ranks_leave_their_loop_together(lab: Lab) -> None:
     )
     assert run.collector.steps == {0: 6, 1: 6}
     assert run.notes[-1] == (
-        "stopped early at step 6: the metric of stop_early is 7 and in 2 values was "
-        "never lower than 7, its best, at step 4"
+        "stopped early at step 6: in 2 values the metric of stop_early did not get "
+        "lower than its best, 7 (at step 4); the last is 7"
     )
 
 
@@ -200,9 +201,9 @@ def test_fit_monitors_a_metric_and_the_training_loss(lab: Lab) -> None:
     # The mean over the samples, also where the last batch has a third of the others.
     loss = significant(F.cross_entropy(model(images), labels).item())
     assert run.notes[-1] == (
-        f"stopped early after epoch 3 of 9, at step 6: loss is {loss} and in 2 values "
-        f"was never lower by more than 0.0001 than {loss}, its best, after epoch 1 of "
-        "9, at step 2"
+        "stopped early after epoch 3 of 9, at step 6: in 2 values loss did not get "
+        f"lower by more than 0.0001 than its best, {loss} (after epoch 1 of 9, at step "
+        f"2); the last is {loss}"
     )
 
 
@@ -236,7 +237,7 @@ def test_another_model_is_judged_by_itself(lab: Lab) -> None:
     ("call", "says"),
     [
         ("stop_early(1.0, patience=0)", "patience is 0; it must be a whole number"),
-        ("stop_early(1.0, min_delta=-1)", "min_delta is -1: by how much more"),
+        ("stop_early(1.0, min_delta=-1)", "min_delta is -1; it must be a number of at"),
         ("stop_early(1.0, mode='least')", "unknown mode 'least'; choose one of: min"),
         ("stop_early('low')", "takes a number or a tensor of one element; found str"),
         ("stop_early(1.0, restore_best=True)", "this cell has not called it"),
@@ -265,7 +266,10 @@ def test_nan_is_no_improvement_and_min_delta_counts() -> None:
         *(False, True, False, True, False, False)
     ]
     assert watch.is_over
-    assert "was never lower by more than 0.1 than 2.8, its best, 2.8" in watch.why("x")
+    assert watch.why("x") == (
+        "in 2 values x did not get lower by more than 0.1 than its best, 2.8 (2.8); "
+        "the last is 2.75"
+    )
     never = EarlyStop(StopRule(1, restore_best=True))
     never.see(math.nan, "")
     assert never.why("x") == "x was never a number in 1 value"

@@ -165,7 +165,9 @@ for step, (x, y) in enumerate(loader):
     if loss.item() < 100 * rank:
         break
 """
-    with pytest.raises(UserError, match=r"decide together, by stop_early\(loss\)"):
+    with pytest.raises(
+        UserError, match=r"decide together: if stop_early\(loss\): break"
+    ):
         lab.train(strategy, code, live=False, hang_after=2)
     assert lab.runs[-1].state == "failed"
     assert_next_cell_works(lab)

@@ -111,11 +111,11 @@ class HangDetector:
         if left and left == self._left:
             lines = "\n".join(stacks.lines(self._in_cell))
             raise UserError(
-                f"the ranks wait for one that has left the cell:\n{lines}\n"
-                "All ranks must take part in each collective, and so in each step: "
-                "where a loop ends early by a value that differs from rank to rank, as "
-                "its loss, let them decide together, by stop_early(loss) or on a "
-                "value that dist.all_reduce has made the same"
+                f"ranks wait for a rank that has left the cell:\n{lines}\n"
+                "Every rank must take part in each collective. If a loop ends early on "
+                "a value that differs between ranks, such as the loss, make all ranks "
+                "decide together: if stop_early(loss): break, or dist.all_reduce the "
+                "value first"
             )
         self._left = left
         if quiet_s >= self._after_s:

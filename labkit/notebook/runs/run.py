@@ -287,8 +287,9 @@ class Run(RunRecord):
 
         if not self.has_profile or self.folder is None:
             raise ValueError(
-                f"{self.name} has no profile: run it with --profile "
-                "(lab.train(..., profile=True)), for more steps than the first ten"
+                f"{self.name} has no profile; run it again with --profile "
+                "(lab.train(..., profile=True)) and at least 13 steps, or choose "
+                "earlier steps: --profile 2-4"
             )
         return StepProfile(
             self.name,

@@ -34,8 +34,8 @@ class StopRule:
         check_count("patience", self.patience, "the values without an improvement")
         if not is_number(self.min_delta) or self.min_delta < 0:
             raise ValueError(
-                f"min_delta is {short_repr(self.min_delta)}: by how much more a value "
-                "has to improve to count, a number from 0"
+                f"min_delta is {short_repr(self.min_delta)}; it must be a number of at "
+                "least 0: the smallest improvement that counts"
             )
         check_choice("mode", self.mode, BETTER)
         check_flag("restore_best", self.restore_best)
@@ -77,11 +77,11 @@ class EarlyStop:
         times = f"{rule.patience} value{'s' * (rule.patience > 1)}"
         if math.isnan(self.best):
             return f"{what} was never a number in {times}"
-        restored = ", and that state is restored" if rule.restore_best else ""
+        restored = "; the best state is restored" if rule.restore_best else ""
         return (
-            f"{what} is {significant(self.last)} and in {times} was never "
-            f"{BETTER[rule.mode]}{delta} than {significant(self.best)}, its best, "
-            f"{self.best_at}{restored}"
+            f"in {times} {what} did not get {BETTER[rule.mode]}{delta} than its best, "
+            f"{significant(self.best)} ({self.best_at}); the last is "
+            f"{significant(self.last)}{restored}"
         )
 
 
