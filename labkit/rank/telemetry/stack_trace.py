@@ -90,7 +90,7 @@ def position(
         frames=_frames(frame, cells),
         call=call,
         is_busy=is_busy,
-        started=started_collectives(),
+        started={**started_collectives(), **newest_numbers(since_ns)},
         others=others,
     )
 
@@ -109,6 +109,19 @@ def started_collectives() -> dict[str, int]:
             found[name] = 0
             with contextlib.suppress(RuntimeError):
                 found[name] = num_started(group)
+    return found
+
+
+def newest_numbers(since_ns: int) -> dict[str, int]:
+    """The number of the newest collective in each group, by its name, as far as torch
+    keeps it: `started_collectives` counts what gloo's ranks have sent to one another,
+    and the number of a `Call` does not."""
+    found: dict[str, int] = {}
+    for record in flight_records(True, False):
+        for entry in json.loads(record).get("entries", []):
+            name, _ = entry["process_group"]
+            if not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
+                found[name] = max(found.get(name, 0), entry["collective_seq_id"])
     return found
 
 
