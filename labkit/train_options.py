@@ -125,8 +125,8 @@ class TrainOptions:
     profile: bool | int | str | None = option(
         None,
         "record some steps of every rank with torch.profiler, and say why they are "
-        "slow: so many after the first ten (3 where none is given), or from one to "
-        "another, as 20-24",
+        "slow: STEPS is a number of steps after the first ten (3 by default), or a "
+        "range such as 20-24",
         check_profile,
         metavar="STEPS",
         bare=str(PROFILED),

@@ -29,7 +29,9 @@ from labkit.notebook.profile.trace import MAX_BYTES
 from labkit.notebook.profile.trace import Trace
 from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.trace import trace_of
+from labkit.notebook.profile.words import NOTHING
 from labkit.notebook.profile.words import why_slow
+from labkit.notebook.profile.words import without_reason
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
@@ -86,7 +88,7 @@ def test_a_run_that_resumes_after_its_steps_says_so(
     [note] = notes
     assert note.startswith("nothing was recorded, as the run began after 30 steps, and")
     assert "step 24 was to be the last" in note
-    taking(recorder, range(20, 26), range(20, 25))
+    taking(recorder, range(19, 26), range(20, 25))
     assert recorder.has_written
     taking(recorder, range(30, 40), range(20, 25))  # restarted: they are there
     assert len(notes) == 1
@@ -110,6 +112,50 @@ def test_notes_on_the_profile_of_an_attempt_end_with_it() -> None:
     run: Any = SimpleNamespace(folder=None, collector=collector, info={"restarts": []})
     persistence.restart(run, [], Restart(5, 9, [1], "SIGKILL", 0.5, 1e9))
     assert collector.notes == ["another"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found", "said"),
+    [
+        (range(4, 7), [5], "of steps 4-6, 5 was recorded: the loop takes several"),
+        (range(11, 14), [11, 13], "of steps 11-13, 11, 13 were recorded: the loop"),
+        (range(4, 5), [], "of step 4, nothing was recorded: the loop takes several"),
+    ],
+)
+def test_several_steps_with_a_batch_are_recorded_as_one(
+    recorder: Recorder, notes: list[str], chosen: range, found: list[int], said: str
+) -> None:
+    profiler = StepRecorder(chosen, recorder, recorder.note)
+    for taken in range(0, 20, 2):
+        profiler.between_steps(taken, None)
+        torch.ones(3).exp()
+    profiler.end(20)
+    [note] = notes
+    assert note.startswith(said)
+    path = Path(str(recorder.folder)) / "rank-0.pt.trace.json.gz"
+    assert recorder.has_written == bool(found)
+    if found:
+        assert [each.number for each in read_trace(path).steps] == found
+
+
+def test_a_run_that_resumes_within_its_steps_says_so(
+    recorder: Recorder, notes: list[str]
+) -> None:
+    taking(recorder, range(22, 30), range(20, 25))
+    [note] = notes
+    assert note == (
+        "of steps 20-24, 23, 24 were recorded: the run began after 22 steps"
+    )
+
+
+def test_a_run_that_fails_early_is_given_no_advice(
+    recorder: Recorder, notes: list[str]
+) -> None:
+    profiler = StepRecorder(
+        range(11, 14), recorder, recorder.note, has_failed=lambda: True
+    )
+    profiler.end(0)
+    assert notes == []
 
 
 # ---- passes ----
@@ -358,8 +404,8 @@ def test_a_rank_is_late_with_its_data() -> None:
             400_000,
             "waits 0.4 ms of each step for",
         ),
-        ([event("aten::mm", 500, 900)], 400_000, 0, "asleep, or waiting"),
-        ([event("aten::mm", 500, 900)], 900_000, 0, "longer than the others: Python"),
+        ([event("aten::mm", 500, 900)], 400_000, 0, "sleeping, or waiting"),
+        ([event("aten::mm", 500, 900)], 900_000, 0, "operators: running Python"),
     ],
 )
 def test_a_rank_is_late_for_a_cause(
@@ -407,7 +453,37 @@ def test_communication_that_is_not_hidden_is_named() -> None:
 
     [reason] = words(rank(0), rank(1))
     assert reason.startswith("Communication is not hidden: 50 % of the step")
-    assert "all_reduce, 1 a step of up to 4 MiB" in reason
+    assert "all_reduce, 1 a step of up to 4 MiB: larger batches, --acc" in reason
+
+
+def test_a_large_part_without_a_reason_is_named() -> None:
+    """Where it sleeps, no sentence says why."""
+
+    def said(computes: float) -> str:
+        trace = made(0, event("aten::mm", 0, computes), on_core=int(1_000 * computes))
+        parts = divide_all([trace])
+        assert why_slow([trace], parts, "single") == []
+        return without_reason(parts)
+
+    held = "No reason holds in every recorded step; the largest part"
+    assert said(200) == f"{held} is other (80 % on average)"
+    assert said(600) == f"{held} besides compute is other (40 % on average)"
+    assert said(900) == NOTHING
+
+
+def test_advice_is_what_the_strategy_takes() -> None:
+    big = {"Input Dims": [[2**20]], "Input type": ["float"]}
+    ranks = [
+        made(
+            rank,
+            event("aten::mm", 0, 500),
+            event("gloo:all_reduce", 500, 1_000, **big),
+        )
+        for rank in range(2)
+    ]
+    said = {name: words(*ranks, strategy=name)[0] for name in ("ddp", "fsdp", "raw")}
+    assert ["--comm" in each for each in said.values()] == [True, False, False]
+    assert ["--accumulate" in each for each in said.values()] == [True, True, False]
 
 
 def test_many_small_collectives_are_counted() -> None:
@@ -486,7 +562,10 @@ def test_messages_are_waited_for() -> None:
         )
 
     [reason] = words(rank(0), rank(1), strategy="pipeline")
-    assert reason == "Ranks wait 40 % of the step for messages of other ranks"
+    assert reason == (
+        "Ranks wait 40 % of the step for messages of other ranks: more --microbatches "
+        "keep ranks busy"
+    )
 
 
 def test_short_kernels_are_counted() -> None:
@@ -496,7 +575,7 @@ def test_short_kernels_are_counted() -> None:
         for n in range(60)
     ]
     [reason] = words(made(0, *kernels, device="cuda:0"), strategy="single")
-    assert reason.startswith("Rank 0 runs 60 kernels a step of 4 us each")
+    assert reason.startswith("Rank 0 runs 60 kernels a step of 4 µs each")
 
 
 def test_kernels_are_measured_beside_their_launches_and_the_peak() -> None:
@@ -600,8 +679,8 @@ def test_a_rank_that_sleeps_is_named(lab: Lab) -> None:
     run = profiled(lab, "train(lambda x: time.sleep(0.03 * rank))")
     [reason, *_] = run.profile.reasons
     assert reason.startswith("Rank 0 waits ")
-    assert "for rank 1, which is outside of operators for " in reason
-    assert reason.endswith("asleep, or waiting for something else")
+    assert "for rank 1, which spends " in reason
+    assert reason.endswith("waiting for a file, a lock or another process")
 
 
 def test_a_large_payload_is_named(lab: Lab) -> None:
@@ -676,8 +755,28 @@ def test_a_block_is_recorded_as_a_step(lab: Lab) -> None:
     code = CODE + BLOCK.format(more="")
     profile = lab.train("ddp", code, live=False).profile
     assert list(profile.steps["step"]) == [5, 5]
+    assert re.search(r": step 5, [\d.]+ ms(,|\n)", repr(profile))
     assert "aten::exp" in set(profile.operators["operator"])
     assert "aten::addmm" not in set(profile.operators["operator"])
+
+
+EVERY_STEP = """
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    with profile():
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_blocks_that_are_not_kept_are_noted(lab: Lab) -> None:
+    """And labkit's own profiler is none that is in its way."""
+    run = lab.train("raw", CODE + EVERY_STEP, live=False)
+    own = [note for note in run.notes if "profile" in note]
+    kept = "of 4 blocks the last one is kept: a run has one profile"
+    assert own == [f"--profile: {kept}"]
 
 
 PAIRS = """
@@ -740,7 +839,7 @@ def test_a_run_that_is_too_short_says_so(lab: Lab) -> None:
     assert (
         "the run ended after 0 steps, and step 11 was to be the first" in run.notes[0]
     )
-    with pytest.raises(ValueError, match="has no profile: run it with --profile"):
+    with pytest.raises(ValueError, match="has no profile; run it again with --profile"):
         _ = run.profile
 
 

@@ -52,7 +52,7 @@ def kernels(traces: Sequence[Trace], parts: dict[int, list[StepParts]]) -> pd.Da
 
 
 def launch_gap(trace: Trace, found: Sequence[Event]) -> float:
-    """Microseconds from the call that launches a kernel to its begin, the median: long
+    """Median microseconds from the launch call to the start of the kernel: long
     where the GPU has enough to do, some microseconds where it waits for calls."""
     calls = {
         each.args.get("correlation"): each.began

@@ -18,14 +18,17 @@ COLOURS = {
     "other": "#dddddd",
 }
 LABELS = {
-    "data": "next batch",
-    "compute": "computes",
-    "communication": "communicates, and nothing runs",
-    "other": "other: Python, asleep",
+    "data": "waiting for data",
+    "compute": "compute",
+    "communication": "communication, not hidden",
+    "other": "other (Python, sleep)",
 }
-UNDER_WAY = "a collective is under way"
+UNDER_WAY = "collective in progress"
 PIXELS = 1600
 """Across: what is less than one apart is drawn as one."""
+HEAD, FOOT = 0.95, 0.55
+"""Inches above the lanes, for the title and two rows of a legend that can be read where
+a page shows the picture at half its width; and below."""
 
 
 def draw_lanes(
@@ -37,9 +40,9 @@ def draw_lanes(
     chosen = {rank: steps[place] for rank, steps in parts.items() if place < len(steps)}
     began = min(each.step.began for each in chosen.values())
     span = max(each.step.ended for each in chosen.values()) - began
-    height = 1.35 + 0.6 * len(chosen)
-    figure = RunFigure(figsize=(8.8, height), dpi=100, facecolor="white")
-    axes = figure.add_axes((0.1, 0.55 / height, 0.87, (height - 1.15) / height))
+    height = HEAD + FOOT + 0.6 * len(chosen)
+    figure = RunFigure(figsize=(7.0, height), dpi=125, facecolor="white")
+    axes = figure.add_axes((0.1, FOOT / height, 0.87, (height - HEAD - FOOT) / height))
     by_rank = {trace.rank: trace for trace in traces}
     for lane, (rank, step) in enumerate(chosen.items()):
         for part, spans in step.spans.items():
@@ -56,7 +59,7 @@ def draw_lanes(
         axes.broken_barh(bars, (lane + 0.24, 0.12), color="#333333", lw=0)
     style_axes(axes, "ms from the start of the step", "")
     number = next(iter(chosen.values())).step.number
-    use_title(axes, f"{name}: step {number}", pad=20)
+    use_title(axes, f"{name}: step {number}", pad=44)
     axes.set_xlim(0, span / 1e3)
     axes.set_yticks(range(len(chosen)), [f"rank {rank}" for rank in chosen])
     axes.set_ylim(len(chosen) - 0.4, -0.6)
@@ -67,9 +70,9 @@ def draw_lanes(
         [*LABELS.values(), UNDER_WAY],
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
-        ncols=5,
+        ncols=3,
         frameon=False,
-        fontsize=SMALL - 2,
+        fontsize=SMALL,
         columnspacing=1.0,
         handlelength=1.2,
     )

@@ -24,6 +24,7 @@ from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.words import percent
 from labkit.notebook.profile.words import size
 from labkit.notebook.profile.words import why_slow
+from labkit.notebook.profile.words import without_reason
 from labkit.rank_spec import format_ranks
 from labkit.records import TRACE_FILE
 from labkit.records import significant
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from labkit.notebook.plots.figure import RunFigure
 
 MERGED_FILE = "all-ranks.trace.json.gz"
-NOTHING = (
-    "Nothing stands out: no rank is late, and no part of the step is large for all"
-)
 MAX_LISTED = 8
 """Ranks whose shares are listed in text."""
 PERFETTO = "https://ui.perfetto.dev"
@@ -54,7 +52,8 @@ fetch(link.href).then(found => {{
   }});
 }}).catch(() => {{
   page.close();
-  this.textContent = 'Not here: drop the file into ui.perfetto.dev';
+  this.textContent =
+    'Could not open: download the file and drop it into ui.perfetto.dev';
 }});
 """
 """Perfetto's page answers a PING when it is ready; then it gets the trace from this
@@ -97,14 +96,14 @@ class StepProfile:
 
     @property
     def reasons(self) -> list[str]:
-        """Sentences on why steps are slow; none where nothing stands out."""
+        """Sentences on why steps are slow; none that holds in every step: none."""
         return why_slow(self._traces, self._parts, self.strategy)
 
     @property
     def steps(self) -> pd.DataFrame:
         """The parts of every step: rank, step, seconds and, as shares of it, data (the
         loop waits for a batch), compute, communication (under way while nothing runs),
-        other (Python, or asleep), waited (of communication, for ranks that come late),
+        other (Python, or sleep), waited (of communication, for ranks that come late),
         and hidden, of the time of collectives, in which the rank computes."""
         rows = [
             {
@@ -136,9 +135,10 @@ class StepProfile:
     @property
     def kernels(self) -> pd.DataFrame:
         """Of ranks on GPUs: kernels in a step, their mean in microseconds,
-        launch_gap_us (from the call that launches one to its begin, the median), idle
-        (the share of the step without any), tflops of matrix products, and mfu, their
-        share of the device's dense peak in 16 bits, NaN where that is not known."""
+        launch_gap_us (median time from the launch call to the start of the kernel),
+        idle (the share of the step without any), tflops of matrix products, and mfu,
+        their share of the device's dense peak in 16 bits, NaN where that is not
+        known."""
         return gpu.kernels(self._traces, self._parts)
 
     @property
@@ -180,7 +180,8 @@ class StepProfile:
         return path
 
     def plot(self) -> "RunFigure":
-        """Plot what every rank does in a step: a lane for each.
+        """Plot what every rank does in a step: a lane for each. Lanes may be shifted
+        against each other by `clocks.offset_error`.
 
         Returns
         -------
@@ -196,12 +197,16 @@ class StepProfile:
         numbers = [each.number for each in self._traces[0].steps]
         which = f"step {numbers[0]}"
         if len(numbers) > 1:
-            which = f"steps {numbers[0]}-{numbers[-1]}"
+            is_row = len(numbers) == numbers[-1] - numbers[0] + 1
+            shown = [numbers[0], numbers[-1]] if is_row else numbers
+            which = "steps " + ("-" if is_row else ", ").join(map(str, shown))
         took = significant(1e3 * fmean(each.seconds for each in steps))
-        text = f"Profile of {self.name} ({self.strategy}): {which}, {took} ms each"
+        text = f"Profile of {self.name} ({self.strategy}): {which}, {took} ms"
+        if len(numbers) > 1:
+            text += " each"
         if self.slowdown is not None:
             times = "about" if self.slowdown < 1.1 else f"{self.slowdown:.2g} times"
-            text += f", {times} as long as those not recorded"
+            text += f", {times} as long as unrecorded steps"
         return text
 
     def _shares(self) -> list[str]:
@@ -220,7 +225,7 @@ class StepProfile:
         return found
 
     def __repr__(self) -> str:
-        reasons = self.reasons or [NOTHING]
+        reasons = self.reasons or [without_reason(self._parts)]
         return "\n".join([self._heading(), *self._shares(), *reasons])
 
     def _ipython_display_(self) -> None:
@@ -247,7 +252,7 @@ class StepProfile:
             f'<div><button onclick="{script}">Open in Perfetto</button> '
             f'<a href="{urllib.parse.quote(relative)}" '
             f'title="{html.escape(self.name)}" download>{html.escape(relative)}</a> '
-            f"({num_bytes}, all ranks). Perfetto's page comes from the network, and "
+            f"({num_bytes}, all ranks). Perfetto's page is loaded from the internet; "
             "the trace stays in your browser. Where the button does nothing, drop the "
             "file into <code>ui.perfetto.dev</code>. TensorBoard with "
             f"torch-tb-profiler: <code>tensorboard --logdir {folder}</code></div>"

@@ -1,4 +1,4 @@
-"""Says in words why steps are slow."""
+"""Says in words why steps are slow, and what helps."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from statistics import median
 
 from labkit.notebook.profile.costs import in_steps
 from labkit.notebook.profile.costs import length
+from labkit.notebook.profile.parts import PARTS
 from labkit.notebook.profile.parts import StepParts
 from labkit.notebook.profile.parts import is_computing
 from labkit.notebook.profile.trace import Message
@@ -17,6 +18,7 @@ from labkit.notebook.profile.trace import Trace
 from labkit.rank_spec import format_ranks
 from labkit.records import format_bytes
 from labkit.records import significant
+from labkit.strategies import recorded_strategy
 
 LATE = 0.1
 """Of every recorded step: what others wait for a rank that is called late. In a run in
@@ -38,6 +40,12 @@ SMALL_COST = 0.05
 much of it, are many small ones. DDP's first bucket has 1 MiB, the others 25."""
 SHORT_KERNEL_US = 10.0
 IDLE_GPU = 0.3
+LARGE = 0.3
+"""A part of so much of the steps, as a mean over all of them, is named where no reason
+holds."""
+NOTHING = (
+    "Nothing stands out: no rank is late, and no part of the step but compute is large"
+)
 
 Parts = Mapping[int, Sequence[StepParts]]
 
@@ -46,13 +54,28 @@ def why_slow(traces: Sequence[Trace], parts: Parts, strategy: str) -> list[str]:
     """A sentence for each reason, the rank and the cause named."""
     found = [*late_ranks(traces, parts)]
     found += waits_for_data(parts)
-    found += not_hidden(traces, parts)
+    found += not_hidden(traces, parts, strategy)
     found += small_messages(traces, parts, strategy)
-    found += waits_for_messages(parts)
+    found += waits_for_messages(parts, strategy)
     found += crowded(parts)
     found += short_kernels(traces, parts)
     found += outside_operators(traces, parts)
     return found
+
+
+def without_reason(parts: Parts) -> str:
+    """What is said where there is no reason."""
+    every = [step for steps in parts.values() for step in steps]
+    shares = {part: fmean(step.share(part) for step in every) for part in PARTS}
+    compute = shares.pop("compute")
+    part = max(shares, key=lambda each: shares[each])
+    if shares[part] < LARGE:
+        return NOTHING
+    besides = " besides compute" if compute > shares[part] else ""
+    return (
+        f"No reason holds in every recorded step; the largest part{besides} is {part} "
+        f"({percent(shares[part])} on average)"
+    )
 
 
 def least(steps: Sequence[StepParts], of: Callable[[StepParts], float]) -> float:
@@ -145,10 +168,14 @@ def cause_of(
         )
     if kind == "other":
         is_asleep = mean(parts[trace.rank], lambda s: s.asleep) > more[kind] / 2
-        doing = "asleep, or waiting for something else" if is_asleep else "Python"
+        doing = (
+            "sleeping, or waiting for a file, a lock or another process"
+            if is_asleep
+            else "running Python code"
+        )
         return (
-            f", which is outside of operators for {ms(more[kind])} longer than the "
-            f"others: {doing}"
+            f", which spends {ms(more[kind])} more than the others outside of "
+            f"operators: {doing}"
         )
     return computes_more(trace, others, parts, more[kind])
 
@@ -208,7 +235,7 @@ def kinds_of(traces: Sequence[Trace]) -> dict[str, list[Message]]:
     return found
 
 
-def not_hidden(traces: Sequence[Trace], parts: Parts) -> list[str]:
+def not_hidden(traces: Sequence[Trace], parts: Parts, strategy: str) -> list[str]:
     shares = [least(steps, lambda step: step.sending) for steps in parts.values()]
     kinds = kinds_of(traces)
     if fmean(shares) < NOT_HIDDEN or not kinds:
@@ -219,11 +246,17 @@ def not_hidden(traces: Sequence[Trace], parts: Parts) -> list[str]:
     kind = max(kinds, key=lambda each: sum(m.ended - m.began for m in kinds[each]))
     largest = max(each.num_bytes for each in kinds[kind])
     number = len(kinds[kind]) / len(traces[0].steps)
+    known = recorded_strategy(strategy)
+    advice = "larger batches or --accumulate send less often"
+    if known.is_by_hand:
+        advice = "larger batches send less often"
+    elif "comm" in known.options:
+        advice = "larger batches, --accumulate or --comm send less often or less"
     return [
         f"Communication is not hidden: {percent(taken)} of the step goes into "
         f"collectives while nothing is computed, and {percent(hidden)} of their time "
         f"is hidden; most of it is {kind}, {significant(number)} a step of up to "
-        f"{size(largest)}"
+        f"{size(largest)}: {advice}"
     ]
 
 
@@ -250,14 +283,17 @@ def small_messages(traces: Sequence[Trace], parts: Parts, strategy: str) -> list
     return found
 
 
-def waits_for_messages(parts: Parts) -> list[str]:
+def waits_for_messages(parts: Parts, strategy: str) -> list[str]:
     shares = [least(steps, lambda step: step.for_messages) for steps in parts.values()]
     if fmean(shares) < MESSAGES:
         return []
     every = [step for steps in parts.values() for step in steps]
     taken = fmean(step.for_messages / 1e6 / step.seconds for step in every)
     who = "Ranks wait" if len(parts) > 1 else "The rank that trains waits"
-    return [f"{who} {percent(taken)} of the step for messages of other ranks"]
+    text = f"{who} {percent(taken)} of the step for messages of other ranks"
+    if "microbatches" in recorded_strategy(strategy).options:
+        text += ": more --microbatches keep ranks busy"
+    return [text]
 
 
 def crowded(parts: Parts) -> list[str]:
@@ -269,7 +305,7 @@ def crowded(parts: Parts) -> list[str]:
     who = "Ranks wait" if len(parts) > 1 else "The rank waits"
     return [
         f"{who} {percent(taken)} of the step for a core: more processes want to run on "
-        "this machine than it has cores"
+        "this machine than it has cores; use fewer ranks, or end other processes"
     ]
 
 
@@ -288,7 +324,7 @@ def short_kernels(traces: Sequence[Trace], parts: Parts) -> list[str]:
             number = len(kernels) / len(trace.steps)
             found.append(
                 f"Rank {trace.rank} runs {significant(number)} kernels a step of "
-                f"{significant(mean_us)} us each, and its GPU idles {percent(idle)} of "
+                f"{significant(mean_us)} µs each, and its GPU idles {percent(idle)} of "
                 "the step: larger batches, or --compile"
             )
     return found
@@ -303,8 +339,9 @@ def outside_operators(traces: Sequence[Trace], parts: Parts) -> list[str]:
     number = fmean(step.num_operators for step in every)
     each = fmean(step.microseconds("compute") for step in every) / max(1.0, number)
     return [
-        f"{percent(taken)} of the step is Python outside of operators, of which there "
-        f"are {significant(number)} of {significant(each)} us each, as a mean"
+        f"{percent(taken)} of the step is Python outside of operators; the step has "
+        f"{significant(number)} operators, {significant(each)} µs each on average: "
+        "larger batches or --compile"
     ]
 
 

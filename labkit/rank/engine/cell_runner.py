@@ -38,6 +38,7 @@ from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.measuring.serving import Serving
 from labkit.rank.profiling.block import BlockProfile
+from labkit.rank.profiling.recorder import ProfiledSteps
 from labkit.rank.profiling.recorder import Recorder
 from labkit.rank.profiling.recorder import quiet_profilers
 from labkit.rank.profiling.step_recorder import StepRecorder
@@ -214,6 +215,8 @@ class CellRunner:
         self._spec = None
         # 2. A failure is known at once: other ranks need not wait for what follows.
         memory = ""
+        if session is not None:
+            session.has_failed = error is not None
         if error is not None:
             self._publish("failing", self._status(error))
             memory = self._memory_held(error, session)
@@ -366,7 +369,9 @@ class CellRunner:
             sees_modules=not options.compile,
             note=lambda text: session.note(PROFILE_NOTE + text),
         )
-        profiler = self._profiler(recorder, options, plan)
+        profiler = self._profiler(
+            recorder, options, plan, has_failed=lambda: session.has_failed
+        )
         profiling = [] if profiler is None else [profiler]
         session = Session(
             strategy,
@@ -381,7 +386,9 @@ class CellRunner:
             roles=roles,
             report=lambda report: self._publish("report", report),
             observers=[self._stop_point, *slowing, *profiling],
-            profiled=() if profiler is None else profiler.left_out,
+            profiled=ProfiledSteps(
+                recorder, () if profiler is None else profiler.left_out
+            ),
         )
         self._session = session
         if slowing:
@@ -391,11 +398,12 @@ class CellRunner:
         self._contexts.enter_context(session.running())
         names = {name: getattr(session, name) for name in TRAINING_NAMES}
         names |= checkpoint_names(Checkpoints(session.prepared))
-        names["profile"] = BlockProfile(
+        names["profile"] = block = BlockProfile(
             recorder,
             num_steps=lambda: session.num_steps,
             meet=session.meet,
         )
+        self._contexts.callback(block.end)
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
@@ -409,7 +417,12 @@ class CellRunner:
         return [Slowing(factor, self.group.device)] if is_this_one else []
 
     def _profiler(
-        self, recorder: Recorder, options: TrainOptions, plan: CheckpointPlan | None
+        self,
+        recorder: Recorder,
+        options: TrainOptions,
+        plan: CheckpointPlan | None,
+        *,
+        has_failed: Callable[[], bool],
     ) -> StepRecorder | None:
         """What records some steps of the run, if that is asked for."""
         if not options.profile:
@@ -417,7 +430,10 @@ class CellRunner:
         from_step = plan and plan.resume_from
         taken = step_of(Path(from_step)) if from_step else 0
         return StepRecorder(
-            steps_to_profile(options.profile, taken), recorder, note=recorder.note
+            steps_to_profile(options.profile, taken),
+            recorder,
+            note=recorder.note,
+            has_failed=has_failed,
         )
 
     def _serve(self, strategy: Strategy, roles: Roles, options: TrainOptions) -> None:

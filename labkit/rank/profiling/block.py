@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from labkit.checks import UserError
 from labkit.rank.profiling.recorder import Recorder
 
+KEPT = "of {number} blocks the last one is kept: a run has one profile"
+KEPT_OF_BOTH = (
+    "--profile and profile() have both recorded, and what was recorded last is kept: a "
+    "run has one profile"
+)
+
 
 class BlockProfile:
     """What a training cell has as `profile`."""
@@ -20,6 +26,7 @@ class BlockProfile:
     ) -> None:
         """`num_steps()` the run has taken; `meet()` waits for the other ranks."""
         self._recorder = recorder
+        self._num_blocks = 0
         self._num_steps = num_steps
         self._meet = meet
 
@@ -46,6 +53,14 @@ class BlockProfile:
             recorder.begin_step(self._num_steps() + 1)
             yield
             recorder.finish()
+            self._num_blocks += 1
         finally:
             if recorder.is_recording:
                 recorder.stop()
+
+    def end(self) -> None:
+        """The run ends: say what was recorded and is not kept."""
+        if self._recorder.num_written > self._num_blocks > 0:
+            self._recorder.note(KEPT_OF_BOTH)
+        elif self._num_blocks > 1:
+            self._recorder.note(KEPT.format(number=self._num_blocks))

@@ -5,7 +5,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,8 @@ class Recorder:
         self.marks = contextlib.ExitStack()
         """The ranges that are open: the step's, and what is in it."""
         self._is_in_step = False
+        self.num_written = 0
+        """Recordings in this run, of which the folder has the last."""
         self._began_ns = 0
         self._noted: list[list[int]] = []
         """Each step, when it began by `time.time_ns`, and twice two numbers of
@@ -153,8 +157,21 @@ class Recorder:
         try:
             with renamed_to(self._path) as temporary:
                 profiler.export_chrome_trace(str(temporary))
+            self.num_written += 1
         except OSError as error:
             self.note(NOT_WRITTEN.format(rank=self.rank, error=error))
+
+
+@dataclass(frozen=True)
+class ProfiledSteps(Container[int]):
+    """The steps that are recorded: chosen ones, and those within a block."""
+
+    recorder: Recorder
+    chosen: Container[int]
+    """And the step before them, in which the profiler is at work."""
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.chosen or self.recorder.is_recording
 
 
 def core_times() -> list[int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -20,6 +21,12 @@ PASSED = (
     "to be the last to be recorded; choose later ones, or how many: --profile 3"
 )
 NO_FOLDER = "nothing was recorded, as the run has no folder on disk"
+FEWER = "of {chosen}, {recorded} recorded: {why}"
+SEVERAL = (
+    "the loop takes several optimizer steps between two batches, and these are "
+    "recorded as one, by the number of the first; a longer range has more of them"
+)
+BEGAN = "the run began after {taken} steps"
 BROKEN_OFF = (
     "the run ended while steps {first} to {last} were recorded, and nothing "
     "is kept of them"
@@ -34,14 +41,24 @@ class StepRecorder(Observer):
     """
 
     def __init__(
-        self, steps: range, recorder: Recorder, note: Callable[[str], None]
+        self,
+        steps: range,
+        recorder: Recorder,
+        note: Callable[[str], None],
+        *,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Where the run `has_failed()`, its error says why it has ended early."""
+        self._has_failed = has_failed
         self._steps = steps
+        self._recorded: list[int] = []
         self._recorder = recorder
         self._note = note
         self._is_over = recorder.folder is None
         self._batch = contextlib.ExitStack()
         """The range in which the loop waits for a batch, while it does."""
+        self._began_after: int | None = None
+        """Steps that were taken when the loop first came between two."""
         self._step_at = -1
         """Steps that were taken when the open range began."""
         self._has_batch = False
@@ -58,6 +75,8 @@ class StepRecorder(Observer):
         return not self._is_over and self._step_at >= 0
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
+        if self._began_after is None:
+            self._began_after = step
         if self._is_over or step + 1 < self.left_out[0]:
             return
         if step >= self._steps[-1]:
@@ -73,6 +92,7 @@ class StepRecorder(Observer):
             self._recorder.end_step()
             if step + 1 in self._steps:
                 self._recorder.begin_step(step + 1)
+                self._recorded.append(step + 1)
         if loader is not None:
             marks = self._recorder.marks
             self._batch = marks.enter_context(contextlib.ExitStack())
@@ -100,7 +120,9 @@ class StepRecorder(Observer):
             return
         elif step >= self._steps[-1]:
             self._end(step)
-        elif not self._is_recording and not self._recorder.has_written:
+        elif not (
+            self._is_recording or self._recorder.has_written or self._has_failed()
+        ):
             self._note(TOO_SHORT.format(taken=step, first=self._steps[0]))
 
     def close(self) -> None:
@@ -111,7 +133,29 @@ class StepRecorder(Observer):
 
     def _end(self, step: int) -> None:
         if self._is_recording:
-            self._recorder.finish()
+            if self._recorded:
+                self._recorder.finish()
+            else:
+                self._recorder.stop()
+            self._note_left_out()
         elif not self._recorder.has_written:
             self._note(PASSED.format(taken=step, last=self._steps[-1]))
         self._is_over = True
+
+    def _note_left_out(self) -> None:
+        """Of the chosen steps, those that are none of their own in the profile."""
+        numbers: list[Any] = sorted(
+            set(self._recorded)
+        )  # the first of a pass begins anew
+        if len(numbers) == len(self._steps):
+            return
+        first, last = self._steps[0], self._steps[-1]
+        chosen = f"steps {first}-{last}" if last > first else f"step {first}"
+        if len(numbers) > 3:
+            numbers[2:-1] = ["..."]
+        found = ", ".join(map(str, numbers)) or "nothing"
+        found += " were" if len(numbers) > 1 else " was"
+        why = SEVERAL
+        if self._began_after is not None and self._began_after >= first:
+            why = BEGAN.format(taken=self._began_after)
+        self._note(FEWER.format(chosen=chosen, recorded=found, why=why))

@@ -209,6 +209,8 @@ class Session:
         self._has_ended = False
         """Whether its loaders may be in another cell's hands."""
         self._noted: set[str] = set()
+        self.has_failed = False
+        """Whether the cell has ended with an error."""
         self.refusal: UnsupportedLoopError | None = None
         """Of what a thread of the cell does; the next signal raises it in the cell."""
 
