@@ -171,13 +171,17 @@ def check_step(step: Any) -> int:
     return number
 
 
-def check_metric(name: Any) -> None:
-    """ValueError unless a metric can be called so, in a file as in a picture."""
+def is_metric(name: Any) -> bool:
+    """Whether a metric can be called so, in a file as in a picture."""
     try:
-        is_name = isinstance(name, str) and 0 < len(name.encode()) <= MAX_METRIC_BYTES
+        return isinstance(name, str) and 0 < len(name.encode()) <= MAX_METRIC_BYTES
     except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
+        return False
+
+
+def check_metric(name: Any) -> None:
+    """ValueError unless a rank can log a metric of this name."""
+    if not is_metric(name):
         raise ValueError(
             f"log({short_repr(name)}=...): a metric's name is a string of 1 to "
             f"{MAX_METRIC_BYTES} bytes in UTF-8"

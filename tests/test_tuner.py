@@ -232,6 +232,21 @@ def test_losses_of_other_batch_sizes_are_not_compared(
     assert said == (is_compared is False)
 
 
+def test_the_curve_of_a_trial_that_is_stopped_has_all_its_points() -> None:
+    def trial(watch: Any, params: Any, options: Any) -> None:
+        found = np.zeros(4, RECORD)
+        found["step"], found["value"] = [2, 3, 4, 5], [2.0, 3.0, 4.0, 5.0]
+        watch.run.collector.add(0, Batch(2, [NOTICED_LOSS, "val_loss"], found))
+        watch.tick()  # at its first point it is stopped, and three others have come
+        watch.run.end("interrupted")
+
+    pruner = optuna.pruners.ThresholdPruner(upper=0.5)
+    study = tune({"level": [1]}, trial, sampler="grid", pruner=pruner)
+    assert states(study) == {1: "pruned"}
+    assert study.curves["place"].tolist() == [1, 2, 3, 4, 5]
+    assert study.curves["value"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_a_study_that_was_killed_while_it_was_made_is_none() -> None:
     folder = studies_folder() / "half"
     folder.mkdir(parents=True)

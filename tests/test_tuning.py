@@ -257,7 +257,7 @@ def test_a_study_goes_on_after_the_death_of_its_kernel(
     [lost] = [t for t in left.optuna.trials if t.state.name == "RUNNING"]
     with pytest.raises(ValueError, match="add resume=True"):
         tune(lab, code, space=space, trials=4, **options)
-    with pytest.raises(ValueError, match=r"has space = .* make them equal"):
+    with pytest.raises(ValueError, match=r"created with space = .* use the same space"):
         tune(lab, code, space={"level": [1, 2]}, resume=True, **options)
     study = tune(lab, code, space=space, trials=4, resume=True, **options)
     assert study.table["state"].tolist() == ["finished"] * 4
@@ -348,6 +348,9 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
         ({"space": {"lr": 0.1}}, r"space\['lr'\] is 0.1; write \(low, high\)"),
         ({"space": {"f": [print]}}, "choices are numbers, strings"),
         ({"space": {"rank": [1]}}, "rank"),
+        ({"space": {"strategy": ["ddp", "foo"]}}, "unknown strategy 'foo'; choose"),
+        ({"space": {"strategy": (1, 2)}}, "is a range; give a list of strategies"),
+        ({"metric": 5}, "metric is 5; it must be a string of 1 to 200 bytes"),
         ({"pruner": "asha"}, "unknown pruner 'asha'; choose one of: hyperband"),
         (
             {"sampler": 3},
@@ -355,21 +358,24 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
         ),
         ({"space": {"lr": (0.1, 1.0)}, "sampler": "grid"}, "and lr is a range"),
         ({"trials": 0}, "trials is 0; it must be a whole number from 1"),
-        ({"resume": True}, "resume goes with name"),
-        ({"resume": True, "name": "none"}, "there is no study 'none'"),
+        ({"resume": True}, "resume needs the name"),
+        (
+            {"resume": True, "name": "none"},
+            "there is no study 'none' .* leave out resume",
+        ),
         ({"background": True}, "tune does not take background"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
         ({"strategy": "dp"}, "unknown strategy 'dp'"),
         (
             {"metric": "accuracy"},
-            "has no 'accuracy' by which to judge it; it has loss, steps",
+            "has no metric 'accuracy'; it has loss, steps",
         ),
     ):
         given = {"space": {"level": [1, 2]}} | options
         with pytest.raises(ValueError, match=says):
             tune(lab, SHORT, **given)
     # A name under which nothing came about is free.
-    with pytest.raises(ValueError, match="has no 'accuracy'"):
+    with pytest.raises(ValueError, match="has no metric 'accuracy'"):
         tune(lab, SHORT, space={"level": [1]}, metric="accuracy", name="again")
     study = tune(lab, SHORT, space={"level": [1]}, trials=1, name="again")
     assert len(study.table) == 1

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from labkit.checks import MAX_METRIC_BYTES
 from labkit.checks import check_choice
 from labkit.checks import check_count
-from labkit.checks import check_metric
 from labkit.checks import check_run_name
 from labkit.checks import check_seed
 from labkit.checks import check_timeout
+from labkit.checks import is_metric
 from labkit.checks import short_repr
 from labkit.options import option
 
@@ -19,6 +20,15 @@ MODES = ("min", "max")
 RATES = ("steps_per_s", "samples_per_s")
 """Metrics that are no curve: how fast a run was at its end. More is better."""
 NUM_TRIALS = 20
+
+
+def check_name(what: str, value: Any) -> None:
+    """ValueError unless a metric can be called `value`."""
+    if not is_metric(value):
+        raise ValueError(
+            f"{what} is {short_repr(value)}; it must be a string of 1 to "
+            f"{MAX_METRIC_BYTES} bytes in UTF-8"
+        )
 
 
 def check_part(what: str, value: Any, names: tuple[str, ...]) -> None:
@@ -38,14 +48,14 @@ class TuneOptions:
 
     trials: int | None = option(
         None,
-        "end after this many trials, with those before it was resumed",
+        "stop after this many trials, including those before a resume",
         check_count,
         metavar="N",
         default_text=f"{NUM_TRIALS}; no limit with seconds or a grid",
     )
     seconds: float | None = option(
         None,
-        "begin no trial after this many seconds, and stop the one that runs",
+        "start no trial after this many seconds, and stop the running one",
         check_timeout,
         metavar="SECONDS",
     )
@@ -54,12 +64,12 @@ class TuneOptions:
         "what makes a trial better than another: loss, which is the mean over the "
         "last tenth of the steps; the last value of a metric that is logged, as "
         "val_loss; or steps_per_s or samples_per_s",
-        lambda what, value: check_metric(value),
+        check_name,
         metavar="NAME",
     )
     mode: str | None = option(
         None,
-        "whether less is better, or more",
+        "whether a lower (min) or a higher (max) value is better",
         partial(check_choice, choices=MODES),
         choices=MODES,
         default_text="min; max for steps_per_s and samples_per_s",
@@ -86,12 +96,11 @@ class TuneOptions:
         default_text="study-1, study-2, ...",
     )
     seed: int = option(
-        0, "that of the sampler, and of every run", check_seed, metavar="S"
+        0, "seed of the sampler and of every run", check_seed, metavar="S"
     )
     resume: bool = option(
         False,
-        "go on with the study of this name on disk; trials that its kernel did not "
-        "end are run again",
+        "continue the study of this name; unfinished trials run again",
     )
 
     @property

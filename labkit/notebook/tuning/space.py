@@ -11,6 +11,7 @@ from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import short_repr
 from labkit.records import format_bytes
+from labkit.strategies import find_strategy
 
 HOW = (
     'write (low, high), (low, high, "log"), (low, high, step) with a number, or a list '
@@ -43,6 +44,20 @@ def distributions_of(space: Any) -> dict[str, Any]:
             raise ValueError(f"{short_repr(name)} is no parameter's name; use a string")
         check_pushed_name(name)
     return {name: distribution_of(name, ranges) for name, ranges in space.items()}
+
+
+def check_strategies(ranges: Mapping[str, Any]) -> None:
+    """ValueError for "strategy" in the space with what is no strategy."""
+    if "strategy" not in ranges:
+        return
+    choices = getattr(ranges["strategy"], "choices", None)
+    if choices is None:
+        raise ValueError(
+            "space['strategy'] is a range; give a list of strategies, as "
+            '["ddp", "fsdp"]'
+        )
+    for name in choices:
+        find_strategy(name)
 
 
 def check_grid(ranges: Mapping[str, Any]) -> None:
@@ -104,8 +119,8 @@ def check_fits(fits: Any, ranges: Mapping[str, Any]) -> None:
     needed = [n for n, each in names.items() if each.default is each.empty]
     if missing := [name for name in needed if name not in ranges]:
         raise ValueError(
-            f"fits takes {', '.join(missing)}, which the space does not have; give it "
-            "a default value"
+            f"fits takes {', '.join(missing)}, which the space does not have; add it "
+            "to the space, or give it a default value"
         )
 
 

@@ -59,7 +59,10 @@ def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
             "(--resume) to go on with it, or choose another name"
         )
     if options.resume and not is_there:
-        raise ValueError(f"there is no study {folder.name!r} in {folder.parent} yet")
+        raise ValueError(
+            f"there is no study {folder.name!r} in {folder.parent} yet; leave out "
+            "resume (--resume) to create it, or check the name"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,8 +80,9 @@ def open_study(options: TuneOptions, facts: dict[str, Any]) -> Any:
     for name, value in facts.items():
         if study.user_attrs.get(name) != value:
             raise ValueError(
-                f"the study {folder.name!r} has {name} = {study.user_attrs.get(name)} "
-                f"and this one {value}; make them equal, or choose another name"
+                f"the study {folder.name!r} was created with {name} = "
+                f"{study.user_attrs.get(name)}, and this call has {value}; use the "
+                f"same {name}, or choose another name"
             )
     study.set_user_attr(KERNEL, this_kernel())
     return study

@@ -111,7 +111,7 @@ class Study:
     @property
     def curves(self) -> pd.DataFrame:
         """The metric of every trial as it was looked at while it ran: trial, place and
-        value, where place counts the values of the run, as its steps."""
+        value, where place is 1 for the first logged value."""
         rows = [
             (each.number, place, value)
             for each in self.trials

@@ -1,6 +1,7 @@
 """Draws a study: the metric of every trial, and their values."""
 
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import LARGE
 from labkit.notebook.plots.style import MEDIUM
 from labkit.notebook.plots.style import RANK_COLOURS
-from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import use_title
 
@@ -31,6 +31,8 @@ LOOKS: dict[str, dict[str, Any]] = {
     "failed": {"color": FAILED, "lw": 0.9, "alpha": 0.7, "zorder": 1, "ls": ":"},
     "running": {"color": RUNNING, "lw": 1.6, "zorder": 3},
 }
+TITLE_WIDTH = 72
+"""In letters."""
 MARKS = {"finished": "o", "pruned": "v", "failed": "x", "running": "o"}
 
 
@@ -61,23 +63,30 @@ class StudyDrawing:
     def figure(self) -> RunFigure:
         """Left: the curves, pruned ones pale, the best in front. Right: the values, and
         the best so far."""
-        figure = RunFigure(figsize=(10.0, 3.4), dpi=100, facecolor="white")
-        curves = figure.add_axes((0.07, 0.15, 0.45, 0.68))
-        values = figure.add_axes((0.59, 0.15, 0.27, 0.68))
+        # Small, so that its letters can be read where a page shows it in 450 pixels.
+        figure = RunFigure(figsize=(7.5, 4.2), dpi=100, facecolor="white")
+        curves = figure.add_axes((0.08, 0.26, 0.50, 0.51))
+        values = figure.add_axes((0.67, 0.26, 0.31, 0.51))
         self._draw_curves(curves)
         self._draw_values(values)
         limits = self._limits()
         if limits is not None:
             curves.set_ylim(*limits)
             values.set_ylim(*limits)
+        title = textwrap.wrap(self.title, TITLE_WIDTH, max_lines=2, placeholder=" …")
         figure.text(
-            *(0.07, 0.93, self.title), fontsize=LARGE, color=INK, parse_math=False
+            *(0.08, 0.87, "\n".join(title)),
+            va="bottom",
+            fontsize=LARGE,
+            color=INK,
+            parse_math=False,
         )
+        self._draw_legend(figure, values)
         return figure
 
     def _draw_curves(self, axes: Any) -> None:
-        style_axes(axes, "values so far (log scale)", "")
-        use_title(axes, self.metric, size=MEDIUM)
+        style_axes(axes, "logged values (log scale)", "")
+        use_title(axes, f"{self.metric} by trial", size=MEDIUM)
         for line in self.lines:
             look = LOOKS[line.state]
             if line.trial == self.best:
@@ -94,7 +103,7 @@ class StudyDrawing:
 
     def _draw_values(self, axes: Any) -> None:
         style_axes(axes, "trial", "")
-        use_title(axes, "value", size=MEDIUM)
+        use_title(axes, f"final {self.metric}", size=MEDIUM)
         for state, mark in MARKS.items():
             ours = [x for x in self.lines if x.state == state and x.trial != self.best]
             at = [line.trial for line in ours]
@@ -126,6 +135,9 @@ class StudyDrawing:
             axes.plot([best.trial], [best.value], "*", color=BEST, ms=12, label="best")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlim(-0.5, max((line.trial for line in self.lines), default=0) + 0.5)
+
+    def _draw_legend(self, figure: RunFigure, axes: Any) -> None:
+        """Below, for both."""
         handles, labels = axes.get_legend_handles_labels()
         kept = {
             label: handle
@@ -133,13 +145,15 @@ class StudyDrawing:
             if len(handle.get_xdata())
         }
         if kept:
-            axes.legend(
-                kept.values(),
-                kept.keys(),
-                loc="center left",
-                bbox_to_anchor=(1.0, 0.5),
+            figure.legend(
+                list(kept.values()),
+                list(kept),
+                loc="lower center",
+                ncols=len(kept),
+                columnspacing=1.2,
+                handletextpad=0.5,
                 frameon=False,
-                fontsize=SMALL,
+                fontsize=LARGE,
             )
 
     def _limits(self) -> tuple[float, float] | None:

@@ -34,6 +34,7 @@ from labkit.notebook.tuning.options import RATES
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.notebook.tuning.space import check_fits
 from labkit.notebook.tuning.space import check_grid
+from labkit.notebook.tuning.space import check_strategies
 from labkit.notebook.tuning.space import distributions_of
 from labkit.notebook.tuning.space import load_optuna
 from labkit.notebook.tuning.space import why_not
@@ -129,11 +130,12 @@ class TrialWatch(RunWatch):
     def _report_points(self) -> None:
         for place, value in self.metric.new_points():
             self._trial.report(value, place)
+            if self.why_stopped:
+                continue  # these points do not come again, and belong to its curve
             if not math.isfinite(value):
-                return self._stop(f"{self._name} is {value}")
-            if self._trial.should_prune():
-                return self._stop("it fell behind")
-        return None
+                self._stop(f"{self._name} is {value}")
+            elif self._trial.should_prune():
+                self._stop("it fell behind")
 
     def _stop(self, why: str) -> None:
         self.why_stopped = why
@@ -163,12 +165,15 @@ class Tuner:
         the lab. Raises ValueError for what cannot be."""
         check_values(request.options)
         if request.options.resume and request.options.name is None:
-            raise ValueError("resume goes with name: which study is to go on?")
+            raise ValueError(
+                "resume needs the name of the study; add name=... (--name NAME)"
+            )
         self._request = request
         self._options = options = request.options
         self._train = train
         self._bring_back = bring_back
         self._ranges = distributions_of(request.space)
+        check_strategies(self._ranges)
         if options.sampler == "grid":
             check_grid(self._ranges)
         if request.fits is not None:
@@ -357,8 +362,9 @@ class Tuner:
                 curves.update(is_final=True)
                 has = ["loss", *curves.metrics()]
             raise ValueError(
-                f"{watch.run.name} has no {self._options.metric!r} by which to judge "
-                f"it; it has {', '.join([*has, *RATES])}: name one of them, or log it"
+                f"{watch.run.name} has no metric {self._options.metric!r}; it has "
+                f"{', '.join([*has, *RATES])}. Choose one of them with metric "
+                "(--metric), or log yours"
             )
         if math.isfinite(value):
             self._optuna.tell(trial, value)
