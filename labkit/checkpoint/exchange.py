@@ -1,4 +1,4 @@
-"""Gathers the ranks' plans of a save, as JSON.
+"""Gathers what ranks have to say, as JSON: their plans of a save, say.
 
 `dist.all_gather_object` unpickles what comes, and gloo and NCCL ask nobody who it is.
 """
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.planner import WriteItem
 
-MAX_PLAN_BYTES = 2**30
-"""Of one rank's plan, as JSON."""
+MAX_BYTES = 2**30
+"""Of what one rank says, as JSON."""
 
 
 def all_gather_plans(
@@ -27,17 +27,35 @@ def all_gather_plans(
 
     Raises ValueError for what is no plan.
     """
+    what = "a rank's plan of the save"
+    found = []
+    for said in all_gather_json([plan_to_json(plan), path, error], what, group):
+        try:
+            items, its_path, its_error = said
+        except (TypeError, ValueError) as wrong:
+            raise ValueError(f"{what} is none: {wrong}") from None
+        found.append((plan_from_json(items), str(its_path), str(its_error)))
+    return found
+
+
+def all_gather_json(
+    value: Any, what: str, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """What each rank of `group` has given, in order of rank. Collective.
+
+    Raises ValueError, in which `what` names it, for what is no JSON.
+    """
     is_nccl = "nccl" in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
-    payload = json.dumps([plan_to_json(plan), path, error]).encode()
+    payload = json.dumps(value).encode()
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     num_ranks = dist.get_world_size(group)
     sizes = torch.zeros(num_ranks, dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = own.numel()
     dist.all_reduce(sizes, group=group)
     largest = int(sizes.max())
-    if not 0 < largest <= MAX_PLAN_BYTES:
-        raise ValueError(f"a rank's plan of the save has {largest:,} bytes")
+    if not 0 < largest <= MAX_BYTES:
+        raise ValueError(f"{what} has {largest:,} bytes")
     sent = own.new_zeros(largest)
     sent[: own.numel()] = own
     parts = [sent.new_empty(largest) for _ in range(num_ranks)]
@@ -46,10 +64,9 @@ def all_gather_plans(
     for part, size in zip(parts, sizes.tolist(), strict=True):
         content = part[:size].cpu().numpy().tobytes()
         try:
-            items, its_path, its_error = json.loads(content)
-        except (RecursionError, TypeError, ValueError) as wrong:
-            raise ValueError(f"a rank's plan of the save is none: {wrong}") from None
-        found.append((plan_from_json(items), str(its_path), str(its_error)))
+            found.append(json.loads(content))
+        except (RecursionError, ValueError) as wrong:
+            raise ValueError(f"{what} is none: {wrong}") from None
     return found
 
 

@@ -7,8 +7,7 @@ import time
 from os import PathLike
 from pathlib import Path
 
-import torch.distributed as dist
-
+from labkit.checkpoint.exchange import all_gather_json
 from labkit.checks import absolute
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
@@ -71,9 +70,13 @@ class Losses:
     def finish(self) -> None:
         """The run has ended well on all ranks: rank 0 writes. Collective."""
         own = {name: self._weighted(name) for name in _LOSSES}
-        of_all = [own] * self._world_size
+        of_all = [own]
         if self._world_size > 1:
-            dist.all_gather_object(of_all, own)
+            rows = {name: [*by_step.items()] for name, by_step in own.items()}
+            of_all = [
+                {name: {step: tuple(pair) for step, pair in each[name]} for name in own}
+                for each in all_gather_json(rows, "a rank's losses")
+            ]
         if self._rank != 0:
             return
         means = mean_by_step(of_one_kind(of_all))

@@ -702,7 +702,8 @@ class Session:
         parts = [weight * value, weight] if weight else [0.0, 0.0]
         with no_dispatch():
             sums = torch.tensor(parts, dtype=torch.float64, device=self.device)
-            dist.all_reduce(sums)
+            # Not those alone that share a batch: all leave the loop, or none.
+            dist.all_reduce(sums, group=dist.group.WORLD)
             total, whole = sums.tolist()
         return total / whole if whole else math.nan
 
