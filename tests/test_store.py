@@ -135,8 +135,11 @@ def test_a_server_that_is_closed_ends_all_waits(tmp_path: Path) -> None:
 
 
 def test_a_wait_hears_a_signal_and_its_answer_is_not_taken_for_another(
-    store: LabStore, server: KeyServer
+    store: LabStore, server: KeyServer, request: pytest.FixtureRequest
 ) -> None:
+    # A shell ignores it in what it runs in the background, such as these tests.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     main = threading.main_thread().ident
     assert main is not None
     signals = (main, signal.SIGINT)
