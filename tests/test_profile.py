@@ -16,7 +16,6 @@ from labkit import Lab
 from labkit.checks import steps_to_profile
 from labkit.notebook.execution.elastic import Elastic
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.profile.costs import in_steps
 from labkit.notebook.profile.gpu import kernels
 from labkit.notebook.profile.gpu import peak_of
@@ -671,8 +670,10 @@ def more(x):
 train(more)
 """
     reasons = profiled(lab, code).profile.reasons
-    assert re.match(r"Rank 1 waits \d+ % of the step for rank 0, which c", reasons[0])
-    assert "more operators, most of it in aten::mm" in reasons[0]
+    # On a busy machine they may wait for a core as well.
+    [reason] = [each for each in reasons if each.startswith("Rank 1 waits ")]
+    assert " % of the step for rank 0, which computes " in reason
+    assert "more operators, most of it in aten::mm" in reason
 
 
 def test_a_rank_that_sleeps_is_named(lab: Lab) -> None:
@@ -717,7 +718,8 @@ def test_what_is_recorded_can_be_opened(
         profile._ipython_display_()
     words, picture, links = shown
     assert words["text/plain"] == repr(profile)
-    assert isinstance(picture, RunFigure)
+    assert picture["text/plain"] == f"<lanes of {run.name} by rank>"
+    assert picture["image/png"].startswith(b"\x89PNG")
     assert "ui.perfetto.dev" in links["text/html"]
     with gzip.open(profile.trace_path) as file:
         merged = json.load(file)

@@ -233,9 +233,13 @@ class StepProfile:
         leave out a picture within HTML."""
         from IPython.display import display
 
+        from labkit.notebook.plots.figure import to_png
+
         words = f"<pre>{html.escape(repr(self))}</pre>"
         display({"text/plain": repr(self), "text/html": words}, raw=True)
-        display(self.plot())
+        picture = f"<lanes of {self.name} by rank>"
+        png = to_png(self.plot())
+        display({"text/plain": picture, "image/png": png}, raw=True)
         links = {"text/plain": "The trace of all ranks: profile.trace_path"}
         display({**links, "text/html": self._links()}, raw=True)
 
