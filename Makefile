@@ -33,8 +33,8 @@ help:
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
-	@echo "make bench [ARGS=--write]                  beside the peers, 15 minutes"
-	@echo "make bench-quick                           the same with 2 ranks, 3 minutes"
+	@echo "make bench [ARGS=--write]                  beside the peers, 20 minutes"
+	@echo "make bench-quick                           the same with 2 ranks, 4 minutes"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
 .venv/installed: pyproject.toml constraints.txt
