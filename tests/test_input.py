@@ -157,8 +157,8 @@ def test_options_are_what_they_should_be_or_an_error_of_one_line(value: Any) -> 
             assert bool(found) is not isinstance(value, bool)
 
 
-NOT_ALONE = ("resume", "elastic", "asynchronous", "profile")
-"""Options that take more than True and False, or need another one or a strategy."""
+NOT_ALONE = ("resume", "elastic", "asynchronous")
+"""Options that need another one, or a strategy."""
 
 # Keywords are written out, for help and completion; here they are held to the dataclass
 # that all else is made from.

@@ -109,7 +109,7 @@ class StepRecorder(Observer):
         self._batch.close()  # there was none
         if self._is_recording and not self._has_batch:
             # What lies between passes, as a validation, is of no step: the next one
-            # begins anew, as the next pass asks for its first batch.
+            # begins when the next pass asks for its first batch.
             self._recorder.end_step()
             self._is_between_passes = True
 
@@ -144,9 +144,8 @@ class StepRecorder(Observer):
 
     def _note_left_out(self) -> None:
         """Of the chosen steps, those that are none of their own in the profile."""
-        numbers: list[Any] = sorted(
-            set(self._recorded)
-        )  # the first of a pass begins anew
+        # A step that was cut off by the end of a pass is there twice.
+        numbers: list[Any] = sorted(set(self._recorded))
         if len(numbers) == len(self._steps):
             return
         first, last = self._steps[0], self._steps[-1]
