@@ -1,8 +1,10 @@
-"""Decides when a metric has not improved for long enough."""
+"""Stops a loop whose metric no longer improves, on all ranks at the same step."""
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -11,6 +13,8 @@ from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import is_number
 from labkit.checks import short_repr
+from labkit.rank.loop.arguments import type_and_value
+from labkit.rank.loss.hooks import snapshot
 from labkit.records import significant
 
 Site = tuple[CodeType, int]
@@ -83,6 +87,91 @@ class EarlyStop:
             f"{significant(self.best)} ({self.best_at}); the last is "
             f"{significant(self.last)}{restored}"
         )
+
+
+class EarlyStops:
+    """The early stops of a run, each by a metric of its own."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        mean: Callable[[float, float], float],
+        save: Callable[[Path], None],
+        restore: Callable[[Path], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """The best state is kept in `folder`, if the run has one. `mean(value, weight)`
+        is that over the ranks, `save` and `restore` what `prepare` made, all of them
+        collective."""
+        self._folder = folder
+        self._mean = mean
+        self._save = save
+        self._restore = restore
+        self._note = note
+        self._by_site: dict[Site, EarlyStop] = {}
+
+    def check(self, rule: StopRule) -> None:
+        """ValueError where the run cannot keep to it."""
+        if rule.restore_best and self._folder is None:
+            raise ValueError(
+                "restore_best keeps the best state in the run's folder, and this run "
+                "has none. A notebook's has one where LABKIT_RUNS is a folder that can "
+                "be written to; in a script call save_checkpoint(folder) where the "
+                "metric improves, and load_checkpoint(folder) in the end"
+            )
+
+    def clear(self) -> None:
+        """Forget what calls in the cell have seen."""
+        self._by_site.clear()
+
+    def asked(self, rule: StopRule, value: float, at: str) -> bool:
+        """Whether to stop, asked by a call in the cell. Collective."""
+        site = calling_site()
+        watch = self._by_site.get(site)
+        if watch is None or watch.rule != rule:
+            others = [each for key, each in self._by_site.items() if key != site]
+            if rule.restore_best and any(each.rule.restore_best for each in others):
+                raise ValueError(
+                    "restore_best restores one best state, and another stop_early of "
+                    "this cell keeps it already; leave it out of one of the two"
+                )
+            watch = self._by_site[site] = EarlyStop(rule)
+        is_over = self.is_to_stop(watch, value, 1.0, at, "the metric of stop_early")
+        if is_over:
+            del self._by_site[site]
+        return is_over
+
+    def is_to_stop(
+        self, watch: EarlyStop, value: float, weight: float, at: str, what: str
+    ) -> bool:
+        """Whether to stop, for all ranks alike, by the mean of their values.
+        Collective."""
+        if watch.see(self._mean(value, weight), at) and watch.rule.restore_best:
+            assert self._folder is not None
+            self._save(self._folder)
+        if not watch.is_over:
+            return False
+        self.restore_best(watch)
+        self._note(f"stopped early {at}: {watch.why(what)}")
+        return True
+
+    def restore_best(self, watch: EarlyStop) -> None:
+        """Set what `prepare` made to the best state, if one was kept. Collective."""
+        if watch.rule.restore_best and not math.isnan(watch.best):
+            assert self._folder is not None
+            self._restore(self._folder)
+
+
+def number_of(metric: Any) -> float:
+    """The value of a metric; ValueError for what is no number."""
+    try:
+        return float(snapshot(metric))
+    except (ArithmeticError, TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            "stop_early takes a number or a tensor of one element; found "
+            f"{type_and_value(metric)}"
+        ) from None
 
 
 def calling_site() -> Site:

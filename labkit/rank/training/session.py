@@ -39,11 +39,10 @@ from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
-from labkit.rank.loop.arguments import type_and_value
 from labkit.rank.loop.early_stop import EarlyStop
-from labkit.rank.loop.early_stop import Site
+from labkit.rank.loop.early_stop import EarlyStops
 from labkit.rank.loop.early_stop import StopRule
-from labkit.rank.loop.early_stop import calling_site
+from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import use_of_batch_size
@@ -53,7 +52,6 @@ from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import LossHooks
-from labkit.rank.loss.hooks import snapshot
 from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.oom_report import Forecastable
 from labkit.rank.measuring.oom_report import bare_copy
@@ -140,9 +138,13 @@ class Session:
         self.device = device
         self.seed = seed
         self.options = options
-        self._folder = folder
-        self._early_stops: dict[Site, EarlyStop] = {}
-        """By the call of `stop_early` in the cell."""
+        self._early_stops = EarlyStops(
+            None if folder is None else Path(folder) / BEST_FOLDER,
+            mean=self._mean_of_run,
+            save=self._save_best,
+            restore=self._restore_best,
+            note=self.note if rank == 0 else lambda text: None,
+        )
         self._roles = roles
         self._loss_hooks = LossHooks(self._after_optimizer_step)
         self._loss_hooks.on_backward = self._on_backward
@@ -502,7 +504,7 @@ class Session:
             },
         )
         if rule is not None:
-            self._check_rule(rule)
+            self._early_stops.check(rule)
         model, optimizer, loader = self.prepare(
             model,
             optimizer,
@@ -547,11 +549,11 @@ class Session:
                 total, weight = self._records.take_loss()
                 value = total / weight if weight else math.nan
             at = f"after epoch {epoch} of {epochs}, at step {self._records.num_steps}"
-            if self._is_to_stop(watch, value, weight, at, monitored):
+            if self._early_stops.is_to_stop(watch, value, weight, at, monitored):
                 self._records.note_progress(epochs=epoch)
                 return
         if watch is not None and watch.num_no_better:
-            self._restore_best(watch)
+            self._early_stops.restore_best(watch)
 
     def stop_early(
         self,
@@ -604,38 +606,18 @@ class Session:
         ...         break
         """
         rule = StopRule(patience, min_delta, mode, restore_best)
-        self._check_rule(rule)
+        self._early_stops.check(rule)
         if rule.restore_best and not self._prepared:
             raise ValueError(
                 "restore_best restores what prepare made, and this cell has not called "
                 "it; save_checkpoint(folder, model=model) where the metric improves, "
                 "and load_checkpoint after the loop, do the same"
             )
-        try:
-            value = float(snapshot(metric))
-        except (ArithmeticError, TypeError, ValueError, RuntimeError):
-            raise ValueError(
-                "stop_early takes a number or a tensor of one element; found "
-                f"{type_and_value(metric)}"
-            ) from None
+        value = number_of(metric)
         if self._checkpointer.is_replaying:
             return False  # it was asked when that happened
-        site = calling_site()
-        watch = self._early_stops.get(site)
-        if watch is None or watch.rule != rule:
-            others = [each for at, each in self._early_stops.items() if at != site]
-            if rule.restore_best and any(each.rule.restore_best for each in others):
-                raise ValueError(
-                    "restore_best restores one best state, and another stop_early of "
-                    "this cell keeps it already; leave it out of one of the two"
-                )
-            watch = self._early_stops[site] = EarlyStop(rule)
         at = f"at step {self._records.num_steps}"
-        what = "the metric of stop_early"
-        is_over = self._is_to_stop(watch, value, 1.0, at, what)
-        if is_over:
-            del self._early_stops[site]
-        return is_over
+        return self._early_stops.asked(rule, value, at)
 
     def log(self, *, step: int | None = None, **metrics: Any) -> None:
         """Record scalars of this rank: they are plotted live and in `Run.history`.
@@ -668,32 +650,6 @@ class Session:
             return  # it was logged when it happened
         self._records.log(metrics, step)
 
-    # ---- stopping early ----
-
-    def _check_rule(self, rule: StopRule) -> None:
-        if rule.restore_best and self._folder is None:
-            raise ValueError(
-                "restore_best keeps the best state in the run's folder, and this run "
-                "has none. A notebook's has one where LABKIT_RUNS is a folder that can "
-                "be written to; in a script call save_checkpoint(folder) where the "
-                "metric improves, and load_checkpoint(folder) in the end"
-            )
-
-    def _is_to_stop(
-        self, watch: EarlyStop, value: float, weight: float, at: str, what: str
-    ) -> bool:
-        """Whether to stop, for all ranks alike, by the mean of their values.
-        Collective."""
-        if watch.see(self._mean_of_run(value, weight), at) and watch.rule.restore_best:
-            self._unite(with_optimizer=True)
-            Checkpoints(self.prepared).save_checkpoint(self._best_folder())
-        if not watch.is_over:
-            return False
-        self._restore_best(watch)
-        if self.rank == 0:
-            self.note(f"stopped early {at}: {watch.why(what)}")
-        return True
-
     def _mean_of_run(self, value: float, weight: float) -> float:
         """The mean over all ranks of the run. Collective, and no part of what is
         measured of a step."""
@@ -707,15 +663,12 @@ class Session:
             total, whole = sums.tolist()
         return total / whole if whole else math.nan
 
-    def _restore_best(self, watch: EarlyStop) -> None:
-        """Set what `prepare` made to the best state, if one was kept. Collective."""
-        if not watch.rule.restore_best or math.isnan(watch.best):
-            return
-        Checkpoints(self.prepared).load_checkpoint(self._best_folder())
+    def _save_best(self, folder: Path) -> None:
+        self._unite(with_optimizer=True)
+        Checkpoints(self.prepared).save_checkpoint(folder)
 
-    def _best_folder(self) -> Path:
-        assert self._folder is not None
-        return Path(self._folder) / BEST_FOLDER
+    def _restore_best(self, folder: Path) -> None:
+        Checkpoints(self.prepared).load_checkpoint(folder)
 
     # ---- the phases of `prepare` ----
 
