@@ -709,9 +709,17 @@ def test_what_is_recorded_can_be_opened(
     assert profile.operators["operator"].str.contains("aten::addmm").any()
     assert profile.modules["module"].iloc[0] == "model (Sequential)"
     assert (profile.modules["backward_ms"].head(1) > 0).all()
-    assert profile.memory["rank"].nunique() == 2
+    assert profile.allocations["rank"].nunique() == 2
+    assert profile.allocations["allocated_bytes"].max() > 0
+    assert set(profile.memory["step"]) == {14}  # the first one that is not recorded
+    assert profile.memory["parameters"].max() > 0
+    assert re.search(
+        r"memory: at most \S+ \S+ in step 14, in the backward pass", repr(profile)
+    )
     assert (profile.clocks["offset"] == 0).all()
-    assert str(profile.plot().axes[0].get_title(loc="left")).startswith(run.name)
+    lanes, memory = profile.plot().axes
+    assert lanes.get_title(loc="left").startswith(run.name)
+    assert "step 14" in memory.get_title(loc="left")
     shown: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr("IPython.display.display", lambda what, **_: shown.append(what))

@@ -57,7 +57,7 @@ def to_one_clock(traces: Sequence[Trace]) -> None:
         trace.messages = [
             m._replace(began=m.began - by, ended=m.ended - by) for m in trace.messages
         ]
-        trace.memory = [(moment - by, held) for moment, held in trace.memory]
+        trace.memory = [(moment - by, a, r) for moment, a, r in trace.memory]
 
 
 def write_merged(paths: Mapping[int, Path], traces: Sequence[Trace], to: Path) -> None:

@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+import pandas as pd
+from matplotlib.axes import Axes
+
 from labkit.notebook.plots.figure import RunFigure
+from labkit.notebook.plots.step_memory import draw_moments
+from labkit.notebook.plots.step_memory import of_peak_rank
 from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import use_title
@@ -29,20 +34,53 @@ PIXELS = 1600
 HEAD, FOOT = 0.95, 0.55
 """Inches above the lanes, for the title and two rows of a legend that can be read where
 a page shows the picture at half its width; and below."""
+TITLE, MEMORY, LEGEND = 0.65, 1.5, 0.3
+"""Inches of what tensors hold, above it and below."""
 
 
 def draw_lanes(
-    traces: Sequence[Trace], parts: Mapping[int, Sequence[StepParts]], name: str
+    traces: Sequence[Trace],
+    parts: Mapping[int, Sequence[StepParts]],
+    name: str,
+    memory: pd.DataFrame,
 ) -> RunFigure:
-    """The step of median length, on all ranks, from where the first begins it."""
+    """The step of median length, on all ranks, from where the first begins it; below
+    what tensors hold, where `memory` as of `Run.step_memory` has it."""
     first = sorted(range(len(traces[0].steps)), key=lambda i: parts_of(parts, 0)[i])
     place = first[len(first) // 2]
     chosen = {rank: steps[place] for rank, steps in parts.items() if place < len(steps)}
+    lanes = 0.6 * len(chosen)
+    below = 0.0 if memory.empty else TITLE + MEMORY + FOOT + LEGEND
+    height = HEAD + lanes + FOOT + below
+    figure = RunFigure(figsize=(7.0, height), dpi=125, facecolor="white")
+    place_of_lanes = (0.1, (FOOT + below) / height, 0.87, lanes / height)
+    _draw_parts(figure.add_axes(place_of_lanes), traces, chosen, name)
+    if below:
+        bottom = (FOOT + LEGEND) / height
+        axes = figure.add_axes((0.1, bottom, 0.77, MEMORY / height))
+        moments = of_peak_rank(memory)
+        draw_moments(axes, moments, None)
+        step, rank = (moments[each].iloc[0] for each in ("step", "rank"))
+        title = f"memory of rank {rank} in step {step}, which measuring slows down"
+        use_title(axes, title, pad=17)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0.0, -0.27),
+            ncols=6,
+            frameon=False,
+            fontsize=SMALL,
+            columnspacing=1.0,
+            handlelength=1.2,
+        )
+    return figure
+
+
+def _draw_parts(
+    axes: Axes, traces: Sequence[Trace], chosen: Mapping[int, StepParts], name: str
+) -> None:
+    """A lane for each rank."""
     began = min(each.step.began for each in chosen.values())
     span = max(each.step.ended for each in chosen.values()) - began
-    height = HEAD + FOOT + 0.6 * len(chosen)
-    figure = RunFigure(figsize=(7.0, height), dpi=125, facecolor="white")
-    axes = figure.add_axes((0.1, FOOT / height, 0.87, (height - HEAD - FOOT) / height))
     by_rank = {trace.rank: trace for trace in traces}
     for lane, (rank, step) in enumerate(chosen.items()):
         for part, spans in step.spans.items():
@@ -76,7 +114,6 @@ def draw_lanes(
         columnspacing=1.0,
         handlelength=1.2,
     )
-    return figure
 
 
 def parts_of(parts: Mapping[int, Sequence[StepParts]], place: int) -> list[float]:

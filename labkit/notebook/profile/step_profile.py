@@ -6,6 +6,7 @@ import os
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from labkit.notebook.profile.parts import StepParts
 from labkit.notebook.profile.parts import divide_all
 from labkit.notebook.profile.trace import Trace
 from labkit.notebook.profile.trace import read_trace
+from labkit.notebook.profile.words import memory_held
 from labkit.notebook.profile.words import percent
 from labkit.notebook.profile.words import size
 from labkit.notebook.profile.words import why_slow
@@ -82,6 +84,7 @@ class StepProfile:
     folder: Path
     ranks: Sequence[int]
     slowdown: float | None = None
+    memory: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @functools.cached_property
     def _traces(self) -> list[Trace]:
@@ -142,15 +145,17 @@ class StepProfile:
         return gpu.kernels(self._traces, self._parts)
 
     @property
-    def memory(self) -> pd.DataFrame:
-        """What was allocated since the recording began: rank, seconds since the first
-        recorded step began, and bytes. `Run.step_memory` has another step's
-        components."""
+    def allocations(self) -> pd.DataFrame:
+        """What the recorded steps allocate and free, as torch's allocator counts it:
+        rank, seconds since the first recorded step began, allocated_bytes since the
+        recording began, and on a GPU reserved_bytes, which the allocator has of it;
+        0 elsewhere."""
         frames = []
         for trace in self._traces:
             began, ended = trace.steps[0].began, trace.steps[-1].ended
             rows = [each for each in trace.memory if began <= each[0] <= ended]
-            frame = pd.DataFrame(rows, columns=["seconds", "num_bytes"])
+            names = ["seconds", "allocated_bytes", "reserved_bytes"]
+            frame = pd.DataFrame(rows, columns=names)
             frame["seconds"] = (frame["seconds"] - began) / 1e6
             frame.insert(0, "rank", trace.rank)
             frames.append(frame)
@@ -180,8 +185,9 @@ class StepProfile:
         return path
 
     def plot(self) -> "RunFigure":
-        """Plot what every rank does in a step: a lane for each. Lanes may be shifted
-        against each other by `clocks.offset_error`.
+        """Plot what every rank does in a step, a lane for each, and below what tensors
+        hold on the rank with most. Lanes may be shifted against each other by
+        `clocks.offset_error`.
 
         Returns
         -------
@@ -190,7 +196,8 @@ class StepProfile:
         """
         from labkit.notebook.profile.picture import draw_lanes
 
-        return draw_lanes(self._traces, self._parts, f"{self.name} ({self.strategy})")
+        title = f"{self.name} ({self.strategy})"
+        return draw_lanes(self._traces, self._parts, title, self.memory)
 
     def _heading(self) -> str:
         steps = [each for steps in self._parts.values() for each in steps]
@@ -226,7 +233,8 @@ class StepProfile:
 
     def __repr__(self) -> str:
         reasons = self.reasons or [without_reason(self._parts)]
-        return "\n".join([self._heading(), *self._shares(), *reasons])
+        memory = memory_held(self.memory)
+        return "\n".join([self._heading(), *self._shares(), *memory, *reasons])
 
     def _ipython_display_(self) -> None:
         """Words, picture and links, each by itself: pages that show a saved notebook

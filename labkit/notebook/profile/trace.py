@@ -29,6 +29,8 @@ SIZES = {
 }
 """Bytes of an element, by the type's name in a trace."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CPU = 0
+"""The type of a device, as torch numbers them: c10::DeviceType."""
 BETWEEN_TWO = ("send", "recv")
 
 
@@ -88,8 +90,9 @@ class Trace:
     steps: list[Step]
     events: list[Event]
     messages: list[Message]
-    memory: list[tuple[float, int]] = field(default_factory=list)
-    """Moments, and the bytes that had been allocated since the recording began."""
+    memory: list[tuple[float, int, int]] = field(default_factory=list)
+    """Moments, the bytes that had been allocated on the rank's device since the
+    recording began, and those that its allocator had of it."""
     device_name: str = ""
     """Of a GPU, as "NVIDIA H100 80GB HBM3"."""
     clock_error: float = 0.0
@@ -146,7 +149,7 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
     noted = {row[0]: row for row in parse(list[list[int]], facts["steps"], "steps")}
     base = float(content.get("baseTimeNanoseconds", 0)) / 1e3
     events: list[Event] = []
-    memory: list[tuple[float, int]] = []
+    memory: list[tuple[float, int, int]] = []
     for each in content["traceEvents"]:
         if each.get("ph") == "X":
             began = base + each["ts"]
@@ -162,7 +165,9 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
             )
         elif each.get("name") == "[memory]":
             args = each["args"]
-            memory.append((base + each["ts"], int(args["Total Allocated"])))
+            if (args["Device Type"] == CPU) != facts["device"].startswith("cuda"):
+                held = args["Total Allocated"], args["Total Reserved"]
+                memory.append((base + each["ts"], *map(int, held)))
     marks = {STEP_MARK.format(number): row for number, row in noted.items()}
     steps: dict[int, Step] = {}
     errors = []

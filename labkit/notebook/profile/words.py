@@ -8,6 +8,10 @@ from functools import partial
 from statistics import fmean
 from statistics import median
 
+import pandas as pd
+
+from labkit.notebook.plots.memory_bars import PART_LABELS
+from labkit.notebook.plots.step_memory import of_peak_rank
 from labkit.notebook.profile.costs import in_steps
 from labkit.notebook.profile.costs import length
 from labkit.notebook.profile.parts import PARTS
@@ -16,6 +20,7 @@ from labkit.notebook.profile.parts import is_computing
 from labkit.notebook.profile.trace import Message
 from labkit.notebook.profile.trace import Trace
 from labkit.rank_spec import format_ranks
+from labkit.records import PARTS as PARTS_OF_TENSORS
 from labkit.records import format_bytes
 from labkit.records import significant
 from labkit.strategies import recorded_strategy
@@ -43,6 +48,13 @@ IDLE_GPU = 0.3
 LARGE = 0.3
 """A part of so much of the steps, as a mean over all of them, is named where no reason
 holds."""
+WORTH_NAMING = 0.03
+"""Of what tensors hold: a smaller part is left out."""
+PASSES = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "step": "optimizer's step",
+}
 NOTHING = (
     "Nothing stands out: no rank is late, and no part of the step but compute is large"
 )
@@ -342,6 +354,27 @@ def outside_operators(traces: Sequence[Trace], parts: Parts) -> list[str]:
         f"{percent(taken)} of the step is Python outside of operators; the step has "
         f"{significant(number)} operators, {significant(each)} µs each on average: "
         "larger batches or --compile"
+    ]
+
+
+def memory_held(moments: pd.DataFrame) -> list[str]:
+    """What tensors hold at most, and what that is; `moments` as `Run.step_memory`."""
+    moments = of_peak_rank(moments)
+    if moments.empty:
+        return []
+    parts = moments[[*PARTS_OF_TENSORS]]
+    place = int(parts.sum(axis=1).to_numpy().argmax())
+    at = moments.iloc[place]
+    peak = parts.iloc[place]
+    total = float(peak.sum())
+    shares = peak[peak >= WORTH_NAMING * total].sort_values(ascending=False)
+    named = ", ".join(
+        f"{PART_LABELS.get(str(part), part)} {percent(held / total)}"
+        for part, held in shares.items()
+    )
+    return [
+        f"memory: at most {size(total)} in step {at['step']}, in the "
+        f"{PASSES[at['phase']]} of rank {at['rank']}: {named}"
     ]
 
 

@@ -428,11 +428,9 @@ class RunRecord:
             The rows of `step_memory` of the rank whose peak is highest; none where
             none was measured.
         """
-        table = self.step_memory
-        if table.empty:
-            return table
-        place = int(table[[*PARTS]].sum(axis=1).to_numpy().argmax())
-        return table[table["rank"] == table["rank"].iloc[place]]
+        from labkit.notebook.plots.step_memory import of_peak_rank
+
+        return of_peak_rank(self.step_memory)
 
 
 def _mean_by_step(history: pd.DataFrame) -> pd.DataFrame:

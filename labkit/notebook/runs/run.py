@@ -297,6 +297,7 @@ class Run(RunRecord):
             self.folder / PROFILE_FOLDER,
             self.collector.ranks,
             slowdown=self._slowdown_by_profiler(),
+            memory=self.step_memory,
         )
 
     @property
