@@ -26,6 +26,7 @@ from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.execution.options import plan_checkpoints
@@ -43,6 +44,7 @@ from labkit.options import documented
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
+from labkit.records import ScriptSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -314,7 +316,7 @@ class Lab:
     def _train(
         self,
         strategy: str,
-        code_or_function: str | Callable[..., Any],
+        code_or_function: str | Callable[..., Any] | ScriptSpec,
         options: RunOptions,
         watch: "RunWatch | None" = None,
     ) -> "Run":
@@ -331,7 +333,9 @@ class Lab:
             technique, options, device=self.device, world_size=self.world_size
         )
         plan = plan_checkpoints(options)
-        if not callable(code_or_function):
+        if not callable(code_or_function) and not isinstance(
+            code_or_function, ScriptSpec
+        ):
             check_code(code_or_function)
         # In a terminal a line that is rewritten would fight with the next prompt.
         is_shown = is_notebook() or not options.background
@@ -358,6 +362,74 @@ class Lab:
         else:
             finish()
         return run
+
+    @documented(RunOptions)
+    def import_script(
+        self,
+        script: str | os.PathLike[str],
+        arguments: Sequence[object] = (),
+        *,
+        module: bool = False,
+        name: str | None = None,
+        seed: int = 0,
+        slow: str | None = None,
+        profile: bool | int | str | None = None,
+        timeout: float | None = None,
+        hang_after: float = timeouts.HANG_AFTER_S,
+        live: bool | str = True,
+        log_scale: bool = False,
+        background: bool = False,
+    ) -> "Run":
+        """Run a script for `torchrun` on the warm ranks, unchanged: `%dist_import`.
+
+        On every rank the file runs as `__main__`, with the environment, arguments and
+        settings that it has under `torchrun`. Losses are noticed as in a raw cell. The
+        lab has its variables, modules, settings and process group back afterwards;
+        of the script's variables none is kept.
+
+        Parameters
+        ----------
+        script : str or path
+            The script's file, or with `module` a module's name.
+        arguments : sequence of str or number, optional
+            The script's own, for its `sys.argv`.
+        module : bool, default False
+            Run a module, as `python -m` does.
+        {name}
+        seed : int, default 0
+            For a script that sets no seed: a rank begins with `seed` + its rank.
+        {slow}
+        {profile}
+        {timeout}
+        {hang_after}
+        {live}
+        {log_scale}
+        {background}
+
+        Returns
+        -------
+        Run
+            As from `train`, with the script's text as its `code`.
+
+        Raises
+        ------
+        ValueError
+            For a file that is no script, and arguments that are not valid; nothing
+            has run.
+        RankError, Interrupted, CellTimeoutError
+            As `run` does. A script that calls `sys.exit` with another code than 0 has
+            failed.
+
+        Examples
+        --------
+        >>> run = lab.import_script("train.py", ["--epochs", 2])
+        """
+        given = dict(locals())
+        options = {each: given[each] for each in OF_SCRIPT_RUNS}
+        from labkit.notebook.execution.script_file import read_script
+
+        found = read_script(script, arguments, module=module)
+        return self._train("raw", found, RunOptions(**options))
 
     @documented(TuneOptions)
     def tune(
@@ -879,10 +951,10 @@ class Lab:
             "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
         )
 
-    def _before(self, work: str | Callable[..., Any]) -> Before:
+    def _before(self, work: str | Callable[..., Any] | ScriptSpec) -> Before:
         """What had run when a run of `work` begins."""
         before = Before(self._ran, len(self._ran), execution_count())
-        if isinstance(work, str):
+        if not callable(work):
             return before
         from labkit.notebook.kernel.pickled_function import takes_rank
 

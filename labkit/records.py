@@ -1,5 +1,6 @@
 """What crosses from rank to notebook: the one shared vocabulary."""
 
+import shlex
 import struct
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -153,6 +154,29 @@ class CellSpec:
     """The notebook's working directory; None where it has gone."""
     number: int = 0
     """Of its execution on the ranks: an interrupt that comes late stops no other."""
+
+
+@dataclass(frozen=True)
+class ScriptSpec:
+    """A script that each rank runs as a process of its own would."""
+
+    file: str
+    source: str
+    arguments: list[str]
+    """All of `sys.argv`."""
+    import_folder: str
+    """The first of `sys.path`."""
+    directory: str | None
+    """In which it runs: the notebook's; None where that has gone."""
+    module: str = ""
+    """Its name, where it runs as `python -m` does."""
+    seed: int = 0
+
+    @property
+    def command(self) -> str:
+        """What torchrun is given to run it."""
+        what = ["-m", self.module] if self.module else self.arguments[:1]
+        return shlex.join([*what, *self.arguments[1:]])
 
 
 @dataclass(frozen=True)

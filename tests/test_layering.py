@@ -61,7 +61,7 @@ ROOMS = [
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),
         *("rank.loss", "rank.loop", "rank.training", "rank.profiling"),
-        "rank.engine",
+        *("rank.scripts", "rank.engine"),
     ],
     [
         *("strategies.mesh", "strategies.autograd", "strategies.model"),

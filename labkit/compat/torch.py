@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -123,6 +124,43 @@ _MODES: tuple[tuple[Callable[[], list[Any]], Any], ...] = (
     (_get_current_dispatch_mode_stack, TorchDispatchMode),
     (_get_current_function_mode_stack, TorchFunctionMode),
 )
+
+
+_WITH_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
+
+
+@GATE.needs(
+    "torch.nn.modules.module:_global_forward_hooks",
+    "torch.optim.optimizer:_global_optimizer_pre_hooks",
+)
+def global_hooks() -> list[dict[Any, Any]]:
+    """The dicts of hooks that all modules, or all optimizers, call."""
+    owners = map(importlib.import_module, _WITH_HOOKS)
+    return [
+        value
+        for owner in owners
+        for name, value in vars(owner).items()
+        if name.startswith("_global_") and isinstance(value, dict)
+    ]
+
+
+def compiler_settings() -> list[Callable[[], Any]]:
+    """What sets the configurations of torch's compiler, as far as it is loaded, to
+    what they are now."""
+    names = [f"torch.{each}.config" for each in ("_dynamo", "_inductor", "_functorch")]
+    loaded = [sys.modules[each] for each in names if each in sys.modules]
+    return [functools.partial(_set_values, each, _values(each)) for each in loaded]
+
+
+def _values(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = config.get_config_copy()
+    return found
+
+
+def _set_values(config: Any, before: dict[str, Any]) -> None:
+    for name, value in _values(config).items():
+        if value != before[name]:
+            setattr(config, name, before[name])
 
 
 # ---- processes ----

@@ -1,5 +1,6 @@
 """The magics: each parses its line, delegates to the Lab and shows the result."""
 
+import argparse
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from labkit.magics.line import options
 from labkit.magics.line import parsed
 from labkit.magics.line import whole_numbers
 from labkit.notebook.cluster.placement import StartOptions
+from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.rank_spec import format_ranks
@@ -123,14 +125,19 @@ class LabMagics(Magics):
     def dist_train(self, args: Args) -> Any:
         """Train under a strategy, plotted live: with the cell below (%%dist_train), or
         with a function (%dist_train). Returns the Run."""
-        if args.no_live and args.live is not True:
-            raise ValueError("--live and --no-live: choose one of them")
         chosen = given(RunOptions, args)
-        chosen["live"] = not args.no_live and args.live
+        chosen["live"] = self._view(args)
         if args.config is not None:
             chosen["config"] = self._variable(args.config)
         work = self._work_of(args, "dist_train")
         return current_lab().train(args.strategy, work, **chosen)
+
+    def _view(self, args: Args) -> bool | str:
+        """How a run is plotted while it runs."""
+        if args.no_live and args.live is not True:
+            raise ValueError("--live and --no-live: choose one of them")
+        view: bool | str = args.live
+        return not args.no_live and view
 
     def _work_of(self, args: Args, magic: str) -> Any:
         """The cell to run, or the notebook's function."""
@@ -370,6 +377,28 @@ class LabMagics(Magics):
         for note in current_lab().export(args.file, args.run, force=args.force):
             print(f"labkit: {note}", file=sys.stderr)
         print(f"wrote {args.file}; its first lines say how to launch it")
+
+    @magic_arguments()
+    @argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    @options(RunOptions, *OF_SCRIPT_RUNS)
+    @argument("--no-live", action="store_true", help="do not plot while it runs")
+    @argument("script", metavar="SCRIPT", help="a script for torchrun, as train.py")
+    @argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENTS",
+        help="the script's own: all that follows it",
+    )
+    @line_magic
+    @parsed
+    def dist_import(self, args: Args) -> Any:
+        """Run a script for torchrun on the ranks, unchanged, plotted live. Options come
+        before the script. Returns the Run."""
+        chosen = {name: getattr(args, name) for name in OF_SCRIPT_RUNS}
+        chosen["live"] = self._view(args)
+        return current_lab().import_script(
+            args.script, args.arguments, module=args.module, **chosen
+        )
 
     @magic_arguments()
     @argument(

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import shlex
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import MISSING
@@ -13,7 +14,6 @@ from typing import get_args
 
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import argument
-from IPython.core.magic_arguments import parse_argstring
 from IPython.utils.process import arg_split
 
 from labkit.checks import UserError
@@ -98,11 +98,15 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
             for action in options_of(parser)
             for word in action.option_strings
         }
-        typed = [each.split("=")[0] for each in arg_split(line)]
+        own, rest = words_of(parser, line)
+        typed = [each.split("=")[0] for each in own]
         given = [names[word] for word in typed if word in names]
         if twice := [option for option in given if given.count(option) > 1]:
             raise ValueError(f"{twice[0]} is given twice")
-        return parse_argstring(magic, line)
+        args: argparse.Namespace = parser.parse_args(own)
+        if rest_of(parser) is not None:
+            args.arguments = rest
+        return args
     except (UsageError, ValueError) as error:
         found = shorten(" ".join(str(error).split()), 300)
         if found.startswith("unrecognized"):
@@ -115,6 +119,36 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
         raise UsageError(f"{found}; %{parser.prog}? shows its help") from None
 
 
+def rest_of(parser: Any) -> Any:
+    """The argument that takes the rest of the line; None where none does."""
+    found = [each for each in options_of(parser) if each.nargs == argparse.REMAINDER]
+    return found[0] if found else None
+
+
+def words_of(parser: Any, line: str) -> tuple[list[str], list[str]]:
+    """The words of a line, and those that are not the magic's own: where its last
+    argument takes the rest, what follows the first word that is no option, as a shell
+    has it."""
+    if rest_of(parser) is None:
+        return arg_split(line), []
+    actions = {
+        word: each for each in options_of(parser) for word in each.option_strings
+    }
+    words = shlex.split(line)
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        option = actions.get(words[at])
+        at += 1
+        if option is None or option.nargs == 0:
+            continue
+        # A value that may be left out is a number.
+        may_lack = option.nargs == "?"
+        if not may_lack or (at < len(words) and words[at][0].isdigit()):
+            at += 1
+    own = [each for each in words[: at + 1] if each != "--"]
+    return own, words[at + 1 :]
+
+
 def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
     """A magic that takes its parsed arguments, with the cell below it as `cell`.
 
@@ -124,7 +158,7 @@ def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, line: str, cell: str | None = None) -> Any:
         magic = getattr(self, method.__name__)
-        if "--help" in line.split():
+        if asks_for_help(magic.parser, line):
             print(magic.parser.format_help().removeprefix("::\n\n"))
             return None
         args = parse(magic, line)
@@ -135,6 +169,15 @@ def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, args)
 
     return run
+
+
+def asks_for_help(parser: Any, line: str) -> bool:
+    """Whether `--help` is among the magic's own words."""
+    if rest_of(parser) is None:
+        return "--help" in line.split()
+    with contextlib.suppress(ValueError):  # of quotes that do not close, said later
+        return "--help" in words_of(parser, line)[0]
+    return False
 
 
 def numbered_like_notebook(magic: str, line: str, cell: str) -> str:

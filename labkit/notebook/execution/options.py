@@ -107,6 +107,13 @@ class RunOptions(TrainOptions):
         return TrainOptions(**self.for_message())
 
 
+OF_SCRIPT_RUNS = (
+    *("name", "seed", "slow", "profile", "timeout", "hang_after"),
+    *("live", "log_scale", "background"),
+)
+"""The options of a run of a script, which does all else itself."""
+
+
 def check_options(
     strategy: Strategy, options: RunOptions, *, device: str, world_size: int
 ) -> None:

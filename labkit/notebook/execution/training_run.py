@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from labkit.records import SERVE_NAME
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
+from labkit.records import ScriptSpec
 from labkit.strategies import Strategy
 
 INTERVAL_S = 0.5
@@ -65,8 +67,8 @@ class TrainRequest:
     """The arguments of a training run, checked."""
 
     strategy: Strategy
-    work: str | Callable[..., Any]
-    """A cell's code, or a function."""
+    work: str | Callable[..., Any] | ScriptSpec
+    """A cell's code, a function, or a script."""
     options: RunOptions
     checkpoints: CheckpointPlan | None
     view: type[LiveView] | None
@@ -121,7 +123,12 @@ class Training:
         config = dict(request.options.config)
         self._config = serialization.dumps(config) if config else b""
         self._function: Packed | None = None
-        if callable(request.work):
+        self._script: ScriptSpec | None = None
+        if isinstance(request.work, ScriptSpec):
+            self._script = replace(request.work, seed=request.options.seed)
+            self._code = f"{FUNCTION_NAME}()"
+            self._source = request.work.source
+        elif callable(request.work):
             self._function = pack_function(request.work)
             self._code = f"{FUNCTION_NAME}()"
             self._source = source_of(request.work)
@@ -157,6 +164,7 @@ class Training:
             checkpoints=request.checkpoints,
             resumed_from=self._first_step,
             pids=list(self._group.cluster.pids.values()),
+            command=self._script.command if self._script else None,
         )
         on_run(self.run)
         self._view = request.view(self.run) if request.view else None
@@ -195,6 +203,8 @@ class Training:
         call = partial(self._group.cluster.call, ranks=self._targets, timeout_s=None)
         if self._function is not None:
             call(f"{_CALLS}:receive_function", *self._function)
+        if self._script is not None:
+            call(f"{_CALLS}:receive_script", asdict(self._script))
         if self._config:
             call(f"{_CALLS}:receive_config", self._config)
 

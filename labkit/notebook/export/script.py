@@ -55,6 +55,8 @@ class RunFacts:
     checkpoints: str | None = None
     """The folder in which it kept them."""
     resumed_from: int | None = None
+    command: str | None = None
+    """Of a script that the run was: its file and arguments."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def script_of(run: RunFacts, file_name: str) -> Script:
 def _parts(run: RunFacts) -> tuple[list[Statement], str, str]:
     """Statements of earlier cells; the run's own cell; what is called after it."""
     before = run.before
+    if run.command is not None:
+        raise ValueError(
+            f"{run.name} is a run of a script: launch that by itself, with torchrun "
+            f"--nproc-per-node {run.world_size} {run.command}"
+        )
     if before is None:
         alone = statements_of(run.code, "the run")
         if len(alone) == 1 and isinstance(alone[0].node, ast.FunctionDef):

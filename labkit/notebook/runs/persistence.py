@@ -65,6 +65,7 @@ def begin(
     checkpoints: CheckpointPlan | None = None,
     resumed_from: int | None = None,
     pids: Sequence[int] = (),
+    command: str | None = None,
 ) -> None:
     """Make a run's folder, and write what is known of it before it runs.
 
@@ -81,6 +82,8 @@ def begin(
         "pid": os.getpid(),
         "pid_created": psutil.Process().create_time(),
     }
+    if command is not None:
+        run.info["command"] = command
     if checkpoints is not None:
         run.info["checkpoints"] = asdict(checkpoints)
         run.info["resumed_from"] = resumed_from

@@ -145,6 +145,7 @@ class Run(RunRecord):
                 before=self.before,
                 checkpoints=checkpoints.get("directory"),
                 resumed_from=self.resumed_from,
+                command=self.info.get("command"),
             ),
             file.name,
         )

@@ -42,6 +42,8 @@ from labkit.rank.profiling.recorder import ProfiledSteps
 from labkit.rank.profiling.recorder import Recorder
 from labkit.rank.profiling.recorder import quiet_profilers
 from labkit.rank.profiling.step_recorder import StepRecorder
+from labkit.rank.scripts.program import ScriptProgram
+from labkit.rank.scripts.torch_settings import TorchSettings
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
 from labkit.rank.telemetry.exceptions import clear_frames
@@ -67,6 +69,7 @@ from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
+from labkit.records import ScriptSpec
 from labkit.step_folders import step_of
 from labkit.strategies import Strategy
 from labkit.strategies import find_strategy
@@ -88,10 +91,14 @@ class CellRunner:
         self.placement = placement
         self.group = RankProcessGroup(placement, shell.user_ns)
         self.function: Any = None
+        self._fresh_torch = TorchSettings()
+        self._loaded_first = frozenset(sys.modules)
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
         self._is_serving = False
         """Whether this rank serves others in the place of the cell."""
+        self._script_file = ""
+        """Of the script that runs in the place of the cell."""
         self._depth = 0
         """Of cells: one may run another, by `get_ipython().run_cell`."""
         # What belongs to the cell that runs, or to its training run.
@@ -159,6 +166,7 @@ class CellRunner:
             return
         self._begin_error = self._shown_error = None
         self._is_serving = False
+        self._script_file = ""
         metadata = self.shell.kernel.get_parent("shell").get("metadata", {})
         if KEY not in metadata:
             return
@@ -303,8 +311,9 @@ class CellRunner:
 
     def _where(self, error: BaseException) -> str:
         """The line of the cell that failed; "" on a rank that does not run it."""
-        is_here = not self._is_serving
-        return where_in_cell(error, cell_numbers(self.shell)) if is_here else ""
+        if self._is_serving:
+            return ""
+        return where_in_cell(error, cell_numbers(self.shell), self._script_file)
 
     def _note_shown(self, error: BaseException) -> None:
         """A traceback that IPython shows is a failure, also if the cell continues."""
@@ -448,6 +457,10 @@ class CellRunner:
             lambda report: self._publish("report", report),
         )
 
+    def program(self, script: ScriptSpec) -> ScriptProgram:
+        """The script, to be the next cell's function."""
+        return ScriptProgram(script, self.group, self._fresh_torch, self._loaded_first)
+
     def _refusal(self) -> BaseException | None:
         """Raised in the cell by the next signal; None where that is an interrupt."""
         return None if self._session is None else self._session.refusal
@@ -470,6 +483,9 @@ class CellRunner:
         """
         function, with_rank = self.function
         self.function = None
+        if isinstance(function, ScriptProgram):
+            self._script_file = function.script.file
+            return function
         inner = inspect.unwrap(getattr(function, "func", function))
         if inner.__module__ == "__main__" and inspect.isfunction(inner):
             for name, value in {**self.shell.user_ns, **names}.items():

@@ -21,6 +21,7 @@ from labkit.rank.telemetry.stack_trace import dump_on_signal
 from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.records import SAFE_PATH
 from labkit.records import Placement
+from labkit.records import ScriptSpec
 
 _runner: CellRunner | None = None
 
@@ -131,6 +132,11 @@ def receive_function(
     for name, (number, lines) in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         ipython.cell_numbers(runner().shell)[name] = number
+
+
+def receive_script(fields: dict[str, Any]) -> None:
+    """Keep a script for the next cell."""
+    runner().function = (runner().program(ScriptSpec(**fields)), False)
 
 
 def receive_config(payload: bytes) -> None:

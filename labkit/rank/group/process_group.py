@@ -249,6 +249,32 @@ class RankProcessGroup:
         """
         os.environ.update(self._environment)
 
+    def launch_environment(self) -> dict[str, str]:
+        """What torchrun tells a process, as to a script that it had started here."""
+        here = self.placement
+        return {
+            **self._environment,
+            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"},
+            "ROLE_RANK": str(here.rank),
+            "ROLE_WORLD_SIZE": str(here.world_size),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+
+    def step_out(self) -> None:
+        """Leave the lab's own group for one of the user's, and be in none until then.
+
+        What is bound to it gets the next one in its place.
+        """
+        if self._group is None:
+            return
+        self._former = FormerGroups(self._group, formation=self._formation)
+        if dist.is_initialized():
+            self._destroy()
+        mesh_of.cache_clear()
+        self._group = self._solo = None
+        self._divided.clear()
+
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
         abandon_saves()
@@ -381,7 +407,9 @@ class RankProcessGroup:
                 )
                 backend = "gloo"
             device_id = None
-        if self.in_place or (self._num_within == 1 and dist.is_initialized()):
+        if self.in_place:
+            self.step_out()
+        elif self._num_within == 1 and dist.is_initialized():
             dist.destroy_process_group()
         if store is None:
             assert self._store is not None

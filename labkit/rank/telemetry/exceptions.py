@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,8 @@ from labkit.compat.torch import storage_key
 SHOWN_FRAMES = 15
 """Of each end of a traceback: IPython takes a millisecond for a frame of a library, and
 more for one of the notebook."""
+_SCRIPTS = "labkit.rank.scripts."
+"""What runs a script, between the cell and the script's own lines."""
 LIBRARIES = {"labkit", "torch", "deepspeed"}
 """Which call us: a refusal comes out of their hooks."""
 
@@ -55,14 +58,18 @@ def run_all(steps: Iterable[Callable[[], Any]]) -> BaseException | None:
     return first
 
 
-def where_in_cell(error: BaseException, cell_files: dict[str, Any]) -> str:
-    """The innermost line of the notebook in an error's traceback, or ""."""
+def where_in_cell(
+    error: BaseException, cell_files: dict[str, Any], script: str = ""
+) -> str:
+    """The innermost line of the notebook, or of the file of a script, in an error's
+    traceback, or ""."""
     found = ""
     for frame, line_number in traceback.walk_tb(error.__traceback__):
         filename = frame.f_code.co_filename
-        if filename in cell_files:
+        if filename in cell_files or filename == script:
             line = linecache.getline(filename, line_number).strip()
-            found = f"line {line_number}: {line}"
+            place = f"{Path(script).name}, " if filename == script else ""
+            found = f"{place}line {line_number}: {line}"
     return found
 
 
@@ -176,6 +183,8 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None:
         every.append(frames)
         frames = frames.tb_next
+    if len(every) > 1 and is_of_scripts(every[1]):
+        every = every[1:]  # the cell's one line, which is ours too
     inner = [not is_machinery(each) for each in every]
     every = [
         each
@@ -218,10 +227,15 @@ def package_of(frame: TracebackType) -> str:
     return str(frame.tb_frame.f_globals.get("__name__")).split(".")[0]
 
 
+def is_of_scripts(frame: TracebackType) -> bool:
+    """Whether it is what runs a script, called by the cell."""
+    return str(frame.tb_frame.f_globals.get("__name__")).startswith(_SCRIPTS)
+
+
 def is_machinery(frame: TracebackType) -> bool:
     """Whether it is IPython's, or ours, and not of what runs by it."""
     module = str(frame.tb_frame.f_globals.get("__name__"))
-    return module.startswith("IPython.") or module == __name__
+    return module.startswith("IPython.") or module == __name__ or is_of_scripts(frame)
 
 
 def clear_frames(error: BaseException, shell: Any) -> None:

@@ -1,0 +1,82 @@
+"""A script's own modules: read again for it, and forgotten with it."""
+
+import contextlib
+import importlib
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_LIBRARIES = [
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+]
+_NEVER = {"__main__", "__mp_main__", "labkit"}
+
+
+class OwnModules:
+    """The modules in a script's folder, or in the notebook's.
+
+    Others are libraries, which stay loaded: that is what makes a rank warm.
+    """
+
+    def __init__(self, folders: list[str], loaded_before: frozenset[str]) -> None:
+        """What an engine itself has loaded is not the user's, wherever it lies."""
+        self._folders = [Path(each) for each in folders]
+        self._loaded_before = loaded_before
+
+    def has_file(self, file: Any) -> bool:
+        """Whether a file is in one of the folders, and of no library there."""
+        if not isinstance(file, str):
+            return False
+        path = Path(file)
+        return any(path.is_relative_to(each) for each in self._folders) and not any(
+            path.is_relative_to(each) for each in _LIBRARIES
+        )
+
+    def loaded(self) -> dict[str, ModuleType]:
+        """Those that are loaded now; and others by a name that the first folder has."""
+        hidden = self._names_in_folder()
+        found = {}
+        for name, module in list(sys.modules.items()):
+            top = name.partition(".")[0]
+            if top in _NEVER or name in self._loaded_before or module is None:
+                continue
+            files = [getattr(module, "__file__", None)]
+            with contextlib.suppress(Exception):
+                files += list(getattr(module, "__path__", []))
+            if any(map(self.has_file, files)) or (
+                top in hidden and top not in self._loaded_before
+            ):
+                found[name] = module
+        return found
+
+    def _names_in_folder(self) -> set[str]:
+        with contextlib.suppress(OSError):
+            return {
+                each.stem
+                for each in self._folders[0].iterdir()
+                if each.suffix == ".py" or (each / "__init__.py").is_file()
+            }
+        return set()
+
+    @contextlib.contextmanager
+    def read_again(self) -> Iterator[None]:
+        """In this block they are imported from their files, as they are now; after it
+        those that were loaded before are back."""
+        before = self.loaded()
+        self._forget(before)
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            self._forget(self.loaded())
+            sys.modules.update(before)
+
+    def _forget(self, modules: dict[str, ModuleType]) -> None:
+        for name in modules:
+            sys.modules.pop(name, None)

@@ -1,0 +1,231 @@
+"""What a script may change in its process: given to it anew, and put back after it."""
+
+import asyncio
+import atexit
+import builtins
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from labkit.compat.ipython import no_running_loop
+from labkit.compat.torch import global_hooks
+from labkit.rank.scripts.modules import OwnModules
+from labkit.rank.telemetry.exceptions import run_all
+
+_OF_SHELLS = ("get_ipython", "display")
+"""What IPython adds to Python's own names."""
+
+
+@contextlib.contextmanager
+def own_process(
+    arguments: Sequence[str],
+    import_folder: str,
+    directory: str | None,
+    environment: dict[str, str],
+    modules: OwnModules,
+) -> Iterator[None]:
+    """In this block code finds a process that was started for it.
+
+    `arguments` become `sys.argv`, `import_folder` comes first in `sys.path`.
+    """
+    restore = [
+        *_interpreter(),
+        *_handlers(),
+        *_hooks(),
+        _loggers(modules),
+        _environment(),
+    ]
+    at_exit = AtExit(modules)
+    try:
+        if directory is not None:
+            os.chdir(directory)
+        os.environ.update(environment)
+        sys.argv = list(arguments)
+        # The notebook's folder, which a shell has there, is not in a script's path.
+        others = [each for each in sys.path if each not in ("", directory)]
+        sys.path = [import_folder, *others]
+        for name in _OF_SHELLS:
+            vars(builtins).pop(name, None)
+        vars(builtins).update({"exit": sys.exit, "quit": sys.exit})
+        with (
+            no_running_loop(),
+            modules.read_again(),
+            exits_are_raised(),
+            at_exit.registering(),
+        ):
+            yield
+    finally:
+        error = run_all(restore)
+        if error is not None:
+            raise error
+
+
+def _interpreter() -> list[Callable[[], Any]]:
+    """What puts the interpreter's own state back."""
+    argv, path, limit = sys.argv, sys.path, sys.getrecursionlimit()
+    hooks = {name: getattr(sys, name) for name in ("excepthook", "unraisablehook")}
+    thread_hook = threading.excepthook
+    names = dict(vars(builtins))
+    is_collecting, thresholds = gc.isenabled(), gc.get_threshold()
+    method = multiprocessing.get_start_method(allow_none=True)
+    filters, policy = warnings.filters[:], asyncio.get_event_loop_policy()
+
+    def restore() -> None:
+        sys.argv, sys.path = argv, path
+        sys.setrecursionlimit(limit)
+        for name, hook in hooks.items():
+            setattr(sys, name, hook)
+        threading.excepthook = thread_hook
+        for name in vars(builtins).keys() - names.keys():
+            del vars(builtins)[name]
+        vars(builtins).update(names)
+        gc.set_threshold(*thresholds)
+        (gc.enable if is_collecting else gc.disable)()
+        warnings.filters[:] = filters  # type: ignore[index]
+        asyncio.set_event_loop_policy(policy)
+
+    return [
+        restore,
+        lambda: multiprocessing.set_start_method(method, force=True),
+    ]
+
+
+def _handlers() -> list[Callable[[], Any]]:
+    """What puts the handlers of signals back; an alarm that is still to come ends."""
+    before = {each: signal.getsignal(each) for each in signal.valid_signals()}
+
+    def restore() -> None:
+        if signal.getsignal(signal.SIGALRM) != before[signal.SIGALRM]:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for each, handler in before.items():
+            if handler is not None and signal.getsignal(each) != handler:
+                signal.signal(each, handler)
+
+    return [restore]
+
+
+def _loggers(modules: OwnModules) -> Callable[[], None]:
+    """What puts handlers and levels of the root logger, and of those that are no
+    library's, back: a second run would say everything twice."""
+    root = logging.getLogger()
+    before = {"": (root.handlers[:], root.level)} | {
+        name: (each.handlers[:], each.level)
+        for name, each in root.manager.loggerDict.items()
+        if isinstance(each, logging.Logger)
+    }
+    disabled = root.manager.disable
+
+    def restore() -> None:
+        root.manager.disable = disabled
+        found: dict[str, Any] = {"": root, **root.manager.loggerDict}
+        for name, each in found.items():
+            if name.partition(".")[0] in sys.modules or not isinstance(
+                each, logging.Logger
+            ):
+                continue
+            handlers, level = before.get(name, ([], logging.NOTSET))
+            for handler in [h for h in each.handlers if h not in handlers]:
+                each.removeHandler(handler)
+                handler.close()
+            each.setLevel(level)
+
+    return restore
+
+
+def _hooks() -> list[Callable[[], None]]:
+    """What takes hooks of all modules and optimizers away that were added."""
+
+    def remove(hooks: dict[Any, Any], before: dict[Any, Any]) -> None:
+        for key in hooks.keys() - before.keys():
+            del hooks[key]
+
+    return [partial(remove, each, dict(each)) for each in global_hooks()]
+
+
+def _environment() -> Callable[[], None]:
+    """What puts variables and working directory back."""
+    before = dict(os.environ)
+    try:
+        folder: str | None = str(Path.cwd())
+    except FileNotFoundError:  # it was deleted
+        folder = None
+
+    def restore() -> None:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+
+    return restore
+
+
+class AtExit:
+    """What the script itself registers with `atexit`, which runs at its end.
+
+    What a library registers is for the end of the engine: the library stays.
+    """
+
+    def __init__(self, modules: OwnModules) -> None:
+        self._modules = modules
+        self._calls: list[tuple[Any, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def registering(self) -> Iterator[None]:
+        """Calls them when the block ends, the last one first."""
+        register, unregister = atexit.register, atexit.unregister
+
+        def own_register(function: Any, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals
+            if not self._modules.has_file(caller.get("__file__")):
+                return register(function, *args, **kwargs)
+            self._calls.append((function, args, kwargs))
+            return function
+
+        def own_unregister(function: Any) -> None:
+            self._calls = [each for each in self._calls if each[0] != function]
+            unregister(function)
+
+        atexit.register = own_register  # type: ignore[assignment]
+        atexit.unregister = own_unregister
+        try:
+            yield
+        finally:
+            atexit.register, atexit.unregister = register, unregister
+            while self._calls:
+                function, args, kwargs = self._calls.pop()
+                try:
+                    function(*args, **kwargs)
+                except Exception:  # as Python does: it is said, and the rest goes on
+                    traceback.print_exc()
+
+
+@contextlib.contextmanager
+def exits_are_raised() -> Iterator[None]:
+    """In this block `os._exit` of this process ends what runs, and not the engine."""
+    leave, pid = os._exit, os.getpid()
+
+    def raise_exit(code: int) -> Any:
+        if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+            raise SystemExit(code)
+        leave(code)
+
+    os._exit = raise_exit  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
