@@ -183,13 +183,13 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None:
         every.append(frames)
         frames = frames.tb_next
-    if len(every) > 1 and is_of_scripts(every[1]):
-        every = every[1:]  # the cell's one line, which is ours too
+    begins = next((at for at, each in enumerate(every) if is_of_scripts(each)), 0)
+    every = every[begins:]  # and not the cell's one line, which is ours too
     inner = [not is_machinery(each) for each in every]
     every = [
         each
         for place, each in enumerate(every)
-        if inner[place] or place == 0 or not any(inner[place:])
+        if inner[place] or (place == 0 and not begins) or not any(inner[place:])
     ]
     if len(every) > 2 * SHOWN_FRAMES:
         rounds: Counter[Any] = Counter()

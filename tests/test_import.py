@@ -1,0 +1,540 @@
+"""Scripts for torchrun on warm ranks: their losses, how they fail, what they leave."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels import Kernel
+from test_train_module import BODY
+from test_train_module import IMPORTS
+from test_train_module import largest_difference
+from test_train_module import launch
+from test_train_module import script_of
+
+from labkit import Lab
+from labkit import RankError
+from labkit.notebook.execution.errors import CellTimeoutError
+from labkit.notebook.execution.script_file import read_script
+
+pytestmark = pytest.mark.timeout(300)
+
+Captured = pytest.CaptureFixture[str]
+ESCAPES = re.compile(r"\x1b\[[\d;]*m")
+
+HELPER = """
+import torch
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 16, generator=generator)
+    return x, torch.randint(0, 4, (count,), generator=generator)
+"""
+TRAIN = """
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+from torch.utils.data import DistributedSampler
+
+from helper import samples
+
+
+class Samples(Dataset):
+    def __init__(self):
+        self.x, self.y = samples(64)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+def build(kind):
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+    )
+    if kind == "zero2":
+        import deepspeed
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+        settings = {
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_optimization": {"stage": 2},
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings
+        )
+        return engine, engine
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(kind, epochs, workers):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model, optimizer = build(kind)
+    dataset = Samples()
+    sampler = DistributedSampler(dataset, world_size, rank)
+    loader = DataLoader(
+        dataset,
+        batch_size=8,
+        sampler=sampler,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    losses = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            if kind == "zero2":
+                model.backward(loss)
+            else:
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", nargs="*", default=[])
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--output", default="losses")
+    args = parser.parse_args()
+    assert not dist.is_initialized()
+    losses = {"plain": train("plain", args.epochs, args.workers)}
+    dist.init_process_group("gloo")
+    for kind in args.kinds:
+        losses[kind] = train(kind, args.epochs, 0)
+    Path(f"{args.output}-{os.environ['RANK']}.json").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> Path:
+    """A script in a folder."""
+    script = folder / name
+    script.parent.mkdir(exist_ok=True, parents=True)
+    script.write_text(textwrap.dedent(text))
+    return script
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, in which the notebook is."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def short(error: RankError) -> str:
+    return ESCAPES.sub("", "\n".join(error._render_traceback_()))
+
+
+def fails(lab: Lab, script: Path, *arguments: object) -> RankError:
+    with pytest.raises(RankError) as caught:
+        lab.import_script(script, arguments, live=False, timeout=60)
+    assert lab.runs[-1].state == "failed"
+    return caught.value
+
+
+def losses_of(name: str) -> list[Any]:
+    return [json.loads(Path(f"{name}-{rank}.json").read_text()) for rank in range(2)]
+
+
+# ---- the same losses ----
+
+
+def test_losses_are_those_under_torchrun_twice_in_a_row(lab: Lab, here: Path) -> None:
+    write(here, HELPER, "helper.py")
+    script = write(here, TRAIN)
+    arguments = ["--kinds", "ddp", "fsdp", "zero2", "--epochs", "2"]
+    done = launch(script, *arguments, "--output", "torchrun")
+    assert done.returncode == 0, done.stderr
+    expected = losses_of("torchrun")
+    for _ in range(2):
+        run = lab.import_script(script, [*arguments, "--output", "lab"], live=False)
+        assert losses_of("lab") == expected
+    assert run.strategy == "raw"
+    assert run.code == script.read_text()
+    rows = run.history.dropna(subset=["loss"])
+    for rank, losses in enumerate(expected):
+        noticed = rows.loc[rows["rank"] == rank, "loss"].tolist()
+        assert noticed == pytest.approx(
+            [loss for kind in losses.values() for loss in kind], rel=1e-5
+        )
+
+
+def test_workers_find_the_classes_of_the_script(lab: Lab, here: Path) -> None:
+    write(here, HELPER, "helper.py")
+    run = lab.import_script(write(here, TRAIN), ["--workers", 1], live=False)
+    assert run.num_steps == 4
+
+
+def test_an_exported_script_comes_back(lab: Lab, here: Path) -> None:
+    script = write(here, script_of(BODY))
+    for strategy in ("ddp", "fsdp", "zero2", "parameter_server"):
+        expected = lab.train(strategy, IMPORTS + BODY, live=False)
+        given = ["--strategy", strategy, "--losses", "losses.csv"]
+        run = lab.import_script(script, given, live=False)
+        assert largest_difference(here / "losses.csv", expected) == 0.0
+        print(strategy, run.num_steps, expected.num_steps, run.notes)
+
+
+# ---- what a script finds, and leaves ----
+
+LOOKS = """
+import __main__
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import helper
+
+found = {
+    "name": __name__,
+    "main": __main__.__file__,
+    "file": __file__,
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "cwd": os.getcwd(),
+    "helper": helper.VALUE,
+    "rank": int(os.environ["RANK"]),
+    "group": os.environ["GROUP_RANK"],
+    "is_initialized": dist.is_initialized(),
+    "dtype": str(torch.get_default_dtype()),
+    "device": str(torch.get_default_device()),
+    "has_grad": torch.is_grad_enabled(),
+    "deterministic": torch.are_deterministic_algorithms_enabled(),
+    "random": torch.rand(1).item(),
+    "names": sorted({"rank", "lab_value", "prepare", "get_ipython"} & {*dir()}),
+    "mine": os.environ.get("MINE"),
+}
+Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+LEAVES = """
+import atexit
+import builtins
+import gc
+import logging
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import helper
+
+helper.VALUE = "changed"
+lab_value = rank = "overwritten"
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_num_threads(7)
+torch.set_float32_matmul_precision("high")
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.nn.modules.module.register_module_forward_hook(lambda *args: 1 / 0)
+torch._dynamo.config.suppress_errors = True
+os.environ["MINE"] = "left"
+os.environ["WORLD_SIZE"] = "17"
+os.chdir("/")
+sys.argv = ["other"]
+sys.path.insert(0, "/nowhere")
+sys.excepthook = None
+builtins.left_here = 1
+gc.disable()
+logging.basicConfig(level=logging.DEBUG)
+logging.getLogger("mine").addHandler(logging.StreamHandler())
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+    signal.signal(each, lambda *args: 1 / 0)
+signal.alarm(100)
+warnings.simplefilter("error")
+torch.multiprocessing.set_start_method("spawn")
+Path(os.environ["KEPT"] + os.environ["RANK"]).touch()
+atexit.register(Path(os.environ["KEPT"] + os.environ["RANK"]).unlink)
+dist.init_process_group("nccl")
+dist.new_group([0])
+"""
+WHOLE = """
+import builtins, gc, logging, multiprocessing, os, signal, sys
+import helper
+whole = [
+    lab_value, helper.VALUE, helper is kept_helper,
+    torch.get_default_dtype(), torch.ones(1).device.type, torch.is_grad_enabled(),
+    torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(),
+    torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision,
+    torch._dynamo.config.suppress_errors,
+    "MINE" in os.environ, os.environ["WORLD_SIZE"], os.environ.get("GROUP_RANK"),
+    os.getcwd(), sys.argv, sys.path, sys.excepthook, hasattr(builtins, 'left_here'), gc.isenabled(),
+    logging.root.handlers, logging.getLogger("mine").handlers, logging.root.level,
+    [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)],
+    signal.getitimer(signal.ITIMER_REAL)[0], sys.modules["__main__"].__name__,
+    multiprocessing.get_start_method(allow_none=True), callable(get_ipython),
+]
+whole = [each if isinstance(each, (int, str)) else repr(each) for each in whole]
+torch.nn.Linear(1, 1)(torch.ones(1))
+total = torch.ones(1)
+dist.all_reduce(total)
+"""
+TRAINS_ON = """
+optimizer.zero_grad()
+model(torch.ones(4, 8)).sum().backward()
+optimizer.step()
+loss = model(torch.ones(4, 8)).sum().item()
+"""
+
+
+def test_a_script_finds_a_process_of_its_own(lab: Lab, here: Path) -> None:
+    write(here, "VALUE = 'elsewhere'", "helper.py")
+    lab.run("import helper\nlab_value = 1\ntorch.set_default_dtype(torch.float64)")
+    write(here, "VALUE = 'beside'", "scripts/helper.py")
+    script = write(here, LOOKS, "scripts/look.py")
+    for _ in range(2):
+        lab.import_script("scripts/look.py", ["--rate", 0.1, "a b"], live=False)
+        ranks = [
+            json.loads((here / f"found-{rank}.json").read_text()) for rank in range(2)
+        ]
+        assert ranks[0]["random"] != ranks[1]["random"]
+        for rank, found in enumerate(ranks):
+            del found["random"]
+            assert found == {
+                "name": "__main__",
+                "main": str(script),
+                "file": str(script),
+                "argv": ["scripts/look.py", "--rate", "0.1", "a b"],
+                "path": str(script.parent),
+                "cwd": str(here),
+                "helper": "beside",
+                "rank": rank,
+                "group": "0",
+                "is_initialized": False,
+                "dtype": "torch.float32",
+                "device": "cpu",
+                "has_grad": True,
+                "deterministic": False,
+                "names": [],
+                "mine": None,
+            }
+    lab.run("import helper\nwhole = helper.VALUE, torch.get_default_dtype()")
+    assert lab.pull("whole", "all") == [("elsewhere", lab.pull("torch").float64)] * 2
+    lab.run(
+        "torch.set_default_dtype(torch.float32)\nimport sys\ndel sys.modules['helper']"
+    )
+
+
+@pytest.mark.parametrize("ends", ["", "raise ValueError('on purpose')"])
+def test_the_lab_is_whole_after_a_script(lab: Lab, here: Path, ends: str) -> None:
+    write(here, "VALUE = 'as it was'", "helper.py")
+    kept = f"import os\nos.environ['KEPT'] = {str(here / 'kept')!r}\n"
+    lab.run(kept + "import helper\nkept_helper = helper\nlab_value = 1")
+    lab.run(WHOLE)
+    before = lab.pull("whole", "all")
+    lab.run(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "torch.manual_seed(0)\n"
+        "mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
+        "model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + TRAINS_ON
+    )
+    script = write(here, LEAVES + ends)
+    if ends:
+        assert "ValueError: on purpose" in str(fails(lab, script))
+    else:
+        lab.import_script(script, live=False)
+    assert not list(here.glob("kept?")), "what it registered with atexit has run"
+    lab.run(WHOLE)
+    assert lab.pull("whole", "all") == before
+    lab.run(TRAINS_ON, timeout=30)
+    one, other = lab.pull("loss", "all")
+    assert one == other
+    lab.run("del os.environ['KEPT'], sys.modules['helper'], model, optimizer, mesh")
+
+
+def test_a_helper_that_was_edited_is_read_again(
+    lab: Lab, here: Path, capsys: Captured
+) -> None:
+    script = write(here, "import helper\nprint(helper.VALUE)")
+    for value in ("one", "three"):
+        write(here, f"VALUE = '{value}'", "helper.py")
+        lab.import_script(script, live=False)
+        assert capsys.readouterr().out == f"[ranks 0-1] {value}\n"
+
+
+# ---- how it ends ----
+
+FAILS = """
+import os
+import torch.distributed as dist
+
+
+def step():
+    if os.environ["RANK"] == "1":
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    step()
+"""
+
+
+def test_a_failure_names_the_rank_and_the_line_of_the_file(
+    lab: Lab, here: Path
+) -> None:
+    script = write(here, FAILS)
+    error = fails(lab, script)
+    assert error.rank == 1
+    assert "rank 1: ValueError: on purpose at train.py, line 8: raise ValueE" in str(
+        error
+    )
+    text = short(error)
+    assert "train.py:8" in text
+    assert "in step()" in text
+    assert "labkit/rank" not in text
+    assert "__labkit" not in text
+    assert error.outcomes[0].status == "interrupted"
+    assert "train.py, line 9" in error.outcomes[0].where
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ("import sys; sys.exit(3)", "train.py ended with exit code 3"),
+        ("exit('no data')", "train.py ended with the message: no data"),
+        ("import os; os._exit(4)", "train.py ended with exit code 4"),
+        (
+            "import argparse; argparse.ArgumentParser().parse_args()",
+            "was given the arguments --lr 1, which it does not take",
+        ),
+    ],
+)
+def test_an_exit_with_a_code_is_a_failure(
+    lab: Lab, here: Path, ends: str, words: str
+) -> None:
+    error = fails(lab, write(here, ends), "--lr", 1)
+    assert words in str(error)
+    assert "at train.py, line 1" in str(error)
+
+
+@pytest.mark.parametrize("ends", ["import sys; sys.exit()", "import os; os._exit(0)"])
+def test_an_exit_without_one_is_an_end(lab: Lab, here: Path, ends: str) -> None:
+    assert lab.import_script(write(here, ends), live=False).state == "finished"
+
+
+def test_a_script_that_does_not_end_is_stopped(lab: Lab, here: Path) -> None:
+    script = write(here, "x = 0\nwhile True:\n    x += 1\n")
+    with pytest.raises(CellTimeoutError, match=r"rank 1: stopped at train.py, line"):
+        lab.import_script(script, live=False, timeout=1)
+    lab.check()
+
+
+# ---- what is refused, and the magic's line ----
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("no.py", None, "there is no file"),
+        ("folder", "", "is a folder"),
+        ("torchrun", None, "leave it out, with its options"),
+        ("train.ipynb", "{}", "is a notebook"),
+        ("train.py", "def f(:", "train.py, line 1: invalid syntax: def f"),
+        ("train.py", "%matplotlib inline", "line 1: invalid syntax"),
+        ("train.py", "x = '\0'", "null bytes"),
+    ],
+)
+def test_what_is_no_script_is_refused(
+    here: Path, name: str, text: str | None, words: str
+) -> None:
+    if name == "folder":
+        (here / name).mkdir()
+    elif text is not None:
+        write(here, text, name)
+    with pytest.raises(ValueError, match=words):
+        read_script(name, [], module=False)
+
+
+def test_arguments_are_text_or_numbers(here: Path) -> None:
+    write(here, "")
+    for wrong in ("--lr 1", [None], ["\0"]):
+        with pytest.raises(ValueError, match=r"argument"):
+            read_script("train.py", wrong, module=False)  # type: ignore[arg-type]
+
+
+def test_a_module_is_found_without_being_imported(here: Path) -> None:
+    write(here, "raise ValueError", "package/__init__.py")
+    file = write(here, "", "package/train.py")
+    found = read_script("package.train", ["--x"], module=True)
+    assert found.arguments == [str(file), "--x"]
+    assert found.import_folder == str(here)
+    assert found.command == "-m package.train --x"
+    with pytest.raises(ValueError, match=r"no module package\.other"):
+        read_script("package.other", [], module=True)
+
+
+SAYS = """
+import argparse
+from .helper import VALUE
+parser = argparse.ArgumentParser()
+parser.add_argument("--name")
+print(VALUE, parser.parse_args().name)
+"""
+
+
+def test_the_magic_keeps_its_own_options(kernel: Kernel, tmp_path: Path) -> None:
+    write(tmp_path, "", "package/__init__.py")
+    write(tmp_path, "VALUE = 5", "package/helper.py")
+    write(tmp_path, SAYS, "package/train.py")
+    kernel.run(f"%cd -q {tmp_path}")
+    line = "%dist_import --no-live --name mine -m package.train --name 'a b'"
+    done = kernel.run(line + "\n__import__('labkit').current_lab().runs[-1].name")
+    assert done.status == "ok", done.stderr
+    assert "[ranks 0-1] 5 a b" in done.stdout
+    said = kernel.run("%dist_import --no-live -m package.train --help").stdout
+    assert "usage:" in said
+    assert "--name NAME" in said
+    assert "SCRIPT" in kernel.run("%dist_import --help").stdout
+    found = kernel.run("%dist_import --nproc-per-node 2 train.py").stderr
+    assert "unrecognized arguments: --nproc-per-node" in found
+    found = kernel.run(f"%dist_export {tmp_path / 'again.py'}").stderr
+    assert "launch that by itself" in found
+    assert not (tmp_path / "again.py").exists()
