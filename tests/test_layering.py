@@ -287,7 +287,7 @@ DOCUMENTED = {
     # IPython's display protocol and the names that it gives a user.
     *("_render_traceback_", "_repr_html_", "_repr_mimebundle_", "_repr_png_", "_oh"),
     *("_esm", "_css"),  # of anywidget
-    *("_getframe", "_current_frames"),  # of sys
+    *("_exit", "_getframe", "_current_frames"),  # of os and sys
     "_replace",  # of named tuples
     "_thread",
 }
