@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import fields
-from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -30,10 +29,7 @@ from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.execution.options import plan_checkpoints
-from labkit.notebook.export.cells import Before
-from labkit.notebook.export.cells import Pushed
-from labkit.notebook.export.cells import Ran
-from labkit.notebook.export.cells import pushed
+from labkit.notebook.export.cells import Past
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
@@ -115,8 +111,7 @@ class Lab:
         self.placements = place_ranks(options)
         self.runs: list[Run] = []
         """Training runs, newest last."""
-        self._ran: list[Ran | Pushed] = []
-        """What has given ranks their variables, for a run that is to be a script."""
+        self._past = Past()
         from labkit.notebook.cluster.rank_group import RankGroup
 
         self._ranks: RankGroup | None = None
@@ -236,8 +231,8 @@ class Lab:
                 targets,
                 hang_after_s=hang_after,
             )
-            some = tuple(targets) if len(targets) < self.world_size else None
-            self._ran.append(Ran(code, execution_count(), ranks=some))
+            is_everywhere = len(targets) == self.world_size
+            self._past.note_cell(code, None if is_everywhere else targets)
             run_to_completion(execution, self._running(), timeout)
 
     @documented(RunOptions)
@@ -348,9 +343,7 @@ class Lab:
         with contextlib.ExitStack() as work:
             work.enter_context(self._working())
             run = training.begin(on_run=self.runs.append)
-            run.before = self._before(code_or_function)
-            if isinstance(code_or_function, str):
-                self._ran.append(Ran(code_or_function, execution_count(), strategy))
+            run.before = self._past.note_run(code_or_function, strategy)
             held = work.pop_all()
 
         def finish() -> None:
@@ -574,6 +567,7 @@ class Lab:
         path: str | os.PathLike[str],
         run: str | None = None,
         *,
+        style: str | None = None,
         force: bool = False,
     ) -> list[str]:
         """Write a run, with the cells that it needs, as a script for `torchrun`.
@@ -584,6 +578,8 @@ class Lab:
             The script's file.
         run : str, optional
             The run's name; by default the newest of this lab.
+        style : {"plain", "labkit"}, optional
+            As for `Run.export`.
         force : bool, default False
             Replace a file that is there.
 
@@ -600,7 +596,7 @@ class Lab:
         if run is None and not self.runs:
             raise ValueError("there is no run to export; %%dist_train makes one")
         [found] = self.runs[-1:] if run is None else self.find_runs([run])
-        return found.export(path, force=force)
+        return found.export(path, style=style, force=force)
 
     def compare(self, *names: str) -> "pd.DataFrame":
         """Compare runs in one table.
@@ -677,9 +673,7 @@ class Lab:
         payload = serialization.dumps(values)
         with self._working() as cluster:
             transfer.push(cluster, payload, targets)
-        self._ran += [
-            pushed(name, value, execution_count()) for name, value in values.items()
-        ]
+        self._past.note_pushed(values)
 
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """Copy a variable from ranks to the notebook.
@@ -893,7 +887,7 @@ class Lab:
         """
         self._wait_for_the_last_run()
         if everyone:
-            self._ran = []
+            self._past = Past()
         return self._running().restart(everyone=everyone)
 
     def check(self) -> None:
@@ -949,20 +943,6 @@ class Lab:
         return (
             f"{run.name} is running in the background: %dist_show {run.name} shows it; "
             "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
-        )
-
-    def _before(self, work: str | Callable[..., Any] | ScriptSpec) -> Before:
-        """What had run when a run of `work` begins."""
-        before = Before(self._ran, len(self._ran), execution_count())
-        if not callable(work):
-            return before
-        from labkit.notebook.kernel.pickled_function import takes_rank
-
-        return replace(
-            before,
-            function=getattr(work, "__name__", type(work).__name__),
-            module=getattr(work, "__module__", "__main__"),
-            takes_rank=takes_rank(work),
         )
 
     def _run_name(self, name: str | None) -> str:

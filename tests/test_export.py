@@ -1,5 +1,6 @@
 """A run as a script: what it holds, and that it has the losses of the run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from kernels import Kernel
 from test_train_module import BODY
 from test_train_module import FIT
 from test_train_module import IMPORTS
+from test_train_module import largest_difference
 from test_train_module import launch
 from test_train_module import losses_of
 
 from labkit import Lab
+from labkit import RankError
 from labkit.notebook.export.cells import Before
 from labkit.notebook.export.cells import Ran
 from labkit.notebook.export.cells import pushed
@@ -54,6 +57,19 @@ if rank == 0:
 """
 
 
+RAW = """
+model = torch.nn.parallel.DistributedDataParallel(mlp())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = digits()[:256]
+for step in range(8):
+    part = slice(rank, None, dist.get_world_size())
+    loss = cross_entropy(model(x[part]), y[part])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
 def facts(code: str, *ran: Any, function: str | None = None) -> RunFacts:
     before = Before(ran, len(ran), 1, function)
     return RunFacts("run-1", "ddp", code, 2, TrainOptions(), 0, {}, before)
@@ -80,7 +96,8 @@ def test_a_run_of_the_notebook_is_a_script(kernel: Kernel, tmp_path: Path) -> No
     assert "rate = 0.1" not in text
     assert "# Of one layer.\nclass Net(" in text
     assert "unused" not in text
-    assert 'parser("ddp", accumulate=2, seed=3)' in text
+    assert 'parser.add_argument("--seed", type=int, default=3)' in text
+    assert style_of(text) == "plain"
     done = launch(script, "--losses", "losses.csv")
     assert done.returncode == 0, done.stderr
     table = pd.read_csv(tmp_path / "cell.csv")
@@ -88,32 +105,187 @@ def test_a_run_of_the_notebook_is_a_script(kernel: Kernel, tmp_path: Path) -> No
     assert losses_of(tmp_path / "losses.csv") == expected
 
 
+CASES = [
+    ("single", BODY, "labkit", {}),
+    ("ddp", FIT, "plain", {"accumulate": 2, "clip": 0.5}),
+    ("ddp", BODY, "labkit", {"precision": "bf16", "comm": "powersgd"}),
+    ("zero1", BODY, "plain", {"clip": 0.5}),
+    ("zero2", BODY, "plain", {"accumulate": 2}),
+    ("zero2", BODY, "labkit", {"precision": "bf16"}),
+    ("zero3", FIT, "plain", {"seed": 3}),
+    ("fsdp", BODY, "plain", {"accumulate": 2, "clip": 0.5}),
+    ("fsdp", BODY, "labkit", {"precision": "bf16"}),
+    ("hsdp", BODY, "labkit", {"mesh": "dp_replicate=2,dp_shard=1"}),
+    ("tensor", FIT, "labkit", {}),
+    ("pipeline", FIT, "labkit", {"microbatches": 4, "schedule": "gpipe"}),
+    ("parameter_server", BODY, "labkit", {"clip": 0.5}),
+    ("raw", RAW, "labkit", {}),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("single", {}),
-        ("zero1", {"clip": 0.5}),
-        ("zero2", {"precision": "bf16"}),
-        ("zero3", {"accumulate": 2}),
-        ("fsdp", {"precision": "bf16", "accumulate": 2}),
-        ("hsdp", {"mesh": "dp_replicate=2,dp_shard=1"}),
-        ("tensor", {}),
-        ("pipeline", {"microbatches": 4}),
-        ("parameter_server", {}),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "body", "style", "options"), CASES)
 def test_the_script_has_the_losses_of_the_run(
-    lab: Lab, tmp_path: Path, strategy: str, options: dict[str, Any]
+    lab: Lab, tmp_path: Path, strategy: str, body: str, style: str, options: Any
 ) -> None:
-    body = FIT if strategy in ("tensor", "pipeline") else BODY
     run = lab.train(strategy, IMPORTS + body, live=False, **options)
     script = tmp_path / "train.py"
-    run.export(script)
+    notes = run.export(script)
+    assert style_of(script.read_text()) == style
+    assert any("no plain PyTorch" in each for each in notes) == (style == "labkit")
     done = launch(script, "--losses", "losses.csv")
     assert done.returncode == 0, done.stderr
-    expected = run.mean_loss().set_index("step")["loss"].to_dict()
-    assert losses_of(tmp_path / "losses.csv") == expected
+    assert "terminate called" not in done.stderr  # threads that nobody has ended
+    found = largest_difference(tmp_path / "losses.csv", run)
+    print(f"{strategy}, {style}, {options}: largest difference {found:g}")
+    assert found == 0.0
+
+
+def style_of(script: str) -> str:
+    return "labkit" if "import labkit.train" in script else "plain"
+
+
+@pytest.mark.long
+def test_a_script_goes_on_where_a_cell_or_itself_has_stopped(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the losses of a run that did not stop."""
+    stops = "        if loader.position.batch == int(os.environ.get('STOP_AT', 0)):\n"
+    code = (
+        IMPORTS + "import os\n" + BODY + stops + "            raise InterruptedError\n"
+    )
+    whole = lab.train("fsdp", code, live=False).mean_loss().set_index("step")["loss"]
+    lab.run("import os; os.environ['STOP_AT'] = '5'")
+    kept = tmp_path / "kept"
+    with pytest.raises(RankError, match="InterruptedError"):
+        lab.train("fsdp", code, live=False, checkpoint=kept, every=2)
+    lab.run("del os.environ['STOP_AT']")
+    script = tmp_path / "train.py"
+    notes = lab.export(script)
+    assert f"--checkpoint {kept} --resume goes on from there" in notes[0]
+    assert "no plain PyTorch: it keeps checkpoints" in notes[1]
+
+    def go_on(folder: str) -> None:
+        given = ["--checkpoint", folder, "--resume", "--losses", "losses.csv"]
+        done = launch(script, *given)
+        assert done.returncode == 0, done.stderr
+        found = losses_of(tmp_path / "losses.csv")
+        assert 2 < min(found) <= 5
+        assert max(found) == 12
+        assert found == {step: whole[step] for step in found}
+
+    go_on("kept")
+    monkeypatch.setenv("STOP_AT", "5")
+    stopped = launch(script, "--checkpoint", "own", "--every", "2")
+    assert "InterruptedError" in stopped.stderr
+    monkeypatch.delenv("STOP_AT")
+    go_on("own")
+
+
+EVEN = frozenset({(32, 32)})
+LOOP = """model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=64)
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+    log(step=step, accuracy=0.5)
+"""
+GIVEN = Ran(
+    "from torch.utils.data import DataLoader\nNet, data, cross_entropy, f = 1, 2, 3, 4",
+    1,
+)
+LOG = "log(step=step, accuracy=0.5)"
+
+
+def plain(code: str, strategy: str = "ddp", **more: Any) -> str:
+    more = {"strategy": strategy, "samples": EVEN} | more
+    return script_of(replace(facts(code, GIVEN), **more), "train.py", "plain").text
+
+
+def test_a_plain_script_is_one_that_readers_of_the_tutorials_know() -> None:
+    text = plain(LOOP)
+    assert "import labkit" not in text
+    assert "model = DistributedDataParallel(model.to(device), " in text
+    assert "    loader = DataLoader(data, batch_sampler=sampler)\n" in text
+    assert "    for step, (x, y) in enumerate(loader):\n        x, y = x.to(" in text
+    assert "(loss / args.accumulate).backward()\n" in text
+    assert "        # left out: log(step=step, accuracy=0.5)" in text.replace(
+        "pass  ", ""
+    )
+    assert text.count("zero_grad()") == 1
+    assert "sampler.weight" not in text
+    assert "dist.destroy_process_group()" in text
+    uneven = plain(LOOP, samples=EVEN | {(16, 15)})
+    assert "(loss * weight / args.accumulate).backward()\n" in uneven
+    sharded = plain(LOOP, "fsdp")
+    assert sharded.index("fully_shard(model)") < sharded.index(
+        "optimizer = torch.optim"
+    )
+    partitioned = plain(LOOP, "zero2")
+    assert '"stage": 2,' in partitioned
+    assert "model.backward(loss)" in partitioned
+    assert "zero_grad()" not in partitioned
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("batch_size=64", "batch_size=64, weigh=len", "prepare has further arguments"),
+        (", batch_size=64", "", "called without batch_size"),
+        ("data, ", "DataLoader(data), ", "there is 'DataLoader' in its cells"),
+        ("model = Net()", "model = Net().compile()", "in its cells"),
+        ("accuracy=0.5", "loss=0.5", "logs a loss of its own"),
+        (LOG, "stop_early(1)", "the cell calls stop_early"),
+        ("optimizer.step()", "optimizer.step(f)", r"one optimizer.step\(\)"),
+        ("optimizer.step()", "optimizer.step(); print()", "are in one line"),
+        (LOG, "if step: break", "leave out a part"),
+        (LOG, "model.eval()", "another way than the plain loop"),
+        (LOG, "model(x)", "does not call model once"),
+        (LOG, "weight = 1", "has a weight of its own"),
+        ("(x, y) in", "[x, *y] in", "does not take a batch apart"),
+        ("x), y).backward()", "x), y).backward(y)", r"one backward\(\)"),
+        ("for step", "for x, y in loader:\n    f(x)\nfor step", "is not one loop over"),
+    ],
+)
+def test_what_is_not_certain_is_not_written_in_plain_pytorch(
+    old: str, new: str, words: str
+) -> None:
+    code = LOOP.replace(old, new)
+    assert code != LOOP
+    with pytest.raises(ValueError, match=f"in plain PyTorch, for .*{words}"):
+        plain(code)
+    script = script_of(replace(facts(code, GIVEN), samples=EVEN), "train.py")
+    assert "no plain PyTorch" in script.notes[-1]
+    assert "no plain PyTorch" in " ".join(script.text.split())
+    assert style_of(script.text) == "labkit"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"strategy": "hsdp"}, "hsdp is not written out"),
+        ({"samples": frozenset()}, "not known how many samples"),
+        ({"samples": frozenset({(1, 0)})}, "a batch has 1 samples for 2 parts"),
+        ({"options": TrainOptions(precision="bf16")}, "--precision is not written out"),
+        ({"config": {"static_graph": True}}, "--config is not written out"),
+        ({"checkpoints": "kept"}, "it keeps checkpoints"),
+    ],
+)
+def test_options_of_labkits_own_need_labkit(more: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plain(LOOP, **more)
+
+
+def test_a_profiled_block_is_left_as_it_is() -> None:
+    blocks = "with profile():\n    x = 1\nwith open('a') as f, profile():\n    y = 2"
+    text = exported(blocks)
+    left_out = ":  # left out: profile()\n        "
+    assert f"    with contextlib.nullcontext(){left_out}x = 1" in text
+    assert f"    with open('a') as f{left_out}y = 2" in text
+    own = "from torch.profiler import profile\nwith profile():\n    x = 1"
+    assert "    with profile():\n" in exported(own)
 
 
 def test_functions_that_use_the_cells_variables_find_them() -> None:
@@ -176,5 +348,12 @@ def test_a_file_that_cannot_be_is_said_before(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is there already"):
         lab.export(file)
     assert file.read_text() == "mine"
-    assert lab.export(file, run.name, force=True) == []
+    with pytest.raises(ValueError, match="unknown style 'simple'; choose one of"):
+        lab.export(file, force=True, style="simple")
+    with pytest.raises(ValueError, match="for single is not written out"):
+        lab.export(file, force=True, style="plain")
+    assert file.read_text() == "mine"
+    [note] = lab.export(file, run.name, force=True)
+    assert "imports labkit.train, and is no plain PyTorch: single is not" in note
+    assert lab.export(file, run.name, force=True, style="labkit") == []
     assert "x = 1" in file.read_text()

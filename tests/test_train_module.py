@@ -34,17 +34,6 @@ for _ in range(2):
         optimizer.step()
         optimizer.zero_grad()
 """
-RAW = """
-model = torch.nn.parallel.DistributedDataParallel(mlp())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x, y = digits()[:256]
-for step in range(8):
-    part = slice({rank}, None, dist.get_world_size())
-    loss = cross_entropy(model(x[part]), y[part])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 FIT = """
 model = mlp()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -70,21 +59,9 @@ if __name__ == "__main__":
 """
 
 CASES = {
-    "single": ("single", BODY, {}),
     "ddp": ("ddp", BODY, {"accumulate": 2, "clip": 0.5, "seed": 3}),
-    "ddp bf16": ("ddp", BODY, {"precision": "bf16"}),
-    "ddp powersgd": ("ddp", BODY, {"comm": "powersgd"}),
-    "zero1": ("zero1", BODY, {"accumulate": 2, "clip": 0.5}),
-    "zero2": ("zero2", BODY, {"precision": "bf16"}),
-    "zero3": ("zero3", BODY, {}),
-    "fsdp": ("fsdp", BODY, {"accumulate": 2, "precision": "bf16"}),
-    "hsdp": ("hsdp", BODY, {"mesh": "dp_replicate=2,dp_shard=1"}),
-    "tensor": ("tensor", FIT, {}),
-    "pipeline": ("pipeline", FIT, {"microbatches": 4, "schedule": "gpipe"}),
-    "raw": ("raw", RAW, {}),
     "parameter_server": ("parameter_server", BODY, {"clip": 0.5}),
 }
-QUICK = ("ddp", "parameter_server")
 
 
 def script_of(body: str) -> str:
@@ -140,50 +117,20 @@ def largest_difference(path: Path, run: object) -> float:
 
 def compare(lab: Lab, folder: Path, case: str) -> float:
     strategy, body, options = CASES[case]
-    run = lab.train(strategy, IMPORTS + body.format(rank="rank"), live=False, **options)
+    run = lab.train(strategy, IMPORTS + body, live=False, **options)
     script = folder / "train.py"
-    script.write_text(script_of(body.format(rank="train.rank")))
+    script.write_text(script_of(body))
     given = ["--strategy", strategy, *words(options), "--losses", "losses.csv"]
     done = launch(script, *given)
     assert done.returncode == 0, done.stderr
     return largest_difference(folder / "losses.csv", run)
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", CASES)
 def test_a_script_has_the_losses_of_the_cell(
     lab: Lab, tmp_path: Path, case: str
 ) -> None:
     assert compare(lab, tmp_path, case) == 0.0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", [each for each in CASES if each not in QUICK])
-def test_under_every_strategy(lab: Lab, tmp_path: Path, case: str) -> None:
-    found = compare(lab, tmp_path, case)
-    print(f"{case}: largest difference {found:g}")
-    assert found == 0.0
-
-
-@pytest.mark.long
-def test_a_run_resumes_where_a_cell_has_saved(lab: Lab, tmp_path: Path) -> None:
-    """And the losses go on as those of the cell, which went to its end."""
-    body = BODY.replace("range(2)", "range({epochs})")
-    lab.train(
-        "fsdp",
-        IMPORTS + body.format(epochs=1),
-        checkpoint=tmp_path / "kept",
-        live=False,
-    )
-    whole = lab.train("fsdp", IMPORTS + body.format(epochs=2), live=False)
-    script = tmp_path / "train.py"
-    script.write_text(script_of(body.format(epochs=2)))
-    given = ["--strategy", "fsdp", "--checkpoint", "kept", "--resume"]
-    done = launch(script, *given, "--losses", "losses.csv")
-    assert done.returncode == 0, done.stderr
-    found = losses_of(tmp_path / "losses.csv")
-    assert list(found) == [7, 8, 9, 10, 11, 12]
-    expected = whole.mean_loss().set_index("step")["loss"]
-    assert found == {step: expected[step] for step in found}
 
 
 @pytest.mark.long

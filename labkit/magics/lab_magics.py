@@ -31,6 +31,7 @@ from labkit.magics.line import whole_numbers
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
+from labkit.notebook.export.script import STYLES
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
@@ -369,12 +370,21 @@ class LabMagics(Magics):
     @magic_arguments()
     @argument("file", metavar="FILE", help="the script to write, as train.py")
     @argument("--run", metavar="NAME", help="a run's name; the newest by default")
+    @argument(
+        "--style",
+        choices=STYLES,
+        help="plain PyTorch, or a script that imports labkit.train; by default plain "
+        "where it is certain to have the same losses",
+    )
     @argument("--force", action="store_true", help="replace a file that is there")
     @line_magic
     @parsed
     def dist_export(self, args: Args) -> None:
         """Write a run, with the cells that it needs, as a script for torchrun."""
-        for note in current_lab().export(args.file, args.run, force=args.force):
+        notes = current_lab().export(
+            args.file, args.run, style=args.style, force=args.force
+        )
+        for note in notes:
             print(f"labkit: {note}", file=sys.stderr)
         print(f"wrote {args.file}; its first lines say how to launch it")
 

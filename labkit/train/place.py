@@ -1,6 +1,7 @@
 """The place of this process among those that a launcher has started."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from labkit.notebook.cluster.placement import place_ranks
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.records import Placement
 from labkit.strategies.mesh.device_mesh import mesh_of
+from labkit.strategies.zero.engines import destroy_former_engines
 
 
 def find_place() -> Placement:
@@ -89,6 +91,9 @@ def join(place: Placement) -> Iterator[RankProcessGroup]:
     yield group
     abandon_saves()  # lets go of the store
     mesh_of.cache_clear()
+    # DeepSpeed's engines hold the group, whose threads are to end before the process.
+    destroy_former_engines()
+    gc.collect()
     dist.destroy_process_group()
     for variable in where:
         del os.environ[variable]

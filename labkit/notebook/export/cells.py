@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from labkit.notebook.export.names import Names
 from labkit.notebook.export.names import names_of
+from labkit.notebook.kernel.output import execution_count
 from labkit.rank_spec import format_ranks
 
 LONGEST_LITERAL = 2000
@@ -66,6 +68,41 @@ class Before:
     @property
     def on_ranks(self) -> Sequence[Ran | Pushed]:
         return self.record[: self.num_before]
+
+
+class Past:
+    """What has given the ranks of a lab their variables, for runs that are exported."""
+
+    def __init__(self) -> None:
+        self._record: list[Ran | Pushed] = []
+
+    def note_cell(self, code: str, ranks: Sequence[int] | None = None) -> None:
+        """A cell runs, on all ranks or on these."""
+        where = None if ranks is None else tuple(ranks)
+        self._record.append(Ran(code, execution_count(), ranks=where))
+
+    def note_run(self, work: Any, strategy: str) -> Before:
+        """A training run of `work` begins, a cell's code or a function; what had run
+        before."""
+        before = Before(self._record, len(self._record), execution_count())
+        if isinstance(work, str):
+            self._record.append(Ran(work, execution_count(), strategy))
+        if not callable(work):
+            return before
+        from labkit.notebook.kernel.pickled_function import takes_rank
+
+        return replace(
+            before,
+            function=getattr(work, "__name__", type(work).__name__),
+            module=getattr(work, "__module__", "__main__"),
+            takes_rank=takes_rank(work),
+        )
+
+    def note_pushed(self, values: Mapping[str, Any]) -> None:
+        """Variables of the notebook are copied to ranks."""
+        self._record += [
+            pushed(name, value, execution_count()) for name, value in values.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -197,7 +234,7 @@ def python_of(code: str, cell: str) -> str:
     code = "\n".join(lines)
     if not _is_python(code):
         code = "\n".join(
-            _left_out(line) if _NOTEBOOK_LINE.match(line) else line for line in lines
+            left_out(line) if _NOTEBOOK_LINE.match(line) else line for line in lines
         )
     try:
         tree = ast.parse(code)
@@ -207,7 +244,7 @@ def python_of(code: str, cell: str) -> str:
             f"{cell} is no Python that a script could have: {error.msg} at {line!r}; "
             "write it without the notebook's syntax, and run it again"
         ) from None
-    return _without_display(_one_statement_a_line(code, tree))
+    return _without_profile(_without_display(_one_statement_a_line(code, tree)))
 
 
 def _is_python(code: str) -> bool:
@@ -218,7 +255,8 @@ def _is_python(code: str) -> bool:
     return True
 
 
-def _left_out(line: str) -> str:
+def left_out(line: str) -> str:
+    """A line as a comment; in a block with what does nothing in its place."""
     indent = line[: len(line) - len(line.lstrip())]
     # In a block it may have been all that there was.
     return f"{indent}{'pass  ' if indent else ''}# left out: {line.strip()}"
@@ -279,6 +317,35 @@ def _without_display(code: str) -> str:
             f"# left out: {each}" for each in lines[begin - 1 : end]
         ]
     return "\n".join(lines)
+
+
+def _without_profile(code: str) -> str:
+    """The blocks of `with profile():` as they are, unrecorded."""
+    if "profile" in names_of(code).binds:
+        return code  # it is another, as torch.profiler's
+    lines = code.splitlines()
+    is_found = False
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.With):
+            continue
+        kept = [each for each in node.items if not _is_profile(each.context_expr)]
+        if len(kept) == len(node.items) or node.body[0].lineno == node.lineno:
+            continue
+        is_found = True
+        others = ", ".join(map(ast.unparse, kept)) or "contextlib.nullcontext()"
+        end = node.items[-1].context_expr.end_lineno or node.lineno
+        header = f"{' ' * node.col_offset}with {others}:  # left out: profile()"
+        # As many lines as there were, for those of the blocks within it.
+        lines[node.lineno - 1 : end] = [header, *[""] * (end - node.lineno)]
+    text = "\n".join(lines)
+    return f"import contextlib\n{text}" if is_found else text
+
+
+def _is_profile(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="profile")):
+            return True
+    return False
 
 
 def _calls(node: ast.AST) -> bool:

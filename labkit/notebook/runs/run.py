@@ -16,6 +16,7 @@ from typing import Protocol
 from labkit import timeouts
 from labkit.checks import steps_to_profile
 from labkit.notebook.export.cells import Before
+from labkit.notebook.export.needed import RunFacts
 from labkit.notebook.runs.progress import marks
 from labkit.notebook.runs.progress import memory_is_of
 from labkit.notebook.runs.progress import progress_line
@@ -102,16 +103,24 @@ class Run(RunRecord):
 
         write_events(self.collector, Path(folder), began=self.info["began"])
 
-    def export(self, path: str | os.PathLike[str], *, force: bool = False) -> list[str]:
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        style: str | None = None,
+        force: bool = False,
+    ) -> list[str]:
         """Write the run, with the cells that it needs, as a script for `torchrun`.
 
-        The script imports `labkit.train`; at the same number of ranks it has the losses
-        of this run, step by step.
+        At the same number of ranks the script has the losses of this run, step by step.
 
         Parameters
         ----------
         path : str or path
             The script's file.
+        style : {"plain", "labkit"}, optional
+            Plain PyTorch, as in its tutorials, or a script that imports `labkit.train`;
+            by default plain where it is certain to have the same losses.
         force : bool, default False
             Replace a file that is there.
 
@@ -123,34 +132,42 @@ class Run(RunRecord):
         Raises
         ------
         ValueError
-            For a run that cannot be a script, or a file that cannot be written; nothing
-            is written then.
+            For a run that cannot be a script, or not in this style, or a file that
+            cannot be written; nothing is written then.
         """
-        from labkit.notebook.export.script import RunFacts
+        from labkit.notebook.export.script import check_script_file
+        from labkit.notebook.export.script import check_style
         from labkit.notebook.export.script import script_of
-        from labkit.notebook.export.write import check_script_file
-        from labkit.notebook.export.write import write_script
+        from labkit.notebook.export.script import write_script
 
+        check_style(style)
         file = check_script_file(path, force=force)
-        checkpoints = self.info.get("checkpoints") or {}
-        script = script_of(
-            RunFacts(
-                self.name,
-                self.strategy,
-                self.code,
-                self.world_size,
-                self.options,
-                seed=self.info.get("seed", 0),
-                config=self.info.get("config") or {},
-                before=self.before,
-                checkpoints=checkpoints.get("directory"),
-                resumed_from=self.resumed_from,
-                command=self.info.get("command"),
-            ),
-            file.name,
-        )
+        script = script_of(self._facts(), file.name, style)
         write_script(file, script.text)
         return list(script.notes)
+
+    def _facts(self) -> RunFacts:
+        """What a script is made from."""
+        checkpoints = self.info.get("checkpoints") or {}
+        samples: frozenset[tuple[int, ...]] = frozenset()
+        if "samples" in self.history:
+            by_rank = self.history.pivot(index="step", columns="rank", values="samples")
+            rows = by_rank.dropna().astype(int).drop_duplicates()
+            samples = frozenset(rows.itertuples(index=False, name=None))
+        return RunFacts(
+            self.name,
+            self.strategy,
+            self.code,
+            self.world_size,
+            self.options,
+            seed=self.info.get("seed", 0),
+            config=self.info.get("config") or {},
+            before=self.before,
+            checkpoints=checkpoints.get("directory"),
+            resumed_from=self.resumed_from,
+            command=self.info.get("command"),
+            samples=samples,
+        )
 
     def wait(self, timeout: float | None = None) -> "Run":
         """Wait until a run in the background has ended.

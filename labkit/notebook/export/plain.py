@@ -1,0 +1,241 @@
+"""A run as a script in plain PyTorch, where it is certain that it has the losses."""
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+
+from labkit.notebook.export import templates
+from labkit.notebook.export.cells import begin_of
+from labkit.notebook.export.cells import indented
+from labkit.notebook.export.cells import left_out
+from labkit.notebook.export.cells import statements_of
+from labkit.notebook.export.layout import Layout
+from labkit.notebook.export.layout import docstring_of
+from labkit.notebook.export.layout import imports_of
+from labkit.notebook.export.layout import text_of
+from labkit.notebook.export.layout import top_of
+from labkit.notebook.export.loop import Loop
+from labkit.notebook.export.loop import NotPlainError
+from labkit.notebook.export.loop import find_loop
+from labkit.notebook.export.loop import free
+from labkit.notebook.export.loop import without_fit
+from labkit.notebook.export.names import names_of
+from labkit.notebook.export.needed import Parts
+from labkit.notebook.export.needed import RunFacts
+from labkit.options import flag_of
+from labkit.train_options import TrainOptions
+
+__all__ = ["NotPlainError", "plain_text"]
+
+_KINDS = {
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "zero1": "zero",
+    "zero2": "zero",
+    "zero3": "zero",
+}
+_WRITTEN_OUT = ("accumulate", "clip", "profile")
+"""Options of the step that a script can have, or need not."""
+_IMPORTS = """\
+import argparse
+import csv
+import os
+import random
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torch.utils.data import Sampler"""
+_MORE_IMPORTS = {
+    "ddp": "from torch.nn.parallel import DistributedDataParallel",
+    "fsdp": "from torch import nn\nfrom torch.distributed.fsdp import fully_shard",
+    "zero": "import deepspeed",
+}
+_OWN = {
+    *("argparse", "csv", "os", "random", "np", "nn", "DataLoader", "Sampler", "args"),
+    *("DistributedDataParallel", "fully_shard", "deepspeed", "RankBatches", "cut"),
+    *("seed_everything", "write_losses", "shard", "clip_grad_norm", "sampler"),
+    *("step_losses", "is_last", "weight", "config", "bucket", "largest", "tensor"),
+    *("num_parameters", "parser"),
+}
+"""Names that such a script has for itself."""
+
+
+def plain_text(
+    run: RunFacts, parts: Parts, file_name: str, notes: Sequence[str]
+) -> str:
+    """The script; NotPlainError where it may not have the losses of the run."""
+    _check_options(run)
+    if parts.call:
+        raise NotPlainError("what it ran is a function")
+    kind = _KINDS[run.strategy]
+    accumulate = run.options.accumulate
+    is_even = _is_even(run)
+    body = without_fit(parts.body)
+    earlier = "\n".join(each.source for each in parts.earlier)
+    loop = find_loop(body, earlier)
+    for each in parts.earlier:
+        if {loop.model, loop.optimizer, loop.loader} & each.names.needs_later:
+            raise NotPlainError("a function of an earlier cell uses what prepare takes")
+    if kind == "fsdp" and loop.making is None:
+        raise NotPlainError(f"{loop.optimizer} is not made right before prepare")
+    _check_names(f"{earlier}\n{body}")
+    written = _written_out(body, loop, kind, run.strategy, is_even=is_even)
+    layout = Layout(Parts(parts.earlier, written))
+    inside = ["global " + ", ".join(layout.globals)] if layout.globals else []
+    inside.append(templates.MAIN)
+    if "local_rank" in layout.places:
+        inside.append('local_rank = int(os.environ["LOCAL_RANK"])')
+    inside += [each.source for each in layout.in_main]
+    if any(not each.is_constant for each in layout.in_main):
+        inside.append("seed_everything(args.seed)  # a run begins with its seed")
+    inside += ["", layout.body, "", templates.END]
+    needs_clip = kind == "fsdp"
+    launch = templates.LAUNCH.format(
+        seed=run.seed,
+        accumulate=accumulate,
+        clip=run.options.clip,
+        threads=1,
+        main=layout.main,
+        more=templates.LOCAL_RANK if kind == "zero" else "",
+    )
+    return text_of(
+        [
+            docstring_of(run, file_name, notes),
+            imports_of(layout, [_IMPORTS, _MORE_IMPORTS[kind]]),
+            *top_of(layout),
+            templates.EVEN_BATCHES if is_even else templates.UNEVEN_BATCHES,
+            templates.SEED,
+            *([templates.SHARD, templates.CLIP] if needs_clip else []),
+            templates.WRITE_LOSSES,
+            f"def {layout.main}(args):\n" + indented("\n".join(inside)),
+            launch,
+        ]
+    )
+
+
+def _check_options(run: RunFacts) -> None:
+    if run.strategy not in _KINDS:
+        raise NotPlainError(f"{run.strategy} is not written out")
+    if run.checkpoints is not None:
+        raise NotPlainError("it keeps checkpoints, from which labkit.train resumes")
+    plain = TrainOptions()
+    for each in fields(TrainOptions):
+        name = each.name
+        given = run.config if name == "config" else getattr(run.options, name)
+        if name not in _WRITTEN_OUT and given != getattr(plain, name):
+            raise NotPlainError(f"{flag_of(name)} is not written out")
+
+
+def _is_even(run: RunFacts) -> bool:
+    """Whether all parts of all batches were equal; NotPlainError where some rank had
+    none, or where that is not known."""
+    if not run.samples:
+        raise NotPlainError("it is not known how many samples its ranks had")
+    num_parts = run.world_size * run.options.accumulate
+    for counts in run.samples:
+        size, num_ranks = sum(counts), len(counts)
+        if num_ranks != run.world_size or size < num_parts or 0 in counts:
+            raise NotPlainError(f"a batch has {size} samples for {num_parts} parts")
+    return all(
+        sum(counts) % num_parts == 0 and len({*counts}) == 1 for counts in run.samples
+    )
+
+
+def _check_names(code: str) -> None:
+    """NotPlainError where cells use names that the script has for itself, unless they
+    import the same."""
+    own = statements_of("\n".join([_IMPORTS, *_MORE_IMPORTS.values()]), "")
+    known = {line for each in own for line in _import_lines(each.node)}
+    tree = ast.parse(code)
+    tree.body = [
+        node for node in tree.body if not known >= {*_import_lines(node)} > set()
+    ]
+    found = names_of(ast.unparse(tree))
+    if taken := (found.binds | found.sets) & _OWN:
+        raise NotPlainError(f"a cell has a {min(taken)} of its own")
+
+
+def _import_lines(node: ast.stmt) -> list[str]:
+    """Each name that a statement imports, in a line of its own."""
+    match node:
+        case ast.Import(names=names):
+            return [f"import {ast.unparse(alias)}" for alias in names]
+        case ast.ImportFrom(module=module, names=names):
+            return [f"from {module} import {ast.unparse(alias)}" for alias in names]
+    return []
+
+
+def _written_out(
+    body: str, loop: Loop, kind: str, strategy: str, *, is_even: bool
+) -> str:
+    """The cell with `prepare` and the loop as plain PyTorch has them."""
+    found = names_of(body)
+    used = found.binds | found.all_needs
+    loss, dataset = ast.unparse(loop.loss), loop.dataset
+    bind = record = ""
+    if not dataset.isidentifier():
+        dataset = free("dataset", used)
+        bind = f"{dataset} = {loop.dataset}\n"
+    if not loss.isidentifier():
+        loss = free("loss", used)
+        record = f"{loss} = {ast.unparse(loop.loss)}\n"
+    names = {
+        "model": loop.model,
+        "optimizer": loop.optimizer,
+        "loader": loop.loader,
+        "dataset": dataset,
+        "bind": bind,
+        "batch_size": loop.batch_size,
+        "shuffle": loop.shuffle,
+        "stage": strategy[-1],
+        "sample": loop.batch[0],
+        "loss": loss if is_even else f"{loss} * weight",
+    }
+    wrap = templates.WRAP[kind].format(**names)
+    load = templates.LOADER.format(**names)
+    record += templates.BACKWARD[kind].format(**names) + "\n"
+    record += templates.RECORD.format(**{**names, "loss": loss})
+    lines = body.splitlines()
+
+    def put(node: ast.stmt, text: str) -> None:
+        indent = " " * node.col_offset
+        block = [indent + line if line else line for line in text.splitlines()]
+        lines[begin_of(node) - 1 : node.end_lineno] = block
+
+    moved = [f"{name}.to(device)" for name in loop.batch]
+    begin = [f"{', '.join(loop.batch)} = {', '.join(moved)}"]
+    begin += templates.BEGIN[kind].format(**names).splitlines()
+    if not is_even:
+        begin.append(templates.WEIGHT)
+    # From the end, so that the lines before stay where they are.
+    edits = [
+        (loop.zero_grad, ""),
+        (loop.step, templates.STEP[kind].format(**names)),
+        (loop.backward, record),
+    ]
+    for node, text in sorted(edits, key=lambda each: -each[0].lineno):
+        put(node, text)
+    indent = " " * loop.loop.body[0].col_offset
+    first = loop.loop.iter.end_lineno or 0
+    lines[first:first] = [indent + line for line in begin]
+    put(loop.prepare, load if kind == "fsdp" else f"{wrap}\n{load}")
+    if kind == "fsdp":
+        assert loop.making is not None
+        at = begin_of(loop.making) - 1
+        lines[at:at] = wrap.splitlines()
+    return _without_log("\n".join(lines))
+
+
+def _without_log(code: str) -> str:
+    """Without calls of `log`, which plots what it is given."""
+    if "log" in names_of(code).binds:
+        return code  # it is another
+    lines = code.splitlines()
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="log"))):
+                for number in range(node.lineno - 1, node.end_lineno or 0):
+                    lines[number] = left_out(lines[number])
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
