@@ -13,6 +13,7 @@ EXERCISES: dict[str, str] = {
     "each_exactly_once": "data_parallel",
     "best_every": "failures",
     "name_rank_and_cause": "failures",
+    "two_launchers": "failures",
     "best_in_a_minute": "data_parallel",
     "fewest_gpus": "memory",
     "best_bucket": "data_parallel",

@@ -1,9 +1,12 @@
-"""Judges the exercises on what goes wrong in a run."""
+"""Judges the exercises on what goes wrong in a run, and in a run that moves."""
 
+import csv
 import math
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from labkit.course.exercise import Verdict
@@ -105,3 +108,28 @@ def name_rank_and_cause(answer: Mapping[str, tuple[int, str]]) -> Verdict:
         to_beat=f"{len(SABOTAGED)}",
         is_beaten=named == len(SABOTAGED),
     )
+
+
+def two_launchers(files: Mapping[str, str | PathLike[str]]) -> Verdict:
+    """`files` has, by launcher, what a script wrote with `--losses`; judged by the
+    largest difference of the losses of a step."""
+    if len(files) != 2:
+        return Verdict(complaint=f"it takes the files of 2 launchers, not {len(files)}")
+    first, second = map(losses_of, map(Path, files.values()))
+    if first.keys() != second.keys():
+        return Verdict(
+            complaint=f"{len(first)} and {len(second)} steps have a loss; launch the "
+            "same script twice"
+        )
+    apart = max((abs(first[step] - second[step]) for step in first), default=math.inf)
+    return Verdict(
+        measured=f"the largest difference of a step's losses is {apart:.2g}",
+        to_beat="0",
+        is_beaten=apart == 0.0,
+    )
+
+
+def losses_of(path: Path) -> dict[str, float]:
+    """By step, the losses that a script has written."""
+    with path.open() as file:
+        return {row["step"]: float(row["loss"]) for row in csv.DictReader(file)}

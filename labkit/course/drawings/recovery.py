@@ -1,5 +1,6 @@
-"""Draws a run that dies and resumes, and where its losses join."""
+"""Draws a run that goes on elsewhere, resumed or as a script, and where losses join."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,12 +57,17 @@ def draw_recovery(*, every: int, died_at: int, num_steps: int) -> RunFigure:
 
 
 def draw_join(
-    losses: Mapping[str, pd.Series], around: int, *, width: int = 25
+    losses: Mapping[str, pd.Series],
+    around: int,
+    *,
+    width: int = 25,
+    near_is: str = "where they join",
 ) -> RunFigure:
     """The losses of runs by step: all of them, and some `width` steps on either side of
     the one at which they join.
 
-    The first is the reference: broad and grey, the others thin on it.
+    The first is the reference: broad and grey, the others thin on it. `near_is` is the
+    title of the second picture.
     """
     figure = RunFigure(figsize=(9.0, 3.1), dpi=100, facecolor="white")
     whole, near = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1, 1.25)})
@@ -76,10 +82,37 @@ def draw_join(
     style_axes(whole, "optimizer step", "loss")
     style_axes(near, "optimizer step", "")
     use_title(whole, "the whole runs")
-    use_title(near, "where they join")
+    use_title(near, near_is)
     near.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=SMALL
     )
+    return figure
+
+
+def draw_diff(cell: str, script: str) -> RunFigure:
+    """What a script has more (green) and less (red) than the cell it comes from."""
+    lines = [
+        line
+        for line in difflib.ndiff(cell.splitlines(), script.splitlines())
+        if line[2:].strip() and not line.startswith("?")
+    ]
+    figure = RunFigure(figsize=(8.4, 0.17 * len(lines)), dpi=100, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 1), ylim=(len(lines), 0))
+    axes.axis("off")
+    paper = {"+": "#DDF4DD", "-": "#F8DCDC", " ": "white"}
+    for place, line in enumerate(lines):
+        axes.axhspan(place, place + 1, color=paper[line[0]], lw=0)
+        axes.text(
+            0.01,
+            place + 0.5,
+            line,
+            va="center",
+            fontsize=SMALL,
+            family="monospace",
+            color=INK,
+            parse_math=False,
+        )
     return figure
 
 

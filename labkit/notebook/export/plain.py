@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 
 from labkit.notebook.export import templates
 from labkit.notebook.export.cells import begin_of
@@ -21,6 +22,7 @@ from labkit.notebook.export.loop import find_loop
 from labkit.notebook.export.loop import free
 from labkit.notebook.export.loop import without_fit
 from labkit.notebook.export.names import names_of
+from labkit.notebook.export.needed import CALLS
 from labkit.notebook.export.needed import Parts
 from labkit.notebook.export.needed import RunFacts
 from labkit.options import flag_of
@@ -70,17 +72,16 @@ def plain_text(
     if parts.call:
         raise NotPlainError("what it ran is a function")
     kind = _KINDS[run.strategy]
-    accumulate = run.options.accumulate
     is_even = _is_even(run)
-    body = without_fit(parts.body)
     earlier = "\n".join(each.source for each in parts.earlier)
+    _check_names(f"{earlier}\n{parts.body}")
+    body = without_fit(parts.body)
     loop = find_loop(body, earlier)
     for each in parts.earlier:
         if {loop.model, loop.optimizer, loop.loader} & each.names.needs_later:
             raise NotPlainError("a function of an earlier cell uses what prepare takes")
     if kind == "fsdp" and loop.making is None:
         raise NotPlainError(f"{loop.optimizer} is not made right before prepare")
-    _check_names(f"{earlier}\n{body}")
     written = _written_out(body, loop, kind, run.strategy, is_even=is_even)
     layout = Layout(Parts(parts.earlier, written))
     inside = ["global " + ", ".join(layout.globals)] if layout.globals else []
@@ -94,9 +95,8 @@ def plain_text(
     needs_clip = kind == "fsdp"
     launch = templates.LAUNCH.format(
         seed=run.seed,
-        accumulate=accumulate,
+        accumulate=run.options.accumulate,
         clip=run.options.clip,
-        threads=1,
         main=layout.main,
         more=templates.LOCAL_RANK if kind == "zero" else "",
     )
@@ -135,12 +135,18 @@ def _is_even(run: RunFacts) -> bool:
         raise NotPlainError("it is not known how many samples its ranks had")
     num_parts = run.world_size * run.options.accumulate
     for counts in run.samples:
-        size, num_ranks = sum(counts), len(counts)
-        if num_ranks != run.world_size or size < num_parts or 0 in counts:
+        size = sum(counts)
+        microbatches = _sizes(size, run.options.accumulate)
+        by_rank = zip(*(_sizes(m, run.world_size) for m in microbatches), strict=True)
+        if size < num_parts or counts != tuple(map(sum, by_rank)):
             raise NotPlainError(f"a batch has {size} samples for {num_parts} parts")
-    return all(
-        sum(counts) % num_parts == 0 and len({*counts}) == 1 for counts in run.samples
-    )
+    return all(sum(counts) % num_parts == 0 for counts in run.samples)
+
+
+def _sizes(size: int, num_parts: int) -> list[int]:
+    """Of the parts that so many samples are cut into, as `templates` cuts them."""
+    ends = [-(-number * size // num_parts) for number in range(num_parts + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def _check_names(code: str) -> None:
@@ -153,7 +159,7 @@ def _check_names(code: str) -> None:
         node for node in tree.body if not known >= {*_import_lines(node)} > set()
     ]
     found = names_of(ast.unparse(tree))
-    if taken := (found.binds | found.sets) & _OWN:
+    if taken := (found.binds | found.sets) & {*_OWN, *CALLS}:
         raise NotPlainError(f"a cell has a {min(taken)} of its own")
 
 
@@ -230,8 +236,6 @@ def _written_out(
 
 def _without_log(code: str) -> str:
     """Without calls of `log`, which plots what it is given."""
-    if "log" in names_of(code).binds:
-        return code  # it is another
     lines = code.splitlines()
     for node in ast.walk(ast.parse(code)):
         match node:

@@ -138,22 +138,19 @@ step_losses = []"""
 
 LOADER = """\
 {bind}sampler = RankBatches(
-    {dataset},
-    {batch_size},
-    shuffle={shuffle},
-    accumulate=args.accumulate,
-    seed=args.seed,
+    {dataset}, {batch_size}, shuffle={shuffle},
+    accumulate=args.accumulate, seed=args.seed,
 )
 {loader} = DataLoader({dataset}, batch_sampler=sampler)
 seed_everything(args.seed + rank)  # from here on, for dropout, each rank its own"""
 
 WRAP = {
     "ddp": """\
-# The gradients live in the buckets that are all-reduced.
 {model} = DistributedDataParallel({model}.to(device), gradient_as_bucket_view=True)""",
     "fsdp": """\
-for tensor in {model}.to(device).state_dict().values():
-    dist.broadcast(tensor, src=0)
+{model}.to(device)
+for tensor in [*{model}.parameters(), *{model}.buffers()]:
+    dist.broadcast(tensor.detach(), src=0)
 shard({model})
 fully_shard({model})  # what is in no block; then make the optimizer""",
     "zero": """\
@@ -241,9 +238,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--losses", metavar="FILE", help="write the loss of each step as CSV"
     )
-{more}    torch.set_num_threads({threads})  # more would change last digits
-    if torch.cuda.is_available():
+{more}    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)  # as in the notebook: more would change last digits
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     {main}(parser.parse_args())
     dist.destroy_process_group()"""
