@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from labkit.notebook.cluster.engines import Cluster
-    from labkit.notebook.cluster.rank_group import RankGroup
+    from labkit.notebook.cluster.rank_group import LabRanks
     from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.execution.training_run import RunWatch
     from labkit.notebook.plots.estimate_plot import Forecast
@@ -112,13 +112,13 @@ class Lab:
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
-        from labkit.notebook.cluster.rank_group import RankGroup
+        from labkit.notebook.cluster.rank_group import LabRanks
 
-        self._ranks: RankGroup | None = None
+        self._ranks: LabRanks | None = None
         _labs.add(self)
         try:
             with interrupts.held():
-                self._ranks = RankGroup(
+                self._ranks = LabRanks(
                     self.placements,
                     what_is_running=self._what_is_running,
                     on_progress=on_progress,
@@ -886,9 +886,10 @@ class Lab:
             If a cell is running, or the ranks do not start.
         """
         self._wait_for_the_last_run()
-        if everyone:
-            self._past = Past()
-        return self._running().restart(everyone=everyone)
+        if not everyone:
+            return self._running().restart()
+        self._past = Past()
+        return self._running().restart_all()
 
     def check(self) -> None:
         """Check that every rank answers and that an all-reduce is right.
@@ -918,7 +919,7 @@ class Lab:
 
     # ---- one cell ----
 
-    def _running(self) -> "RankGroup":
+    def _running(self) -> "LabRanks":
         if self._ranks is None:
             raise UserError("the lab is stopped; %dist_start, or Lab(), starts another")
         return self._ranks
@@ -927,8 +928,9 @@ class Lab:
     def _working(self) -> "Iterator[Cluster]":
         """The cluster, all of its ranks alive and in one group, for one cell."""
         self._wait_for_the_last_run()
-        with self._running().working() as cluster:
-            yield cluster
+        ranks = self._running()
+        with ranks.working():
+            yield ranks.cluster
 
     def _wait_for_the_last_run(self) -> None:
         """A run that has ended in the background still restores the group."""

@@ -38,9 +38,9 @@ from labkit.checks import is_run_name
 from labkit.checks import short_repr
 from labkit.magics.lab_magics import LabMagics
 from labkit.magics.line import usage_errors
-from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.cluster.reach import CallError
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.live.widget_view import find_view

@@ -17,7 +17,7 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.engines import Cluster
-from labkit.notebook.cluster.silence import SilenceWatch
+from labkit.notebook.cluster.reach import SilenceWatch
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,10 +1,10 @@
-"""The engines of a lab: start them, reach them by rank, end them."""
+"""The engines of a lab, or of a part of it: started, reached by rank, and ended."""
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,9 +12,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,14 @@ from labkit.checks import UserError
 from labkit.checks import absolute
 from labkit.compat import ipyparallel as compat
 from labkit.key_server import KeyServer
-from labkit.messages import is_message
 from labkit.notebook.cluster import watchdog
-from labkit.notebook.cluster.exit_cause import Death
 from labkit.notebook.cluster.exit_cause import EngineProcess
 from labkit.notebook.cluster.forked_engines import ForkServer
 from labkit.notebook.cluster.forked_engines import ForkServerGoneError
-from labkit.notebook.cluster.silence import SilenceWatch
+from labkit.notebook.cluster.reach import Engines
+from labkit.notebook.cluster.reach import OnLateOutput
+from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.kernel import interrupts
-from labkit.rank_spec import format_ranks
-from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 from labkit.records import SAFE_PATH
 
@@ -53,27 +50,6 @@ _TAKEN = "Address already in use"
 _REGISTERED = "Completed registration"
 """What an engine says when the controller knows it."""
 _START_TRIES = 3
-
-OnMessage = Callable[[str, dict[str, Any]], None]
-OnLateOutput = Callable[[int, str, dict[str, Any]], None]
-
-
-class CallError(UserError):
-    """A call of labkit's own failed on a rank."""
-
-
-class RankDiedError(CallError):
-    """A rank's process has ended, or none of them can be reached."""
-
-
-class SilentRankError(CallError):
-    """A rank is alive and does not answer, so the state of its call is unknown."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(
-            f"rank {rank} has not answered for {timeouts.SILENCE_S:g} s: {why}; it "
-            "keeps its variables: try again when %dist_status says that it answers"
-        )
 
 
 class PortTakenError(UserError):
@@ -100,7 +76,7 @@ def heartbeat_period(num_ranks: int) -> str:
     return f"--HeartMonitor.period={min(250, max(100, 12 * num_ranks))}"
 
 
-class Cluster:
+class Cluster(Engines):
     """One ipyparallel engine per rank, on this host, all ours.
 
     Everything listens on the loopback address, on ports that the system chose. A
@@ -133,17 +109,16 @@ class Cluster:
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
         )
-        self._store: KeyServer | None = None
-        self._num_stores = 0
-        self._changes_store = threading.Lock()
+        self._store_numbers = itertools.count(1)
+        self._store = self._new_store()
+        self._starts_engines = threading.Lock()
         self._client: Any = None
         self._controller: EngineProcess | None = None
         self._engines: dict[int, EngineProcess] = {}
         self._engine_ids: dict[int, int] = {}
         self._registered: dict[int, EngineProcess] = {}
         """By engine id; a former rank's, until the controller has forgotten it."""
-        self.on_late_output: OnLateOutput = lambda rank, kind, content: None
-        """Called, in the client's thread, with what ranks print between two cells."""
+        self._on_late_output: OnLateOutput = lambda rank, kind, content: None
         self._is_ending = threading.Event()
         self._supervisor = threading.Thread(
             target=self._supervise, name="labkit-supervisor", daemon=True
@@ -224,7 +199,14 @@ class Cluster:
     def start_engines(
         self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
     ) -> None:
-        """Start an engine for each of `ranks`, and wait until it can be a rank."""
+        with (
+            self._starts_engines
+        ):  # the new ones are known as those that were not there
+            self._start_engines(ranks, on_progress)
+
+    def _start_engines(
+        self, ranks: Sequence[int], on_progress: Callable[[str], None]
+    ) -> None:
         if not self._fork_server.is_alive:
             self._fork_server = self._start_fork_server()
         on_progress("loading torch")
@@ -323,16 +305,23 @@ class Cluster:
                     former, self._watchdog = self._watchdog, self._start_watchdog()
                     former.stdin.close()  # type: ignore[union-attr]
 
-    # ---- reaching ranks ----
+    # ---- as Engines ----
 
-    def is_alive(self, rank: int) -> bool:
-        """Whether the rank's process runs and the controller knows it."""
-        return self._client is not None and (
-            self._engine_ids[rank] in self._client.ids and self._engines[rank].is_alive
-        )
+    @property
+    def ranks(self) -> Sequence[int]:
+        return sorted(self._engines)
+
+    def engine(self, rank: int) -> EngineProcess:
+        return self._engines[rank]
+
+    def engine_id(self, rank: int) -> int:
+        return self._engine_ids[rank]
+
+    @property
+    def client(self) -> Any:
+        return self._client
 
     def unreachable_reason(self) -> str:
-        """Why no rank can be reached any more; "" while they can."""
         if self._is_ending.is_set():
             return "the lab was stopped; %dist_stop, then %dist_start, starts another"
         assert self._controller is not None
@@ -345,242 +334,33 @@ class Cluster:
             "(lab.restart(everyone=True)) restarts everything"
         )
 
-    def death(self, rank: int) -> Death:
-        """How a rank that is not alive has ended."""
-        return self._engines[rank].death()
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids by rank."""
-        return {rank: each.pid for rank, each in self._engines.items()}
-
-    def execute(
-        self, rank: int, code: str, metadata: dict[str, Any], on_message: OnMessage
-    ) -> "Future[Any]":
-        """Run `code` in the rank's shell; a future that is done when it has replied.
-
-        `on_message(kind, content)` is called, in the client's thread, with what the
-        rank sends meanwhile, in order: IPython's iopub messages ("stream",
-        "display_data", "error", ...) and labkit's own ("batch", "outcome").
-        RankDiedError where the controller does not know the rank any more.
-        """
-        client = self._client
-
-        def receive(msg: dict[str, Any]) -> None:
-            kind = msg["header"]["msg_type"]
-            kept = client.metadata[msg["parent_header"]["msg_id"]]
-            if kind == "data_message":
-                data = dict(kept["data"])
-                kept["data"].clear()
-                if is_message(data.get(KEY), rank):
-                    on_message(*data[KEY])
-                return
-            if kind == "stream":
-                # The client joins all of it again at every message: not needed.
-                kept[msg["content"]["name"]] = ""
-            kept["outputs"].clear()
-            on_message(kind, msg["content"])
-
-        return compat.send_cell(
-            client, self._ident(rank), code, {KEY: metadata}, receive
-        )
-
     def listen(self, rank: int) -> None:
-        """Hear what is printed on the rank while no cell runs: see `on_late_output`."""
-
         def receive(msg: dict[str, Any]) -> None:
-            self.on_late_output(rank, msg["header"]["msg_type"], msg["content"])
+            self._on_late_output(rank, msg["header"]["msg_type"], msg["content"])
 
         content = {"request": "listen", "arguments": {}}
         compat.send_request(
             self._client, self._ident(rank), f"{KEY}_request", content, receive
         )
 
-    def call(
-        self,
-        function: str,
-        *args: Any,
-        ranks: Sequence[int],
-        timeout_s: float | None = timeouts.CALL_S,
-        is_collective: bool = False,
-    ) -> list[Any]:
-        """What "module:name"(*args) returns on each of `ranks`.
-
-        By name, so that this process need not import what runs on ranks. With no
-        timeout it may take as long as the ranks answer other questions meanwhile. A
-        collective ends with the first failure, which leaves others waiting in it.
-
-        Raises the ValueError that a rank raised, RankDiedError as soon as one of them
-        is dead, SilentRankError where one does not answer any more, and CallError for
-        all else.
-        """
-        name = function.split(":")[1]
-        try:
-            reply = self.begin(function, *args, ranks=ranks)
-            if timeout_s is None:
-                self._wait_while_answering(reply, ranks, is_collective)
-            else:
-                engines = [self._engines[rank] for rank in ranks]
-                self._wait(reply, engines, timeout_s, is_collective)
-            return reply.get()
-        except (TimeoutError, ipyparallel.error.IPythonError) as error:
-            self._check([self._engines[rank] for rank in ranks])
-            where = "the ranks"
-            if isinstance(error, ipyparallel.error.CompositeError):
-                # What the first that failed said, without ipyparallel's frame of it.
-                ename, evalue, _, engine = error.elist[0]
-                if ename == "ValueError":  # of what the user gave: the rank is well
-                    raise ValueError(evalue) from None
-                if ename == "EngineError":  # the controller knows before the system
-                    known = self._client.ids
-                    gone = [r for r in ranks if self._engine_ids[r] not in known]
-                    who = format_ranks(gone or ranks)
-                    raise RankDiedError(f"{who} died a moment ago") from None
-                where = format_ranks(
-                    r for r in ranks if self._engine_ids[r] == engine["engine_id"]
-                )
-                error = RuntimeError(f"{ename}: {evalue}")
-            raise CallError(f"{name} failed on {where}: {error}") from error
-
-    def begin(self, function: str, *args: Any, ranks: Sequence[int]) -> Any:
-        """Like `call`, but does not wait: ipyparallel's AsyncResult."""
-        self._check([self._engines[rank] for rank in ranks])
-        engines = [self._engine_ids[rank] for rank in ranks]
-        try:
-            view = self._client[engines]
-        except (IndexError, ipyparallel.error.NoEnginesRegistered):
-            raise RankDiedError(f"{format_ranks(ranks)} died a moment ago") from None
-        return view.apply_async(call_by_name, function, args)
-
-    def _wait(
-        self,
-        reply: Any,
-        engines: Iterable[EngineProcess],
-        timeout_s: float,
-        is_collective: bool = False,
-    ) -> None:
-        """Wait for an AsyncResult, but not for the dead."""
-        deadline = time.monotonic() + timeout_s
-        while not reply.wait(timeouts.POLL_S):
-            interrupts.check()
-            self._check(engines)
-            if is_collective:
-                raise_failures(reply)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no answer within {timeout_s:g} s")
-
-    def _wait_while_answering(
-        self, reply: Any, ranks: Sequence[int], is_collective: bool
-    ) -> None:
-        """Wait for an AsyncResult for as long as all of `ranks` answer."""
-        watch = SilenceWatch(ranks, lambda rank: self.ask(rank, "describe"))
-        while not reply.wait(timeouts.POLL_S):
-            interrupts.check()
-            self._check([self._engines[rank] for rank in ranks])
-            if is_collective:
-                raise_failures(reply)
-            for rank in watch.silent():
-                raise SilentRankError(rank, self.stall_reason(rank))
-
-    def _check(self, engines: Iterable[EngineProcess]) -> None:
-        """RankDiedError unless these live and can be reached."""
-        if reason := self.unreachable_reason():
-            raise RankDiedError(reason)
-        for engine in engines:
-            if not engine.is_alive:
-                ranks = [rank for rank, e in self._engines.items() if e is engine]
-                who = f"rank {ranks[0]}" if ranks else "an engine"
-                raise RankDiedError(f"{who} died: {engine.death()}")
-
-    def ask(self, rank: int, request: str, **arguments: Any) -> "Future[Any]":
-        """Send a request that the rank answers also while it runs a cell.
-
-        It is one of those that `labkit.rank.engine.requests.ControlRequests` answers.
-        The future's result is the answer, or a CallError; it is cancelled where the
-        rank is dead.
-        """
-        answer: Future[Any] = Future()
-        try:
-            if self.unreachable_reason() or not self.is_alive(rank):
-                raise RankDiedError
-            ident = self._ident(rank)
-        except RankDiedError:
-            answer.cancel()
-            return answer
-
-        def take(future: Any) -> None:
-            reply = future.result()["content"]
-            if reply["status"] == "ok":
-                answer.set_result(reply["answer"])
-            else:
-                why = f"rank {rank} cannot answer {request!r}: {reply['why']}"
-                answer.set_exception(CallError(why))
-
-        content = {"request": request, "arguments": arguments}
-        compat.send_request(
-            self._client, ident, f"{KEY}_request", content
-        ).add_done_callback(take)
-        return answer
-
-    def interrupt(
-        self, rank: int, number: int, release_after_s: float
-    ) -> "Future[Any]":
-        """Ask the rank to stop the cell whose spec has this number; the future is done
-        when it knows."""
-        return self.ask(
-            rank, "interrupt", number=number, release_after_s=release_after_s
-        )
-
-    def signal(self, rank: int) -> None:
-        """Stop the rank's Python code, but no collective, by a signal of the system."""
-        self._engines[rank].send(signal.SIGINT)
-
-    def kill(self, rank: int, why: str = "ended by labkit") -> None:
-        """End the rank's process at once; `why` is then the cause of its death."""
-        engine = self._engines[rank]
-        if engine.is_alive:
-            engine.expected_cause = why
-            engine.send(signal.SIGKILL)
+    def show_late_output(self, show: OnLateOutput) -> None:
+        self._on_late_output = show
 
     def stack_file(self, rank: int) -> str:
-        """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
         return str(self.folder / f"stack-{rank}.txt")
 
     def open_store(self) -> Path:
-        """Serve an empty store, in place of the former one; where ranks find it."""
-        with self._changes_store:  # a stop in another thread waits for the end of it
-            self._check([])
-            self._close_store()
-            self._num_stores += 1
-            self._store = KeyServer(self.folder / f"store-{self._num_stores}")
-            return self._store.path
+        self._check([])
+        return self._store.open()
 
-    def _close_store(self) -> None:
-        store, self._store = self._store, None  # also where an interrupt cuts it short
-        if store is not None:
-            store.close()
+    def part(self, ranks: range) -> "Part":
+        """Some of the engines, which are ranks from 0 in it."""
+        return Part(self, ranks, self._new_store())
 
-    def ask_for_dump(self, rank: int) -> None:
-        """Have the rank write its stack; native code that holds the GIL or not."""
-        Path(self.stack_file(rank)).write_text("")
-        self._engines[rank].send(signal.Signals[DUMP_SIGNAL])
-
-    def stall_reason(self, rank: int) -> str:
-        """Why a rank whose process is there does not answer, in words."""
-        try:
-            process = psutil.Process(self.pids[rank])
-            if process.status() == psutil.STATUS_STOPPED:
-                return (
-                    f"its process {process.pid} is stopped, as by SIGSTOP; kill -CONT "
-                    f"{process.pid} continues it"
-                )
-            load = process.cpu_percent(0.05)
-        except psutil.NoSuchProcess:
-            return "its process has just ended"
-        return f"native code holds the GIL; its process uses {load:.0f}% of a core"
+    def _new_store(self) -> "GroupStore":
+        return GroupStore(self.folder, self._store_numbers)
 
     def end_engines(self, ranks: Sequence[int]) -> None:
-        """Kill the engines of `ranks` and what they started; wait for their end."""
         for rank in ranks:
             self.kill(rank)
         for rank in ranks:
@@ -594,16 +374,6 @@ class Cluster:
                 is_theirs = os.getsid(process.pid) in sessions
                 if is_theirs and not watchdog.is_tidying(process):
                     process.kill()
-
-    def was_aborted(self, reply: Any) -> bool:
-        """Whether the kernel discarded a request: it does so right after an error."""
-        return isinstance(reply, ipyparallel.error.TaskAborted)
-
-    def _ident(self, rank: int) -> bytes:
-        try:
-            return compat.ident_of(self._client, self._engine_ids[rank])
-        except (IndexError, ipyparallel.error.NoEnginesRegistered):
-            raise RankDiedError(f"rank {rank} died a moment ago") from None
 
     # ---- the end ----
 
@@ -623,20 +393,90 @@ class Cluster:
         if self._watchdog.wait() != 0:  # somebody ended it
             watchdog.clean_up(self._token, str(self.folder))
         self._fork_server.join()
-        with self._changes_store:
-            self._close_store()
+        self._store.close()
         compat.end_loop(self._cluster)
 
 
-def raise_failures(reply: Any) -> None:
-    """Raise what has failed so far of a collective: the others would wait for it.
+class Part(Engines):
+    """Some engines of a cluster in a row, the first of which is rank 0 here."""
 
-    Not that a rank has died: how it did is known in a moment.
-    """
-    errors = [each.exception() for each in reply.split() if each.done()]
-    ipyparallel.error.collect_exceptions(
-        [each for each in errors if getattr(each, "ename", "") != "EngineError"]
-    )
+    def __init__(self, cluster: Cluster, ranks: range, store: "GroupStore") -> None:
+        """`ranks` are the cluster's."""
+        self.there = ranks
+        """Their numbers in the cluster, in order of rank."""
+        self._cluster = cluster
+        self._store = store
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(len(self.there))
+
+    def engine(self, rank: int) -> EngineProcess:
+        return self._cluster.engine(self.there[rank])
+
+    def engine_id(self, rank: int) -> int:
+        return self._cluster.engine_id(self.there[rank])
+
+    @property
+    def client(self) -> Any:
+        return self._cluster.client
+
+    def unreachable_reason(self) -> str:
+        return self._cluster.unreachable_reason()
+
+    def start_engines(
+        self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
+    ) -> None:
+        there = [self.there[rank] for rank in ranks]
+        self._cluster.start_engines(there, on_progress=on_progress)
+
+    def end_engines(self, ranks: Sequence[int]) -> None:
+        self._cluster.end_engines([self.there[rank] for rank in ranks])
+
+    def listen(self, rank: int) -> None:
+        self._cluster.listen(self.there[rank])
+
+    def show_late_output(self, show: OnLateOutput) -> None:
+        self._cluster.show_late_output(show)
+
+    def stack_file(self, rank: int) -> str:
+        return self._cluster.stack_file(self.there[rank])
+
+    def open_store(self) -> Path:
+        self._check([])
+        return self._store.open()
+
+    def close(self) -> None:
+        """It is used no more; its engines stay."""
+        self._store.close()
+
+
+class GroupStore:
+    """Where the ranks of a process group meet: a new place for each formation."""
+
+    def __init__(self, folder: Path, numbers: Iterator[int]) -> None:
+        """`numbers` are those of all stores in the folder."""
+        self._folder = folder
+        self._numbers = numbers
+        self._server: KeyServer | None = None
+        self._changes = threading.Lock()
+
+    def open(self) -> Path:
+        """Serve an empty store, in place of the former one."""
+        with self._changes:  # a stop in another thread waits for the end of it
+            self._close()
+            self._server = KeyServer(self._folder / f"store-{next(self._numbers)}")
+            return self._server.path
+
+    def close(self) -> None:
+        """Serve none."""
+        with self._changes:
+            self._close()
+
+    def _close(self) -> None:
+        server, self._server = self._server, None  # also where an interrupt cuts it
+        if server is not None:
+            server.close()
 
 
 def safe_path() -> dict[str, str]:

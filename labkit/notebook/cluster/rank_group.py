@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 from labkit import timeouts
 from labkit.checks import UserError
-from labkit.notebook.cluster.engines import CallError
 from labkit.notebook.cluster.engines import Cluster
-from labkit.notebook.cluster.engines import RankDiedError
-from labkit.notebook.cluster.engines import SilentRankError
+from labkit.notebook.cluster.engines import Part
 from labkit.notebook.cluster.engines import start_cluster
+from labkit.notebook.cluster.reach import CallError
+from labkit.notebook.cluster.reach import Engines
+from labkit.notebook.cluster.reach import RankDiedError
+from labkit.notebook.cluster.reach import SilentRankError
 from labkit.notebook.kernel import interrupts
 from labkit.records import Outcome
 from labkit.records import Placement
@@ -27,8 +30,40 @@ NUM_RELEASES = 30
 _CALLS = "labkit.rank.engine.rpc"
 
 
+class Life:
+    """Whether a lab goes on, and the lock under which its processes start and end."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._starts_or_ends = threading.Lock()
+
+    @contextlib.contextmanager
+    def starting(
+        self, on_progress: Callable[[str], None] = lambda text: None
+    ) -> Iterator[Callable[[str], None]]:
+        """To start processes in; a stop in another thread waits for the end of it, and
+        the `on_progress` that it gives ends it at the next stage."""
+
+        def on_stage(text: str) -> None:
+            self.check()
+            on_progress(text)
+
+        with self._starts_or_ends:
+            self.check()
+            yield on_stage
+
+    def ending(self) -> threading.Lock:
+        """To end processes in: all that another thread has started."""
+        return self._starts_or_ends
+
+    def check(self) -> None:
+        """UserError where the lab was stopped."""
+        if self.is_stopped:
+            raise UserError("the lab was stopped while its ranks started")
+
+
 class RankGroup:
-    """A cluster whose engines are ranks of one process group; ready when it exists.
+    """Engines that are the ranks of one process group.
 
     One cell at a time runs on it: see `working`. What a cell left broken is mended
     right after it, or before the next.
@@ -37,67 +72,25 @@ class RankGroup:
     def __init__(
         self,
         placements: Sequence[Placement],
+        cluster: Engines | None,
         *,
         what_is_running: Callable[[], str],
-        on_progress: Callable[[str], None],
+        life: Life,
     ) -> None:
-        """`what_is_running` says in words what keeps the ranks busy.
-
-        Raises RuntimeError if the ranks do not start.
-        """
+        """There is no group before the first cell; `cluster` may come later.
+        `what_is_running` says in words what keeps the ranks busy."""
         self.placements = placements
+        if cluster is not None:
+            self.cluster = cluster
         self._what_is_running = what_is_running
+        self._life = life
         self._busy = threading.Lock()
         self._is_whole = False
-        self.is_stopped = False
-        self._starts_or_ends = threading.Lock()
-        """Held meanwhile, so that a stop ends all that another thread has started."""
-        self._begin(on_progress)
 
-    def _begin(self, on_progress: Callable[[str], None]) -> None:
-        """Start a cluster and make its engines ranks of one group."""
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
-        with self._starting(on_progress) as on_stage:
-            self.cluster = start_cluster(
-                len(self.placements), environment=environment, on_progress=on_stage
-            )
-        try:
-            on_progress("creating the process group")
-            self._install(self.everyone)
-            self._form()
-            self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
-        except BaseException as error:
-            self._end_cluster()
-            if isinstance(error, Exception):
-                self._check_not_stopped()
-            if isinstance(error, CallError):
-                raise UserError(f"the lab did not start: {error}") from error
-            raise
-
-    @contextlib.contextmanager
-    def _starting(
-        self, on_progress: Callable[[str], None] = lambda text: None
-    ) -> Iterator[Callable[[str], None]]:
-        """To start processes in; a stop in another thread waits for the end of it, and
-        the `on_progress` that it gives ends it at the next stage."""
-
-        def on_stage(text: str) -> None:
-            self._check_not_stopped()
-            on_progress(text)
-
-        with self._starts_or_ends:
-            self._check_not_stopped()
-            yield on_stage
-
-    def _check_not_stopped(self) -> None:
-        if self.is_stopped:
-            raise UserError("the lab was stopped while its ranks started")
-
-    def _end_cluster(self) -> None:
-        with self._starts_or_ends:
-            self.cluster.stop()
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the lab is, for good."""
+        return self._life.is_stopped
 
     @property
     def everyone(self) -> range:
@@ -118,7 +111,7 @@ class RankGroup:
         return "does not answer", ""
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[Cluster]:
+    def working(self) -> Iterator[Engines]:
         """The cluster, all of its ranks alive and in one group, for one cell.
 
         Raises RuntimeError where that cannot be, or another cell runs.
@@ -148,14 +141,9 @@ class RankGroup:
             raise
         self._is_whole = True
 
-    def restart(self, *, everyone: bool) -> list[int]:
-        """Bring dead ranks back, or all of them; the ranks that were started."""
+    def restart(self) -> list[int]:
+        """Bring dead ranks back; the ranks that were started."""
         with self._exclusive(), interrupts.held():
-            if everyone:
-                self._is_whole = False
-                self._end_cluster()
-                self._begin(lambda text: None)
-                return list(self.everyone)
             if reason := self.cluster.unreachable_reason():
                 raise UserError(reason)
             return self.bring_back(self.dead())
@@ -172,20 +160,6 @@ class RankGroup:
         if ranks:
             self.cluster.begin(f"{_CALLS}:warm_up", ranks=ranks)
         return list(ranks)
-
-    def stop(self) -> None:
-        """End the cluster, for good."""
-        self.is_stopped = True
-        self._end_cluster()
-
-    def check(self) -> None:
-        """RuntimeError unless every rank answers and an all-reduce is right.
-
-        A group that is broken is re-created.
-        """
-        with self.working():
-            if not self._works():
-                self._form()
 
     def restore_group(self, outcomes: Sequence[Outcome]) -> None:
         """Re-create the group where a cell left it broken, and restart the
@@ -232,16 +206,16 @@ class RankGroup:
 
     def _start_again(self, ranks: Sequence[int]) -> None:
         self._is_whole = False
-        with self._starting() as on_stage:
+        with self._life.starting() as on_stage:
             self.cluster.end_engines(ranks)
             self.cluster.start_engines(ranks, on_progress=on_stage)
         self._install(ranks)
 
     def _install(self, ranks: Sequence[int]) -> None:
-        pids = self.cluster.pids
         places = {
-            pids[rank]: (self.placements[rank], self.cluster.stack_file(rank))
-            for rank in ranks
+            pid: (place, self.cluster.stack_file(place.rank))
+            for pid, place in self._places().items()
+            if place.rank in ranks
         }
         notes = self.cluster.call(f"{_CALLS}:install", places, ranks=ranks)
         for rank in ranks:
@@ -258,10 +232,9 @@ class RankGroup:
                 print(f"labkit: {lost_line(rank, why)}", file=sys.stderr)
             self._start_again(list(lost))
         store = str(self.cluster.open_store())
-        pids = [self.cluster.pids[rank] for rank in self.everyone]
         sums = self.cluster.call(
             f"{_CALLS}:join_group",
-            *(store, free_port(), pids),
+            *(store, free_port(), self._places()),
             ranks=self.everyone,
             is_collective=True,
         )
@@ -271,6 +244,11 @@ class RankGroup:
                 f"gave {sums}; %dist_restart --all restarts every rank"
             )
         self._is_whole = True
+
+    def _places(self) -> dict[int, Placement]:
+        """The place of each rank by its process id, in order of rank."""
+        pids = self.cluster.pids
+        return {pids[place.rank]: place for place in self.placements}
 
     def _free(self) -> list[str]:
         """Release ranks that wait for a group to form: one of them has died. By rank,
@@ -311,6 +289,115 @@ class RankGroup:
     def _are_right(self, sums: Sequence[float | None]) -> bool:
         """Whether every rank got the sum of all ranks."""
         return all(found == float(sum(self.everyone)) for found in sums)
+
+
+class LabRanks(RankGroup):
+    """A lab's cluster, whose engines are ranks of one process group; ready when it
+    exists."""
+
+    cluster: Cluster
+
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        *,
+        what_is_running: Callable[[], str],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """Raises RuntimeError if the ranks do not start."""
+        super().__init__(placements, None, what_is_running=what_is_running, life=Life())
+        self._begin(on_progress)
+
+    def _begin(self, on_progress: Callable[[str], None]) -> None:
+        """Start a cluster and make its engines ranks of one group."""
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
+        with self._life.starting(on_progress) as on_stage:
+            self.cluster = start_cluster(
+                len(self.placements), environment=environment, on_progress=on_stage
+            )
+        try:
+            on_progress("creating the process group")
+            self._install(self.everyone)
+            self._form()
+            self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
+        except BaseException as error:
+            self._end_cluster()
+            if isinstance(error, Exception):
+                self._life.check()
+            if isinstance(error, CallError):
+                raise UserError(f"the lab did not start: {error}") from error
+            raise
+
+    def _end_cluster(self) -> None:
+        with self._life.ending():
+            self.cluster.stop()
+
+    def restart_all(self) -> list[int]:
+        """End all ranks and start them again, with the controller; the ranks."""
+        with self._exclusive(), interrupts.held():
+            self._is_whole = False
+            self._end_cluster()
+            self._begin(lambda text: None)
+            return list(self.everyone)
+
+    def stop(self) -> None:
+        """End the cluster, for good."""
+        self._life.is_stopped = True
+        self._end_cluster()
+
+    def check(self) -> None:
+        """RuntimeError unless every rank answers and an all-reduce is right.
+
+        A group that is broken is re-created.
+        """
+        with self.working():
+            if not self._works():
+                self._form()
+
+    @contextlib.contextmanager
+    def divided(self, num_ranks: int) -> Iterator[list[RankGroup]]:
+        """Groups of `num_ranks` ranks in a row, in place of that of all, for as long as
+        this lasts: no other cell runs meanwhile. All are back at its end.
+
+        In its group each is a rank from 0, in a world of that size.
+        """
+        with self.working():
+            self._is_whole = False
+            parts = [
+                self.cluster.part(range(first, first + num_ranks))
+                for first in range(0, len(self.placements), num_ranks)
+            ]
+            try:
+                yield [self._group_of(part) for part in parts]
+            finally:
+                for part in parts:
+                    part.close()
+                if not (self.is_stopped or self.cluster.unreachable_reason()):
+                    with interrupts.held():
+                        self.bring_back(self.dead())
+
+    def _group_of(self, part: Part) -> RankGroup:
+        places = [
+            place_in_part(self.placements[there], rank, len(part.ranks))
+            for rank, there in zip(part.ranks, part.there, strict=True)
+        ]
+        return RankGroup(
+            places, part, what_is_running=self._what_is_running, life=self._life
+        )
+
+
+def place_in_part(place: Placement, rank: int, world_size: int) -> Placement:
+    """The place of a rank in a group of some. On a GPU it keeps its local rank, which
+    code takes for the number of its GPU."""
+    is_on_cpu = place.device == "cpu"
+    return replace(
+        place,
+        rank=rank,
+        local_rank=rank if is_on_cpu else place.local_rank,
+        world_size=world_size,
+    )
 
 
 def free_port() -> int:

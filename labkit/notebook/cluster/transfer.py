@@ -16,7 +16,7 @@ from labkit.rank_spec import format_ranks
 
 if TYPE_CHECKING:
     from labkit.notebook.cluster.engines import Cluster
-    from labkit.notebook.cluster.rank_group import RankGroup
+    from labkit.notebook.cluster.rank_group import LabRanks
 
 _TRANSFER = "labkit.rank.engine.transfer"
 
@@ -52,7 +52,7 @@ def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
 
 
 def pull(
-    group: "RankGroup", name: str, ranks: Sequence[int], *, full: bool
+    group: "LabRanks", name: str, ranks: Sequence[int], *, full: bool
 ) -> list[Payload]:
     """The pickled variable of each of `ranks`, for whoever is `working` with the group.
 
@@ -124,7 +124,7 @@ def _payloads(
 
 
 def _is_sharded(
-    group: "RankGroup", name: str, having: Sequence[int], ranks: Sequence[int]
+    group: "LabRanks", name: str, having: Sequence[int], ranks: Sequence[int]
 ) -> bool:
     """Whether one of `ranks` has but a shard, so that to gather it is collective.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit import timeouts
 from labkit.checks import UserError
-from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import waits_for
@@ -30,7 +30,7 @@ class HangDetector:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Engines,
         *,
         ranks: Collection[int],
         after_s: float,

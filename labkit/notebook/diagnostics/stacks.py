@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import timeouts
-from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.cluster.reach import Engines
 from labkit.rank_spec import format_ranks
 from labkit.records import Call
 from labkit.records import Frame
@@ -123,7 +123,7 @@ class StackRequest:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Engines,
         ranks: Iterable[int],
         *,
         is_full: bool = False,

@@ -16,8 +16,8 @@ from typing import Any
 
 from labkit import timeouts
 from labkit.checks import UserError
-from labkit.notebook.cluster.engines import Cluster
-from labkit.notebook.cluster.engines import RankDiedError
+from labkit.notebook.cluster.reach import Engines
+from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.diagnostics.hang_detector import HangDetector
 from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.notebook.kernel.output import OutputMerger
@@ -85,7 +85,7 @@ class CellExecution:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Engines,
         code: str,
         spec: CellSpec,
         ranks: Sequence[int],
@@ -179,7 +179,7 @@ class CellExecution:
                 lost = self._end_the_dead()
             if self.problem is None:
                 self._output.finish()
-        self._cluster.on_late_output = late_output()
+        self._cluster.show_late_output(late_output())
         if lost:
             raise RankDiedError(lost)
         return sorted(self.outcomes, key=lambda outcome: outcome.rank)

@@ -88,7 +88,6 @@ class CellRunner:
 
     def __init__(self, shell: Any, placement: Placement) -> None:
         self.shell = shell
-        self.placement = placement
         self.group = RankProcessGroup(placement, shell.user_ns)
         self.function: Any = None
         self._fresh_torch = TorchSettings()
@@ -125,6 +124,11 @@ class CellRunner:
         """What the user is to know of how this engine became a rank."""
         self._adapt_shell()
         self._adapt_libraries()
+
+    @property
+    def placement(self) -> Placement:
+        """The place of this rank in the group of today."""
+        return self.group.placement
 
     def _adapt_shell(self) -> None:
         """Have IPython's shell run cells as ranks need it."""

@@ -96,10 +96,11 @@ def lost_device() -> str:
     return why_lost(runner().group.device)
 
 
-def join_group(store: str, port: int, peers: list[int]) -> float:
-    """Enter the next group; the sum of all ranks, all-reduced over it."""
+def join_group(store: str, port: int, places: dict[int, Placement]) -> float:
+    """Enter the next group, of ranks in these places by process id; the sum of all,
+    all-reduced over it."""
     runner().group.leave()
-    return runner().group.join(store, port, peers)
+    return runner().group.join(store, port, places)
 
 
 def group_sequences() -> dict[str, int]:

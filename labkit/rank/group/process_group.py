@@ -80,7 +80,9 @@ class RankProcessGroup:
         self._solo: dist.ProcessGroup | None = None
         self._divided: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         """By the number of servers: the workers' group, and that of words."""
-        self._former: FormerGroups | None = None
+        self._former: dict[int, FormerGroups] = {}
+        """By the size of the world: a rank is now in the group of all, now in a part's.
+        """
         self._formation = ""
         """By which the ranks tell this formation of the group from all others."""
         self._listening: set[int] = set()
@@ -98,16 +100,7 @@ class RankProcessGroup:
         # after its last collective. These go later, when the workers are idle.
         self._users_groups: list[dist.ProcessGroup] = []
         self._notes: set[str] = set()
-        self._environment = {
-            "RANK": str(placement.rank),
-            "LOCAL_RANK": str(placement.local_rank),
-            "WORLD_SIZE": str(placement.world_size),
-            "LOCAL_WORLD_SIZE": str(placement.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            # By which Lightning knows that its processes are there.
-            "TORCHELASTIC_RUN_ID": "labkit",
-        }
-        """The environment variables of torchrun, for code that reads them."""
+        self._environment = environment_of(placement)
 
     def install(self) -> list[str]:
         """Make this process a rank: its settings, its environment, torch's own ways
@@ -188,22 +181,23 @@ class RankProcessGroup:
             f"{self.timeout.total_seconds():g} s"
         )
 
-    def join(self, store: str, port: int, peers: list[int]) -> float:
+    def join(self, store: str, port: int, places: dict[int, Placement]) -> float:
         """Enter the group that meets at `store`; the sum of ranks over it.
 
         Collective: every rank calls it. The sum is one all-reduce over the new
         group, so that the caller can see that it works. `port` is free, for scripts
-        that host a store of their own.
+        that host a store of their own; `places` are the ranks' by process id, in order.
         """
-        placement = self.placement
+        self.placement = placement = places[self._pid]
         self._store = LabStore(store, self.timeout)
-        self.peers = peers
+        self.peers = list(places)
         self._listening = listening_ports() if self.can_abort else set()
         self.formed_at_ns = time.time_ns()
         self._formation = store
         self._num_own_groups = self._num_meetings = 0
         self._notes.clear()
         self._is_broken = False
+        self._environment = environment_of(placement)
         self._environment["MASTER_PORT"] = str(port)
         self.restore_environment()
         reset_group_count()
@@ -219,8 +213,16 @@ class RankProcessGroup:
         self._group = dist.group.WORLD
         assert self._group is not None
         forget_world_group()
-        bind_to_new_groups(self._former, self._group, self._variables, self._store)
-        self._former = None
+        former = self._former.pop(placement.world_size, None)
+        for each in self._former.values():
+            each.set_aside()
+        bind_to_new_groups(former, self._group, self._variables, self._store)
+        # What was made in a part is of no use any more, when all ranks are together.
+        self._former = {
+            size: each
+            for size, each in self._former.items()
+            if size > placement.world_size
+        }
         self._users_groups.clear()
         connect(self._group)
         return self.prove(self.placement.group_timeout_s)
@@ -281,7 +283,8 @@ class RankProcessGroup:
         end_rpc()
         with self._releasing:  # not while another thread still aborts them
             if self._group is not None:
-                self._former = FormerGroups(self._group, formation=self._formation)
+                former = FormerGroups(self._group, formation=self._formation)
+                self._former[self.placement.world_size] = former
             if dist.is_initialized():
                 self._destroy()
         mesh_of.cache_clear()  # or it would keep the groups, and their connections
@@ -462,6 +465,19 @@ class RankProcessGroup:
         if text not in self._notes:
             self._notes.add(text)
             print(f"labkit: {text}", file=sys.stderr)
+
+
+def environment_of(placement: Placement) -> dict[str, str]:
+    """The environment variables of torchrun, for code that reads them."""
+    return {
+        "RANK": str(placement.rank),
+        "LOCAL_RANK": str(placement.local_rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_WORLD_SIZE": str(placement.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        # By which Lightning knows that its processes are there.
+        "TORCHELASTIC_RUN_ID": "labkit",
+    }
 
 
 def end_rpc() -> bool:

@@ -24,6 +24,8 @@ Group = dist.ProcessGroup
 
 LOST = "(of a process group that no longer exists)"
 """The name of a mesh's group that has no successor: torch would find another's."""
+ASIDE = "(of all ranks, which are in groups of some now, {}) "
+"""So begins the name of one that may have a successor later."""
 
 _later: list[Any] = []
 """Made after the libraries were frozen: frozen only if a cell has done so."""
@@ -48,6 +50,23 @@ class FormerGroups:
         self.names = {default: self.default_name}
         self.names |= names_of_groups()
         self.ranks = {name: ranks_of(group) for group, name in self.names.items()}
+
+    def set_aside(self) -> None:
+        """Let nothing of today find these groups, until there are successors.
+
+        The groups of today have the same names: they are counted from 0 again.
+        """
+        mark = ASIDE.format(self.formation)
+        if self.default_name.startswith(mark):
+            return
+        for mesh in models_and_meshes():
+            if isinstance(mesh, DeviceMesh) and (names := group_names_of(mesh)):
+                ours = [mark + n if n in self.ranks else n for n in names]
+                set_groups_of(mesh, ours, {})
+        self.default_name = mark + self.default_name
+        self.names = {group: mark + name for group, name in self.names.items()}
+        self.ranks = {mark + name: ranks for name, ranks in self.ranks.items()}
+        forget_shardings()
 
     def in_use(
         self, meshes: Iterable[Any], variables: dict[str, Any]
@@ -98,7 +117,8 @@ def bind_to_new_groups(
             if isinstance(value, Group) and value in former.names:
                 holder[place] = successors.get(former.names[value], value)
     for mesh in meshes:
-        rename_groups(mesh, successors)
+        if not is_aside(mesh, former):
+            rename_groups(mesh, successors)
     forget_shardings()
     recover_models(found, is_group_new=True)
 
@@ -144,6 +164,12 @@ def holders_of(groups: Mapping[Group, str]) -> list[Any]:
         elif isinstance(inner := getattr(each, "__dict__", None), dict):
             holders.append(inner)
     return holders
+
+
+def is_aside(mesh: Any, former: FormerGroups) -> bool:
+    """Whether its groups may have successors later: they are none of `former`."""
+    names = [name for name in group_names_of(mesh) if name not in former.ranks]
+    return any(name.startswith(ASIDE.partition("{")[0]) for name in names)
 
 
 def rename_groups(mesh: Any, successors: Mapping[str, Group]) -> None:
