@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -38,6 +39,7 @@ from labkit.notebook.live import render_process
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import documented
 from labkit.rank_spec import Ranks
+from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
 from labkit.records import ScriptSpec
@@ -47,11 +49,13 @@ if TYPE_CHECKING:
 
     from labkit.notebook.cluster.engines import Cluster
     from labkit.notebook.cluster.rank_group import LabRanks
+    from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.execution.training_run import RunWatch
     from labkit.notebook.plots.estimate_plot import Forecast
     from labkit.notebook.plots.figure import RunFigure
     from labkit.notebook.runs.run import Run
+    from labkit.notebook.tuning.crew import Place
     from labkit.notebook.tuning.study import Study
 
 _TRANSFER = "labkit.rank.engine.transfer"
@@ -314,8 +318,10 @@ class Lab:
         code_or_function: str | Callable[..., Any] | ScriptSpec,
         options: RunOptions,
         watch: "RunWatch | None" = None,
+        group: "RankGroup | None" = None,
     ) -> "Run":
-        """`train`; `watch` looks at the run meanwhile."""
+        """`train` on the ranks of `group`, by default all; `watch` looks at the run
+        meanwhile."""
         from labkit.notebook.execution.training_run import RunWatch
         from labkit.notebook.execution.training_run import Training
         from labkit.notebook.execution.training_run import TrainRequest
@@ -323,9 +329,10 @@ class Lab:
         from labkit.notebook.live.widget_view import find_view
         from labkit.strategies import find_strategy
 
+        group = self._running() if group is None else group
         technique = find_strategy(strategy)
         check_options(
-            technique, options, device=self.device, world_size=self.world_size
+            technique, options, device=self.device, world_size=len(group.everyone)
         )
         plan = plan_checkpoints(options)
         if not callable(code_or_function) and not isinstance(
@@ -339,11 +346,13 @@ class Lab:
             technique, code_or_function, options, plan, view, watch or RunWatch()
         )
         name = self._run_name(options.name)
-        training = Training(request, name, self._running())
+        training = Training(request, name, group)
+        self._wait_for_the_last_run()
         with contextlib.ExitStack() as work:
-            work.enter_context(self._working())
+            work.enter_context(group.working())
             run = training.begin(on_run=self.runs.append)
-            run.before = self._past.note_run(code_or_function, strategy)
+            some = group.in_lab if len(group.in_lab) < self.world_size else None
+            run.before = self._past.note_run(code_or_function, strategy, some)
             held = work.pop_all()
 
         def finish() -> None:
@@ -437,6 +446,7 @@ class Lab:
         mode: str | None = None,
         sampler: Any = "tpe",
         pruner: Any = "hyperband",
+        ranks_per_trial: int | None = None,
         name: str | None = None,
         seed: int = 0,
         resume: bool = False,
@@ -444,7 +454,10 @@ class Lab:
         live: bool = True,
         **run_options: Any,
     ) -> "Study":
-        """Find the best parameters by training runs on the warm ranks, one by one.
+        """Find the best parameters by training runs on the warm ranks.
+
+        Trials run on all ranks, one after the other, or with `ranks_per_trial` at once,
+        each on a group of ranks in which they are counted from 0.
 
         A trial that falls behind is stopped after the same step on every rank. One
         that fails, or in which a rank dies, is a failed trial: dead ranks are
@@ -493,44 +506,9 @@ class Lab:
         >>> study.best_params
         """
         given = dict(locals())  # a test holds the keywords and TuneOptions together
+        from labkit.notebook.tuning.crew import StudyRanks
         from labkit.notebook.tuning.tuner import Tuner
         from labkit.notebook.tuning.tuner import TuneRequest
-        from labkit.strategies import find_strategy
-
-        check_flag("live", live)
-        known = {each.name for each in fields(RunOptions)}
-        not_here = {
-            "name",
-            "seed",
-            "resume",
-            "live",
-            "background",
-            "log_scale",
-            "profile",
-        }
-        allowed = sorted(known - not_here)
-        for option in run_options:
-            if option not in allowed:
-                raise ValueError(
-                    f"tune does not take {option}; for its runs it takes "
-                    f"{', '.join(allowed)}"
-                )
-
-        run_options = {k: v for k, v in run_options.items() if v is not None}
-        if isinstance(space, Mapping) and "strategy" not in space:
-            technique = find_strategy(strategy)
-            check_options(
-                technique,
-                RunOptions(**run_options),
-                device=self.device,
-                world_size=self.world_size,
-            )
-
-        def train(
-            strategy: str, work: Any, *, name: str, watch: Any, **options: Any
-        ) -> "Run":
-            chosen = RunOptions(name=name, live=False, **options)
-            return self._train(strategy, work, chosen, watch)
 
         options = TuneOptions(
             **{each.name: given[each.name] for each in fields(TuneOptions)}
@@ -538,7 +516,27 @@ class Lab:
         request = TuneRequest(
             code_or_function, space, strategy, options, run_options, live, fits
         )
-        return Tuner(request, train, self.restart, self.estimate).run()
+        ranks = StudyRanks(self.world_size, self.device, self._divided, self.estimate)
+        return Tuner(request, ranks).run()
+
+    @contextlib.contextmanager
+    def _divided(self, num_ranks: int) -> "Iterator[list[Place]]":
+        """Groups of so many ranks for the trials of a study; all ranks in one."""
+        from labkit.notebook.tuning.crew import Place
+
+        if num_ranks == self.world_size:
+            yield [Place(format_ranks(range(num_ranks)), self._train, self.restart)]
+            return
+        self._wait_for_the_last_run()
+        with self._running().divided(num_ranks) as groups:
+            yield [
+                Place(
+                    format_ranks(each.in_lab),
+                    partial(self._train, group=each),
+                    each.restart,
+                )
+                for each in groups
+            ]
 
     def find_runs(self, names: Sequence[str] = ()) -> "list[Run]":
         """Find runs by name.
@@ -843,7 +841,9 @@ class Lab:
         group = self._running()
         if not self.runs:
             return status_table(group, None, {})
-        return status_table(group, self.runs[-1].name, self.runs[-1].collector.steps)
+        run = self.runs[-1]
+        steps = {run.in_lab[rank]: n for rank, n in run.collector.steps.items()}
+        return status_table(group, run.name, steps)
 
     def stack(self, *, full: bool = False) -> "Stacks":
         """Ask every rank where it is, also while a cell runs.

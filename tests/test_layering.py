@@ -56,7 +56,8 @@ ROOMS = [
     [
         *("notebook", "notebook.kernel", "notebook.cluster", "notebook.diagnostics"),
         *("notebook.history", "notebook.plots", "notebook.profile", "notebook.export"),
-        *("notebook.runs", "notebook.live", "notebook.execution", "notebook.tuning"),
+        *("notebook.runs", "notebook.live", "notebook.execution", "notebook.trials"),
+        "notebook.tuning",
     ],
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),

@@ -1,6 +1,8 @@
 """Studies without ranks: a function plays what a trial does to them."""
 
+import contextlib
 from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,16 @@ from labkit import estimate
 from labkit.checks import UserError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.run import Run
+from labkit.notebook.trials.space import why_not
+from labkit.notebook.trials.work import with_values
+from labkit.notebook.tuning.crew import Place
+from labkit.notebook.tuning.crew import StudyRanks
 from labkit.notebook.tuning.options import TuneOptions
-from labkit.notebook.tuning.space import why_not
 from labkit.notebook.tuning.storage import database
 from labkit.notebook.tuning.storage import studies_folder
 from labkit.notebook.tuning.study import Study
 from labkit.notebook.tuning.tuner import Tuner
 from labkit.notebook.tuning.tuner import TuneRequest
-from labkit.notebook.tuning.tuner import with_values
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
@@ -72,8 +76,8 @@ def tune(
     def work(**params: Any) -> None:
         pass
 
-    def train(strategy: str, work: Any, *, name: str, watch: Any, **given: Any) -> Run:
-        run = Run(name, strategy, "", Collector([0]))
+    def train(strategy: str, work: Any, options: Any, watch: Any) -> Run:
+        run, given = Run(options.name, strategy, "", Collector([0])), vars(options)
         run.end("finished")
         if refuse is not None:
             refuse(given)
@@ -86,7 +90,12 @@ def tune(
     request = TuneRequest(
         work, space, "ddp", TuneOptions(**options), run_options or {}, False, fits
     )
-    return Tuner(request, train, lambda: None, estimate).run()
+
+    @contextlib.contextmanager
+    def divided(num_ranks: int) -> Iterator[list[Place]]:
+        yield [Place("rank 0", train, lambda: None)]
+
+    return Tuner(request, StudyRanks(1, "cpu", divided, estimate)).run()
 
 
 def nothing(watch: Any, params: Any, options: Any) -> None:

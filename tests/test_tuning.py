@@ -18,10 +18,10 @@ import labkit
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.history.collector import Collector
-from labkit.notebook.tuning.live_metric import LiveMetric
-from labkit.notebook.tuning.live_metric import next_place
-from labkit.notebook.tuning.space import distributions_of
-from labkit.notebook.tuning.tuner import TrialWatch
+from labkit.notebook.trials.live_metric import LiveMetric
+from labkit.notebook.trials.live_metric import next_place
+from labkit.notebook.trials.space import distributions_of
+from labkit.notebook.trials.watch import TrialWatch
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD

@@ -97,6 +97,11 @@ class RankGroup:
         """All ranks."""
         return range(len(self.placements))
 
+    @property
+    def in_lab(self) -> tuple[int, ...]:
+        """Their numbers in the lab."""
+        return tuple(self.everyone)
+
     def dead(self) -> list[int]:
         """The ranks whose process is gone."""
         return [rank for rank in self.everyone if not self.cluster.is_alive(rank)]
@@ -291,6 +296,16 @@ class RankGroup:
         return all(found == float(sum(self.everyone)) for found in sums)
 
 
+class PartOfLab(RankGroup):
+    """Some ranks of a lab in a process group of their own."""
+
+    cluster: Part
+
+    @property
+    def in_lab(self) -> tuple[int, ...]:
+        return tuple(self.cluster.there)
+
+
 class LabRanks(RankGroup):
     """A lab's cluster, whose engines are ranks of one process group; ready when it
     exists."""
@@ -383,7 +398,7 @@ class LabRanks(RankGroup):
             place_in_part(self.placements[there], rank, len(part.ranks))
             for rank, there in zip(part.ranks, part.there, strict=True)
         ]
-        return RankGroup(
+        return PartOfLab(
             places, part, what_is_running=self._what_is_running, life=self._life
         )
 

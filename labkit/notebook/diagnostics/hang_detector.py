@@ -36,9 +36,12 @@ class HangDetector:
         after_s: float,
         in_cell: int,
         before_output: Callable[[], None],
+        label: str = "",
     ) -> None:
         """`ranks` run the cell, of number `in_cell`; `after_s` is how long nothing
-        may happen, 0 for ever; `before_output` is called before anything is written."""
+        may happen, 0 for ever; `before_output` is called before anything is written;
+        `label` tells the cell from another at the same time."""
+        self._label = f"{label}: " if label else ""
         self._cluster = cluster
         self._ranks = frozenset(ranks)
         self._after_s = after_s
@@ -98,7 +101,7 @@ class HangDetector:
         if self._is_noted:
             self._is_noted = False
             quiet_s = now - self._last_sign
-            self._show(f"The ranks continue, after {quiet_s:.0f} s.")
+            self._show(f"{self._label}The ranks continue, after {quiet_s:.0f} s.")
         self._last_sign = now
         self._request = None
         self._left = []
@@ -126,7 +129,11 @@ class HangDetector:
         if self._is_noted and self._handle is None:
             return  # what a terminal shows stays there
         self._is_noted = True
-        is_background = threading.current_thread() is not threading.main_thread()
+        # One of several cells at a time has a thread, and the notebook waits for all.
+        is_background = (
+            not self._label
+            and threading.current_thread() is not threading.main_thread()
+        )
         stop = (
             "stop() of the Run"
             if is_background
@@ -136,8 +143,8 @@ class HangDetector:
         self._show(
             "\n".join(
                 [
-                    f"No step and no collective has finished for {quiet_s:.0f} s, and "
-                    "no rank has printed anything.",
+                    f"{self._label}No step and no collective has finished for "
+                    f"{quiet_s:.0f} s, and no rank has printed anything.",
                     *lines,
                     f"{stop} ends this on every rank, with variables kept; --timeout "
                     f"SECONDS does so automatically.{look}",

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,8 @@ class StackRequest:
             elif (error := answer.exception()) is not None:
                 absent[rank] = f"did not report where it is: {error}"
             else:
-                positions.append(Position.from_message(answer.result()))
+                found = Position.from_message(answer.result())
+                positions.append(replace(found, rank=rank))  # in a part, another
         return Stacks(positions, absent, is_full=self._is_full)
 
 

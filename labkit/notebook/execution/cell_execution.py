@@ -30,6 +30,8 @@ from labkit.records import Outcome
 class CellListener:
     """What takes a cell's records, and shows them while it runs; this one does not."""
 
+    label = ""
+    """What tells the cell's output from that of another at the same time."""
     may_clear = True
     """Whether the cell may clear what is shown under it."""
 
@@ -113,6 +115,7 @@ class CellExecution:
             after_s=hang_after_s,
             in_cell=spec.execution_count,
             before_output=self._listener.before_output,
+            label=self._listener.label,
         )
         self.start_over(spec)
 
@@ -145,6 +148,7 @@ class CellExecution:
             self._listener.before_output,
             pids=self._cluster.pids,
             may_clear=self._listener.may_clear,
+            label=self._listener.label,
         )
         # Another queue: what comes late is of the cell before.
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()

@@ -48,6 +48,9 @@ _CALLS = "labkit.rank.engine.rpc"
 class RunWatch:
     """What looks at a run while it is under way, and may stop it; this one does not."""
 
+    label = ""
+    """What tells the run's output from that of another at the same time."""
+
     def begin(self, run: Run, execution: CellExecution) -> None:
         """The run is about to begin."""
 
@@ -84,7 +87,8 @@ class RunListener(CellListener):
         self._watch = watch
         self._is_to_save = False
         self._next_save = time.monotonic() + INTERVAL_S
-        self.may_clear = view is None
+        self.label = watch.label
+        self.may_clear = view is None and not watch.label
 
     def take_batch(self, rank: int, batch: Batch) -> None:
         self._run.collector.add(rank, batch)
@@ -154,6 +158,7 @@ class Training:
             options.of_the_step,
             log_scale=options.log_scale,
         )
+        self.run.in_lab = self._group.in_lab
         placements = self._group.placements
         persistence.begin(
             self.run,

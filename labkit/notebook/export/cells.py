@@ -81,12 +81,15 @@ class Past:
         where = None if ranks is None else tuple(ranks)
         self._record.append(Ran(code, execution_count(), ranks=where))
 
-    def note_run(self, work: Any, strategy: str) -> Before:
-        """A training run of `work` begins, a cell's code or a function; what had run
-        before."""
+    def note_run(
+        self, work: Any, strategy: str, ranks: Sequence[int] | None = None
+    ) -> Before:
+        """A training run of `work` begins, a cell's code or a function, on all ranks or
+        on these; what had run before."""
         before = Before(self._record, len(self._record), execution_count())
         if isinstance(work, str):
-            self._record.append(Ran(work, execution_count(), strategy))
+            where = None if ranks is None else tuple(ranks)
+            self._record.append(Ran(work, execution_count(), strategy, where))
         if not callable(work):
             return before
         from labkit.notebook.kernel.pickled_function import takes_rank

@@ -3,11 +3,14 @@
 import contextlib
 import signal
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 _is_held = False
 _noted = False
+_is_to_end: ContextVar[Callable[[], bool] | None] = ContextVar("ends", default=None)
 
 
 @contextlib.contextmanager
@@ -38,8 +41,16 @@ def held() -> Iterator[None]:
 
 
 def check() -> None:
-    """KeyboardInterrupt if one was held back; for places where all is in order."""
+    """KeyboardInterrupt if one was held back, or the thread is to end; for places
+    where all is in order."""
     global _noted
+    if (ends := _is_to_end.get()) is not None and ends():
+        raise KeyboardInterrupt
     if _is_held and _noted and threading.current_thread() is threading.main_thread():
         _noted = False
         raise KeyboardInterrupt
+
+
+def end_thread_when(is_to_end: Callable[[], bool]) -> None:
+    """Have `check` end this thread, which no signal reaches, as an interrupt would."""
+    _is_to_end.set(is_to_end)

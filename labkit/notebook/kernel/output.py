@@ -82,9 +82,12 @@ class OutputMerger:
         *,
         pids: Mapping[int, int] | None = None,
         may_clear: bool = True,
+        label: str = "",
     ) -> None:
         """`pids` are the ranks', by which alone their warnings may differ; `may_clear`
-        says whether the output of the cell is theirs alone."""
+        says whether the output of the cell is theirs alone; `label` tells it from that
+        of other ranks at the same time."""
+        self._of = f"{label}, " if label else ""
         self._before_write = before_write
         self._own_pid = {
             rank: re.compile(
@@ -246,7 +249,7 @@ class OutputMerger:
             self._write(ranks, items)
 
     def _write(self, ranks: Iterable[int], items: Iterable[Item]) -> None:
-        label = f"[{format_ranks(ranks)}] "
+        label = f"[{self._of}{format_ranks(ranks)}] "
         self._before_write()
         for item in items:
             if item.stream == "clear":
@@ -258,7 +261,9 @@ class OutputMerger:
                 continue
             stream = sys.stderr if item.stream == "stderr" else sys.stdout
             speaker = label + item.stream
-            gutter = label if speaker != self._label else " " * len(label)
+            # Others may have written meanwhile, where there are any.
+            is_same = speaker == self._label and not self._of
+            gutter = " " * len(label) if is_same else label
             if self._open_stream and speaker == self._label:
                 gutter = ""
             else:

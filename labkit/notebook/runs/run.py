@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -71,6 +72,8 @@ class Run(RunRecord):
     """What runs it in the background."""
     before: Before | None = field(default=None, init=False)
     """What had run in this kernel when it began."""
+    in_lab: Sequence[int] = field(default=(), init=False)
+    """The numbers in its lab of the ranks that it runs on, in order."""
     has_ended: threading.Event = field(default_factory=threading.Event, init=False)
 
     def refresh(self) -> "Run":

@@ -1,6 +1,8 @@
 """The options of a study."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from labkit.checks import check_seed
 from labkit.checks import check_timeout
 from labkit.checks import is_metric
 from labkit.checks import short_repr
+from labkit.notebook.execution.options import RunOptions
 from labkit.options import option
 
 SAMPLERS = ("tpe", "random", "grid")
@@ -40,6 +43,12 @@ def check_part(what: str, value: Any, names: tuple[str, ...]) -> None:
             f"{what} is {short_repr(value)}; give one of {', '.join(names)}, or a "
             f"{what} of Optuna's"
         )
+
+
+NOT_OF_TRIALS = frozenset(
+    ("name", "seed", "resume", "live", "background", "log_scale", "profile")
+)
+"""The options of a run that are those of the study, or make no sense in one."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,14 @@ class TuneOptions:
         partial(check_part, names=PRUNERS),
         metavar="NAME",
     )
+    ranks_per_trial: int | None = option(
+        None,
+        "run trials at once, each on a group of K ranks of its own, which K has to "
+        "divide",
+        partial(check_count, meaning="the ranks of a group"),
+        metavar="K",
+        default_text="all ranks, one trial after the other",
+    )
     name: str | None = option(
         None,
         "what to call the study",
@@ -103,7 +120,32 @@ class TuneOptions:
         "continue the study of this name; unfinished trials run again",
     )
 
+    def group_size(self, num_ranks: int) -> int:
+        """The ranks of a trial, of so many. ValueError where they cannot be divided."""
+        size = self.ranks_per_trial
+        if size is None:
+            return num_ranks
+        if num_ranks % size:
+            sizes = [str(k) for k in range(1, num_ranks + 1) if num_ranks % k == 0]
+            raise ValueError(
+                f"ranks_per_trial is {size}, and {num_ranks} ranks cannot be divided "
+                f"into groups of {size}; choose one of {', '.join(sizes)}, or start "
+                "the lab with another number of ranks (%dist_start -n N)"
+            )
+        return size
+
     @property
     def is_max(self) -> bool:
         """Whether more is better."""
         return (self.mode or ("max" if self.metric in RATES else "min")) == "max"
+
+
+def check_run_options(run_options: Mapping[str, Any]) -> None:
+    """ValueError for what is no option of a trial's run, or that of the study."""
+    known = {each.name for each in fields(RunOptions)} - NOT_OF_TRIALS
+    for name in run_options:
+        if name not in known:
+            raise ValueError(
+                f"tune does not take {name}; for its runs it takes "
+                f"{', '.join(sorted(known))}"
+            )

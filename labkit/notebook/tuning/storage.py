@@ -19,8 +19,8 @@ import psutil
 from labkit.checks import UserError
 from labkit.notebook.runs.persistence import runs_folder
 from labkit.notebook.runs.persistence import state_of
+from labkit.notebook.trials.space import load_optuna
 from labkit.notebook.tuning.options import TuneOptions
-from labkit.notebook.tuning.space import load_optuna
 
 FILE = "study.db"
 KERNEL = "kernel"
@@ -176,17 +176,27 @@ def is_unended(trial: Any) -> bool:
 
 
 def make_sampler(
-    options: TuneOptions, ranges: Mapping[str, Any], num_before: int
+    options: TuneOptions,
+    ranges: Mapping[str, Any],
+    num_before: int,
+    *,
+    is_parallel: bool,
 ) -> Any:
-    """Optuna's sampler; another seed for the trials after `num_before`."""
+    """Optuna's sampler; another seed for the trials after `num_before`. Where several
+    trials run at once, one is not to try the same as another that has no value yet."""
     samplers = load_optuna().samplers
     if options.sampler == "grid":
         choices = {name: list(each.choices) for name, each in ranges.items()}
         return samplers.GridSampler(choices, seed=options.seed % 2**32)
     seed = (options.seed + num_before) % 2**32
-    makers = {"tpe": samplers.TPESampler, "random": samplers.RandomSampler}
-    found = options.sampler
-    return makers[found](seed=seed) if isinstance(found, str) else found
+    if options.sampler == "random":
+        return samplers.RandomSampler(seed=seed)
+    if options.sampler != "tpe":
+        return options.sampler
+    with warnings.catch_warnings():
+        experimental = load_optuna().exceptions.ExperimentalWarning
+        warnings.simplefilter("ignore", experimental)
+        return samplers.TPESampler(seed=seed, constant_liar=is_parallel)
 
 
 def make_pruner(options: TuneOptions, length: int | None) -> Any:

@@ -14,6 +14,7 @@ from labkit.checks import is_run_name
 from labkit.checks import short_repr
 from labkit.notebook.runs.catalog import load_run
 from labkit.notebook.runs.run import Run
+from labkit.notebook.trials.work import CHECKPOINT
 from labkit.notebook.tuning.storage import FILE
 from labkit.notebook.tuning.storage import connected
 from labkit.notebook.tuning.storage import has_study
@@ -31,8 +32,8 @@ STATES = {
     "RUNNING": "running",
 }
 
-CHECKPOINT = "checkpoint"
-"""The folder of a trial's checkpoints."""
+RANKS = "ranks"
+"""The attribute of a trial with its ranks, where they were not all of the lab's."""
 
 
 class Study:
@@ -90,8 +91,8 @@ class Study:
     @property
     def table(self) -> pd.DataFrame:
         """One row per trial: its parameters, value, state ("finished", "pruned",
-        "failed", or "skipped", where it was forecast not to fit), steps, seconds, and
-        the name of its run."""
+        "failed", or "skipped", where it was forecast not to fit), steps, seconds, the
+        ranks that ran it, if not all did, and the name of its run."""
         rows = [
             {
                 "trial": each.number,
@@ -100,12 +101,15 @@ class Study:
                 "state": state_of(each),
                 "steps": each.user_attrs.get("steps", 0),
                 "seconds": each.user_attrs.get("seconds", math.nan),
+                RANKS: each.user_attrs.get(RANKS, ""),
                 "run": each.user_attrs.get("run", ""),
             }
             for each in self.trials
         ]
         names = list(json.loads(self.optuna.user_attrs["space"]))
-        columns = ["trial", *names, "value", "state", "steps", "seconds", "run"]
+        columns = ["trial", *names, "value", "state", "steps", "seconds"]
+        columns += [RANKS] if any(row[RANKS] for row in rows) else []
+        columns += ["run"]
         return pd.DataFrame(rows, columns=columns).set_index("trial")
 
     @property

@@ -19,6 +19,17 @@ MAX_LOAD = 0.1
 """The share of a core that drawing may take."""
 
 
+class ViewOfThreads:
+    """What threads have of the view, which the main one draws."""
+
+    def __init__(self, view: "StudyView") -> None:
+        self.clear_line = view.clear_line
+        self.left = ""
+
+    def tick(self) -> None:
+        """The main thread's does it."""
+
+
 class StudyView:
     """Displayed once, updated in place; drawn in the painter's process."""
 

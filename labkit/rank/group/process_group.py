@@ -189,6 +189,7 @@ class RankProcessGroup:
         that host a store of their own; `places` are the ranks' by process id, in order.
         """
         self.placement = placement = places[self._pid]
+        self._set_aside_others()
         self._store = LabStore(store, self.timeout)
         self.peers = list(places)
         self._listening = listening_ports() if self.can_abort else set()
@@ -214,8 +215,6 @@ class RankProcessGroup:
         assert self._group is not None
         forget_world_group()
         former = self._former.pop(placement.world_size, None)
-        for each in self._former.values():
-            each.set_aside()
         bind_to_new_groups(former, self._group, self._variables, self._store)
         # What was made in a part is of no use any more, when all ranks are together.
         self._former = {
@@ -226,6 +225,16 @@ class RankProcessGroup:
         self._users_groups.clear()
         connect(self._group)
         return self.prove(self.placement.group_timeout_s)
+
+    def _set_aside_others(self) -> None:
+        """Let nothing use groups that were left for a world of another size.
+
+        A model may hold one: torch has forgotten it, and gloo would work on with it.
+        """
+        for size, each in self._former.items():
+            if size != self.placement.world_size and not each.is_aside:
+                each.set_aside()
+                close_connections(self.peers)
 
     def adopt(self) -> None:
         """Take the default group of this process, which a launcher's environment has

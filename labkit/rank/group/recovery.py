@@ -47,6 +47,7 @@ class FormerGroups:
         """`formation` names the creation of the group, the same on all ranks."""
         self.default_name = str(default.group_name)
         self.formation = formation
+        self.is_aside = False
         self.names = {default: self.default_name}
         self.names |= names_of_groups()
         self.ranks = {name: ranks_of(group) for group, name in self.names.items()}
@@ -56,9 +57,8 @@ class FormerGroups:
 
         The groups of today have the same names: they are counted from 0 again.
         """
+        self.is_aside = True
         mark = ASIDE.format(self.formation)
-        if self.default_name.startswith(mark):
-            return
         for mesh in models_and_meshes():
             if isinstance(mesh, DeviceMesh) and (names := group_names_of(mesh)):
                 ours = [mark + n if n in self.ranks else n for n in names]
