@@ -279,12 +279,18 @@ class RankProcessGroup:
         """
         if self._group is None:
             return
-        self._former = FormerGroups(self._group, formation=self._formation)
+        self._note_groups()
         if dist.is_initialized():
             self._destroy()
         mesh_of.cache_clear()
         self._group = self._solo = None
         self._divided.clear()
+
+    def _note_groups(self) -> None:
+        """Keep in mind the groups that are about to be left."""
+        assert self._group is not None
+        former = FormerGroups(self._group, formation=self._formation)
+        self._former[self.placement.world_size] = former
 
     def leave(self) -> None:
         """Destroy every group of this process; does nothing where there is none."""
@@ -292,8 +298,7 @@ class RankProcessGroup:
         end_rpc()
         with self._releasing:  # not while another thread still aborts them
             if self._group is not None:
-                former = FormerGroups(self._group, formation=self._formation)
-                self._former[self.placement.world_size] = former
+                self._note_groups()
             if dist.is_initialized():
                 self._destroy()
         mesh_of.cache_clear()  # or it would keep the groups, and their connections
