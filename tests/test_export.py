@@ -248,6 +248,12 @@ def test_a_plain_script_is_one_that_readers_of_the_tutorials_know() -> None:
         ("(x, y) in", "[x, *y] in", "does not take a batch apart"),
         ("x), y).backward()", "x), y).backward(y)", r"one backward\(\)"),
         ("for step", "for x, y in loader:\n    f(x)\nfor step", "is not one loop over"),
+        (LOG, "rank = 8", "has a rank of its own"),
+        (LOG, "sum = x", "has a sum of its own"),
+        (LOG, "if step:\n        f(1); log(step=1)", "a call of log shares its line"),
+        (LOG, "step and log(step=step)", "a call of log is a part"),
+        ("model = Net()", "from math import *\nmodel = Net()", "imports \\*"),
+        ("enumerate(loader)", "enumerate(f(loader))", "over more than the loader"),
     ],
 )
 def test_what_is_not_certain_is_not_written_in_plain_pytorch(
@@ -261,6 +267,53 @@ def test_what_is_not_certain_is_not_written_in_plain_pytorch(
     assert "no plain PyTorch" in script.notes[-1]
     assert "no plain PyTorch" in " ".join(script.text.split())
     assert style_of(script.text) == "labkit"
+
+
+ALIASES = """part = f(1)
+model = Net(part)
+given = []
+for each in model.parameters():
+    given.append(each)
+"""
+
+
+@pytest.mark.parametrize("name", ["part", "given"])
+def test_a_loop_that_uses_parts_of_the_model_by_other_names_is_not_plain(
+    name: str,
+) -> None:
+    code = LOOP.replace("model = Net()\n", ALIASES)
+    plain(code)
+    with pytest.raises(ValueError, match=f"{name}, which the loop uses, may share"):
+        plain(code.replace(LOG, f"f({name})"))
+    of_parameters = code.replace("SGD(model.parameters()", "SGD(given")
+    plain(of_parameters)
+    with pytest.raises(ValueError, match="optimizer is not made right before prepare"):
+        plain(of_parameters, "fsdp")
+
+
+def test_a_fit_is_written_out_where_its_arguments_can_be() -> None:
+    code = """model = Net()
+fit(
+    model, data, cross_entropy,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1), batch_size=64,
+)
+"""
+    text = plain(code, "fsdp")
+    assert "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" in text
+    assert text.index("shard(model)\n    fully") < text.index("optimizer = torch")
+    with pytest.raises(ValueError, match="with a model that has no name"):
+        plain(code.replace("model, data", "Net(), data"))
+    with pytest.raises(ValueError, match="the loss function takes no target"):
+        plain(f"def cross_entropy(out):\n    return out.mean()\n{code}")
+
+
+def test_what_a_loop_makes_of_a_batch_does_not_change_what_it_counts_for() -> None:
+    text = plain(
+        LOOP.replace("    optimizer.zero_grad()", "    x = x.T", 1)
+        + "    optimizer.zero_grad()\n"
+    )
+    assert "        num_samples = len(x)\n        is_last" in text
+    assert "step_losses.append((loss.detach(), num_samples))" in text
 
 
 @pytest.mark.parametrize(

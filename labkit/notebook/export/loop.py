@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from labkit.notebook.export.cells import begin_of
 from labkit.notebook.export.names import names_of
+from labkit.notebook.export.names import related
 from labkit.notebook.export.needed import CALLS
 
 _OF_LABKIT = re.compile(
@@ -58,7 +59,7 @@ class Loop:
     zero_grad: ast.stmt
 
 
-def without_fit(code: str) -> str:
+def without_fit(code: str, earlier: str) -> str:
     """The cell with `fit` written out as `prepare` and the loop that it stands for."""
     tree = ast.parse(code)
     found = [
@@ -81,11 +82,16 @@ def without_fit(code: str) -> str:
     used = taken.binds | taken.all_needs
     text = {name: ast.unparse(value) for name, value in given.items()}
     loss_fn, bind = given["loss_fn"], ""
-    if isinstance(loss_fn, ast.Lambda) and len(loss_fn.args.args) != 2:
+    if not isinstance(given["model"], ast.Name):
+        raise NotPlainError("fit is called with a model that has no name")
+    if _takes_no_target(loss_fn, earlier, tree):
         raise NotPlainError("the loss function takes no target")
+    if not isinstance(given["optimizer"], ast.Name):
+        name = free("optimizer", used)
+        bind, text["optimizer"] = f"{name} = {text['optimizer']}\n", name
     if not isinstance(loss_fn, ast.Name | ast.Attribute):
         name = free("loss_fn", used)
-        bind, text["loss_fn"] = f"{name} = {text['loss_fn']}\n", name
+        bind, text["loss_fn"] = f"{name} = {text['loss_fn']}\n{bind}", name
     names = {each: free(each, used) for each in ("loader", "epoch", "x", "y", "loss")}
     written = _FIT.format(
         **{"epochs": "1", "shuffle": "True", **text, **names, "bind": bind}
@@ -93,6 +99,17 @@ def without_fit(code: str) -> str:
     lines = code.splitlines()
     lines[begin_of(found[0]) - 1 : found[0].end_lineno] = [written]
     return "\n".join(lines)
+
+
+def _takes_no_target(loss_fn: ast.expr, earlier: str, tree: ast.Module) -> bool:
+    if isinstance(loss_fn, ast.Lambda):
+        return len(loss_fn.args.args) != 2
+    made = [
+        node.args
+        for node in [*ast.parse(earlier).body, *tree.body]
+        if isinstance(node, ast.FunctionDef) and node.name == ast.unparse(loss_fn)
+    ]
+    return bool(made) and len(made[-1].posonlyargs + made[-1].args) < 2
 
 
 def find_loop(code: str, earlier: str) -> Loop:
@@ -134,7 +151,10 @@ def find_loop(code: str, earlier: str) -> Loop:
     if body.index(backward) < body.index(zero_grad) < body.index(step):
         raise NotPlainError(f"{optimizer}.zero_grad() comes right before the step")
     _check_lines(tree, loop)
+    shared = _check_aliases(tree, earlier, (model, optimizer), prepare)
     making = _making(tree, model, optimizer, prepare)
+    if making is not None and _words(making) & shared:
+        making = None  # its parameters were taken from the model before
     _check_uses(tree, (model, optimizer, loader), prepare, loop, backward)
     return Loop(
         model,
@@ -206,6 +226,9 @@ def _loop_over(tree: ast.Module, loader: str) -> ast.For:
 def _batch_of(loop: ast.For) -> tuple[str, ...]:
     target = loop.target
     if _name_of_call(loop.iter) == "enumerate":
+        assert isinstance(loop.iter, ast.Call)
+        if not loop.iter.args or not isinstance(loop.iter.args[0], ast.Name):
+            raise NotPlainError("the loop is over more than the loader")
         pair = target.elts if isinstance(target, ast.Tuple) else []
         target = pair[1] if len(pair) == 2 else target
     elif not isinstance(loop.iter, ast.Name):
@@ -248,6 +271,21 @@ def _making(
         raise NotPlainError(f"{optimizer} is not made by one assignment")
     between = tree.body[tree.body.index(found[0]) + 1 : tree.body.index(prepare)]
     return None if any(model in _words(each) for each in between) else found[0]
+
+
+def _check_aliases(
+    tree: ast.Module, earlier: str, names: tuple[str, str], prepare: ast.Assign
+) -> frozenset[str]:
+    """Other names for what prepare takes, or for parts of it. NotPlainError where one
+    is used after it: a wrapped model may have others by then."""
+    at = tree.body.index(prepare)
+    shared = related([*ast.parse(earlier).body, *tree.body[:at]], {*names})
+    for node in tree.body[at + 1 :]:
+        if used := _words(node) & shared:
+            raise NotPlainError(
+                f"{min(used)}, which the loop uses, may share {names[0]}'s parameters"
+            )
+    return shared
 
 
 def _check_uses(

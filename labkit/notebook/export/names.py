@@ -5,6 +5,8 @@ import builtins
 import re
 import symtable
 from collections.abc import Iterator
+from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass
 
 ALWAYS_THERE = frozenset({*dir(builtins), "__file__"})
@@ -104,6 +106,39 @@ def changes_of(statement: ast.stmt, modules: frozenset[str]) -> frozenset[str]:
                 given = [*args, *(each.value for each in keywords)]
                 found |= {root_of(each) for each in given} - modules
     return frozenset(name for name in found if name is not None)
+
+
+def related(statements: Sequence[ast.stmt], names: Set[str]) -> frozenset[str]:
+    """Other names for the values of `names`, or for what may be a part of them or have
+    them as a part."""
+    found = set(names)
+    own = [names_of(ast.unparse(node)) for node in statements]
+    made: set[str] = set()
+    called: set[str] = set()  # what calls make: a number is no part of anything
+    for node, each in zip(statements, own, strict=True):
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+            made |= each.binds
+            if any(isinstance(inner, ast.Call) for inner in ast.walk(node)):
+                called |= each.binds
+    while True:
+        before = len(found)
+        for node, each in zip(statements, own, strict=True):
+            is_made = isinstance(node, ast.Assign | ast.AnnAssign)
+            if each.binds & found and is_made:
+                found |= each.needs & called
+            if each.all_needs & found and not _prints(node):
+                found |= each.binds
+                if not is_made:  # as a loop that appends to a list
+                    found |= each.needs & made
+        if len(found) == before:
+            return frozenset(found - names)
+
+
+def _prints(node: ast.stmt) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Name(id="print"))):
+            return True
+    return False
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:

@@ -21,6 +21,7 @@ from labkit.notebook.export.loop import NotPlainError
 from labkit.notebook.export.loop import find_loop
 from labkit.notebook.export.loop import free
 from labkit.notebook.export.loop import without_fit
+from labkit.notebook.export.names import ALWAYS_THERE
 from labkit.notebook.export.names import names_of
 from labkit.notebook.export.needed import CALLS
 from labkit.notebook.export.needed import Parts
@@ -59,9 +60,11 @@ _OWN = {
     *("DistributedDataParallel", "fully_shard", "deepspeed", "RankBatches", "cut"),
     *("seed_everything", "write_losses", "shard", "clip_grad_norm", "sampler"),
     *("step_losses", "is_last", "weight", "config", "bucket", "largest", "tensor"),
-    *("num_parameters", "parser"),
+    *("num_parameters", "num_samples", "parser"),
+    *("torch", "dist", "rank", "world_size", "device"),
+    *(name for name in ALWAYS_THERE if not name.startswith("_")),
 }
-"""Names that such a script has for itself."""
+"""Names that such a script has for itself, or reads."""
 
 
 def plain_text(
@@ -75,7 +78,7 @@ def plain_text(
     is_even = _is_even(run)
     earlier = "\n".join(each.source for each in parts.earlier)
     _check_names(f"{earlier}\n{parts.body}")
-    body = without_fit(parts.body)
+    body = without_fit(parts.body, earlier)
     loop = find_loop(body, earlier)
     for each in parts.earlier:
         if {loop.model, loop.optimizer, loop.loader} & each.names.needs_later:
@@ -161,6 +164,8 @@ def _check_names(code: str) -> None:
     found = names_of(ast.unparse(tree))
     if taken := (found.binds | found.sets) & {*_OWN, *CALLS}:
         raise NotPlainError(f"a cell has a {min(taken)} of its own")
+    if "import *" in ast.unparse(tree):
+        raise NotPlainError("a cell imports *, which may be any names")
 
 
 def _import_lines(node: ast.stmt) -> list[str]:
@@ -187,6 +192,10 @@ def _written_out(
     if not loss.isidentifier():
         loss = free("loss", used)
         record = f"{loss} = {ast.unparse(loop.loss)}\n"
+    # `x, y = f(x, y)` in the loop may change how many there seem to be.
+    remade = (
+        loop.batch[0] in names_of("\n".join(map(ast.unparse, loop.loop.body))).binds
+    )
     names = {
         "model": loop.model,
         "optimizer": loop.optimizer,
@@ -196,7 +205,7 @@ def _written_out(
         "batch_size": loop.batch_size,
         "shuffle": loop.shuffle,
         "stage": strategy[-1],
-        "sample": loop.batch[0],
+        "num_samples": "num_samples" if remade else f"len({loop.batch[0]})",
         "loss": loss if is_even else f"{loss} * weight",
     }
     wrap = templates.WRAP[kind].format(**names)
@@ -212,6 +221,7 @@ def _written_out(
 
     moved = [f"{name}.to(device)" for name in loop.batch]
     begin = [f"{', '.join(loop.batch)} = {', '.join(moved)}"]
+    begin += [f"num_samples = len({loop.batch[0]})"] if remade else []
     begin += templates.BEGIN[kind].format(**names).splitlines()
     if not is_even:
         begin.append(templates.WEIGHT)
@@ -240,6 +250,15 @@ def _without_log(code: str) -> str:
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.Expr(value=ast.Call(func=ast.Name(id="log"))):
+                before = lines[node.lineno - 1].encode()[: node.col_offset]
+                after = lines[(node.end_lineno or 0) - 1].encode()[
+                    node.end_col_offset :
+                ]
+                if before.strip() or (after.strip() and after.strip()[:1] != b"#"):
+                    raise NotPlainError("a call of log shares its line")
                 for number in range(node.lineno - 1, node.end_lineno or 0):
                     lines[number] = left_out(lines[number])
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    if "log" in names_of(text).all_needs:
+        raise NotPlainError("a call of log is a part of an expression")
+    return text

@@ -196,7 +196,7 @@ BACKWARD = {
     "zero": "{model}.backward({loss})  # divides it by the number of microbatches",
 }
 
-RECORD = "step_losses.append(({loss}.detach(), len({sample})))"
+RECORD = "step_losses.append(({loss}.detach(), {num_samples}))"
 
 STEP = {
     "ddp": """\
