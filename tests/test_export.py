@@ -358,6 +358,13 @@ def test_what_only_a_notebook_has_is_left_out() -> None:
     assert "\nimport matplotlib" not in text
 
 
+def test_a_counter_that_a_loop_begins_is_the_cells_own() -> None:
+    code = "for epoch in range(2):\n    right = 0\n    right += epoch\nprint(right)"
+    assert "right = 5" not in exported(code, Ran("right = 5", 1))
+    goes_on = "for epoch in range(2):\n    right += epoch\n    right = 0"
+    assert "right = 5" in exported(goes_on, Ran("right = 5", 1))
+
+
 def test_strings_of_several_lines_stay_as_they_are() -> None:
     text = exported('x = """a\nb"""\nprint(x)')
     assert '    x = """a\nb"""\n' in text

@@ -148,11 +148,22 @@ class Statement:
         block, what it binds it is taken to have bound."""
         if not hasattr(self.node, "body") or self.is_definition:
             return self.names.needs
-        updated = {
-            node.target.id
+        nodes = sorted(
+            (node for node in ast.walk(self.node) if isinstance(node, ast.Name)),
+            key=lambda node: node.lineno,
+        )
+        updates = {
+            id(node.target)
             for node in ast.walk(self.node)
-            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+            if isinstance(node, ast.AugAssign)
         }
+        bound: set[str] = set()
+        updated: set[str] = set()
+        for node in nodes:
+            if id(node) in updates and node.id not in bound:
+                updated.add(node.id)
+            elif isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
         return (self.names.needs - self.names.binds) | updated
 
     @property
