@@ -135,6 +135,79 @@ print("at", level)
     assert re.search(r"-trial-\d \(ranks (0-1|2-3)\) failed", said.err)
 
 
+def test_ranks_that_ran_no_trial_are_in_all_groups_again(lab_of_4: Lab) -> None:
+    lab_of_4.run("pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]")
+    study = tune(lab_of_4, LOOP.format(steps=2), {"level": [1]})
+    assert set(study.table["ranks"]) <= {"ranks 0-1", "ranks 2-3"}
+    lab_of_4.run(
+        "total = torch.tensor(rank)\n"
+        "dist.all_reduce(total, group=pairs[rank % 2])\n"
+        "assert total == (4 if rank % 2 else 2)\n"
+        "del pairs"
+    )
+
+
+def test_a_trial_that_no_first_one_came_before_is_not_compared(
+    lab_of_4: Lab, tmp_path: Path
+) -> None:
+    # The losses of all fall alike. The second waits, when it is far on, until the third
+    # has begun, where the first has finished.
+    code = f"""
+import pathlib, time
+begun = [pathlib.Path({str(tmp_path)!r}, f"{{each}}") for each in range(3)]
+number = torch.tensor(0)
+while rank == 0:
+    try:
+        begun[number].mkdir()
+        break
+    except FileExistsError:
+        number += 1
+dist.broadcast(number, 0)
+w = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([w], lr=0.0)
+for step in range(27):
+    (w * 0.9 ** step).sum().backward()
+    optimizer.step()
+    while number == 1 and step == 11 and not begun[2].exists():
+        time.sleep(0.01)
+    time.sleep(0.1 if number == 2 or step > 11 and number == 1 else 0)
+"""
+    study = tune(lab_of_4, code, {"level": [0, 1, 2]}, pruner="halving")
+    assert study.table["state"].tolist() == ["finished"] * 3
+
+
+def test_one_interrupt_kills_no_group_that_is_slow_to_end(
+    lab_of_4: Lab, tmp_path: Path
+) -> None:
+    # The other group ends at once; then this one runs on for longer than a second
+    # interrupt would let it.
+    code = f"""
+import pathlib, time
+begun = pathlib.Path({str(tmp_path)!r}, f"{{level}}-{{rank}}")
+begun.touch()
+try:
+    while True:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    end = time.monotonic() + 4
+    while level == 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    raise
+"""
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("[01]-[01]"))) < 4:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pids = lab_of_4.status()["pid"].tolist()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    tune(lab_of_4, code, {"level": [0, 1]})
+    thread.join()
+    assert lab_of_4.status()["pid"].tolist() == pids
+
+
 def test_three_failures_at_first_end_the_trials_of_all_groups(lab_of_4: Lab) -> None:
     # The fourth would wait for ever before its first step.
     code = "import time\nif level < 4: raise OSError('no data')\ntime.sleep(1000)"

@@ -41,9 +41,11 @@ class TrialWatch(RunWatch):
         *,
         using_optuna: "threading.RLock",
         label: str = "",
+        may_prune: bool = True,
     ) -> None:
         """`said` are the notes that trials before had under them; `using_optuna` is
-        held while the trial is reported on; `label` is for what its ranks print."""
+        held while the trial is reported on; `label` is for what its ranks print;
+        `may_prune` says whether it is compared with others."""
         self.run: Run | None = None
         """None until it has begun."""
         self.why_stopped = ""
@@ -56,6 +58,7 @@ class TrialWatch(RunWatch):
         self._view = view
         self._said = said
         self._using_optuna = using_optuna
+        self._may_prune = may_prune
         self._asked_at = math.inf
         self._is_to_end = False
 
@@ -108,8 +111,10 @@ class TrialWatch(RunWatch):
             with self._using_optuna:
                 self._trial.report(value, place)
                 # The points after a stop do not come again, and belong to its curve.
-                is_compared = not self.why_stopped and math.isfinite(value)
-                is_behind = is_compared and self._trial.should_prune()
+                is_compared = self._may_prune and not self.why_stopped
+                is_behind = (
+                    is_compared and math.isfinite(value) and self._trial.should_prune()
+                )
             if is_behind:
                 self._stop("it fell behind")
             elif not self.why_stopped and not math.isfinite(value):

@@ -107,7 +107,8 @@ def run_at_once(
                 say(f"{place.ranks} are left out of the rest of the study: {error}")
         except BaseException as error:
             errors.append(error)
-            running.end()
+            if not running.is_ending:  # a second time would kill
+                running.end()
 
     with _ending_at_an_interrupt(running):
         # Each has a context of its own: what it prints belongs to this cell.
@@ -126,7 +127,12 @@ def run_at_once(
         for thread in threads:
             while thread.is_alive():
                 thread.join(timeouts.POLL_S)
-                tick()
+                try:
+                    tick()
+                except Exception as error:  # raised when the trials have ended
+                    if not running.is_ending:
+                        errors.append(error)
+                        running.end()
     # What went wrong comes before the interrupts that it led to.
     errors.sort(key=lambda error: isinstance(error, KeyboardInterrupt))
     if not errors and len(lost) == len(places):

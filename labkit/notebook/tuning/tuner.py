@@ -244,6 +244,13 @@ class Tuner:
             compared = replace(compared, pruner="none")
         return storage.make_pruner(compared, self._length)
 
+    @property
+    def _has_pruner(self) -> bool:
+        """Whether a trial that begins now is compared from its first value. Halving
+        takes the first one that it sees for that of the first steps: of a trial in the
+        middle it is too good, and all that come after would fall behind."""
+        return self._length is not None or not isinstance(self._options.pruner, str)
+
     def _left(self, began: float, deadline: float | None) -> str:
         num_done = len(self.study.trials)
         of = "" if self._num_trials is None else f" of {self._num_trials}"
@@ -276,6 +283,7 @@ class Tuner:
             options.get("checkpoint"),
             using_optuna=self._using_optuna,
             label=f"trial {trial.number}" if self._is_parallel else "",
+            may_prune=self._has_pruner,
         )
         if self._request.fits is not None and self._skips(trial, strategy, options):
             return
@@ -419,7 +427,7 @@ class Tuner:
         goes_on = self._running.is_ending or self._running.have_steps
         have_all_failed = len(self.study.errors) == len(done) >= MAX_FIRST_FAILURES
         if have_all_failed and not goes_on:
-            self._running.is_ending = True
+            self._running.end()
             say(f"the first {len(done)} trials have failed, which ends the study")
             raise self._first_error
 

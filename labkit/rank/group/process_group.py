@@ -232,7 +232,7 @@ class RankProcessGroup:
         A model may hold one: torch has forgotten it, and gloo would work on with it.
         """
         for size, each in self._former.items():
-            if size != self.placement.world_size and not each.is_aside:
+            if size != self.placement.world_size and not each.mark:
                 each.set_aside()
                 close_connections(self.peers)
 

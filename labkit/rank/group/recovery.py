@@ -47,7 +47,8 @@ class FormerGroups:
         """`formation` names the creation of the group, the same on all ranks."""
         self.default_name = str(default.group_name)
         self.formation = formation
-        self.is_aside = False
+        self.mark = ""
+        """What every name here begins with, once they are set aside."""
         self.names = {default: self.default_name}
         self.names |= names_of_groups()
         self.ranks = {name: ranks_of(group) for group, name in self.names.items()}
@@ -57,8 +58,7 @@ class FormerGroups:
 
         The groups of today have the same names: they are counted from 0 again.
         """
-        self.is_aside = True
-        mark = ASIDE.format(self.formation)
+        mark = self.mark = ASIDE.format(self.formation)
         for mesh in models_and_meshes():
             if isinstance(mesh, DeviceMesh) and (names := group_names_of(mesh)):
                 ours = [mark + n if n in self.ranks else n for n in names]
@@ -96,7 +96,9 @@ def bind_to_new_groups(
     meshes = [each for each in found if isinstance(each, DeviceMesh)]
     wanted: tuple[str, dict[str, list[int]]] = ("", {})
     if former is not None:
-        wanted = former.formation, former.in_use(meshes, variables)
+        # By the names that they had: a rank that was in no part has set none aside.
+        used = former.in_use(meshes, variables).items()
+        wanted = former.formation, {n.removeprefix(former.mark): r for n, r in used}
     store.set(f"wanted/{dist.get_rank()}", json.dumps(wanted))
     keys = [f"wanted/{rank}" for rank in range(dist.get_world_size())]
     everyone: list[Any] = list(map(json.loads, store.multi_get(keys)))
@@ -109,6 +111,7 @@ def bind_to_new_groups(
             successors[name] = dist.new_group(list(ranks))
     if former is None:
         return
+    successors = {former.mark + name: each for name, each in successors.items()}
     if all(formation == former.formation for formation, _ in everyone):
         successors[former.default_name] = default
     for holder in [variables, *holders_of(former.names)]:
