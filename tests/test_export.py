@@ -52,6 +52,7 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    log(part=0.5)
 if rank == 0:
     print("done")
 """
@@ -132,7 +133,7 @@ def test_the_script_has_the_losses_of_the_run(
     script = tmp_path / "train.py"
     notes = run.export(script)
     assert style_of(script.read_text()) == style
-    assert any("no plain PyTorch" in each for each in notes) == (style == "labkit")
+    assert any("not plain PyTorch" in each for each in notes) == (style == "labkit")
     done = launch(script, "--losses", "losses.csv")
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr  # threads that nobody has ended
@@ -163,7 +164,7 @@ def test_a_script_goes_on_where_a_cell_or_itself_has_stopped(
     script = tmp_path / "train.py"
     notes = lab.export(script)
     assert f"--checkpoint {kept} --resume goes on from there" in notes[0]
-    assert "no plain PyTorch: it keeps checkpoints" in notes[1]
+    assert "not plain PyTorch: a run with checkpoints" in notes[1]
 
     def go_on(folder: str) -> None:
         given = ["--checkpoint", folder, "--resume", "--losses", "losses.csv"]
@@ -261,11 +262,11 @@ def test_what_is_not_certain_is_not_written_in_plain_pytorch(
 ) -> None:
     code = LOOP.replace(old, new)
     assert code != LOOP
-    with pytest.raises(ValueError, match=f"in plain PyTorch, for .*{words}"):
+    with pytest.raises(ValueError, match=f"in plain PyTorch: .*{words}"):
         plain(code)
     script = script_of(replace(facts(code, GIVEN), samples=EVEN), "train.py")
-    assert "no plain PyTorch" in script.notes[-1]
-    assert "no plain PyTorch" in " ".join(script.text.split())
+    assert "not plain PyTorch" in script.notes[-1]
+    assert "not plain PyTorch" in " ".join(script.text.split())
     assert style_of(script.text) == "labkit"
 
 
@@ -319,13 +320,13 @@ def test_what_a_loop_makes_of_a_batch_does_not_change_what_it_counts_for() -> No
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"strategy": "hsdp"}, "hsdp is not written out"),
+        ({"strategy": "hsdp"}, "strategy hsdp needs labkit.train"),
         ({"samples": frozenset()}, "not known how many samples"),
         ({"samples": frozenset({(1, 0)})}, "a batch has 1 samples for 2 parts"),
         ({"samples": frozenset({(3, 1)})}, "a batch has 4 samples for 2 parts"),
-        ({"options": TrainOptions(precision="bf16")}, "--precision is not written out"),
-        ({"config": {"static_graph": True}}, "--config is not written out"),
-        ({"checkpoints": "kept"}, "it keeps checkpoints"),
+        ({"options": TrainOptions(precision="bf16")}, "--precision needs labkit"),
+        ({"config": {"static_graph": True}}, "--config needs labkit.train"),
+        ({"checkpoints": "kept"}, "a run with checkpoints needs"),
     ],
 )
 def test_options_of_labkits_own_need_labkit(more: Any, words: str) -> None:
@@ -412,10 +413,10 @@ def test_a_file_that_cannot_be_is_said_before(lab: Lab, tmp_path: Path) -> None:
     assert file.read_text() == "mine"
     with pytest.raises(ValueError, match="unknown style 'simple'; choose one of"):
         lab.export(file, force=True, style="simple")
-    with pytest.raises(ValueError, match="for single is not written out"):
+    with pytest.raises(ValueError, match="PyTorch: strategy single needs"):
         lab.export(file, force=True, style="plain")
     assert file.read_text() == "mine"
     [note] = lab.export(file, run.name, force=True)
-    assert "imports labkit.train, and is no plain PyTorch: single is not" in note
+    assert "imports labkit.train, and is not plain PyTorch: strategy single" in note
     assert lab.export(file, run.name, force=True, style="labkit") == []
     assert "x = 1" in file.read_text()

@@ -55,6 +55,7 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%%dist one\n1", "write 0, or 0,2, or 1-3, or all"),
         ("%%dist --timeout 0\n1", "must be a number of seconds > 0"),
         ("%%dist_train\n1", "the following arguments are required: STRATEGY"),
+        ("%dist_import", "the following arguments are required: SCRIPT;"),
         ("%%dist_train zero7\n1", "choose one of: single, ddp, zero1, zero2, zero3"),
         ("%%dist_train ddp work\n1", "one word too many"),
         ("%%dist_train ddp --offload x\n1", "unrecognized arguments"),
@@ -91,7 +92,7 @@ def test_without_a_lab_a_magic_says_how_to_start_one(magic: str) -> None:
 
 def test_every_magic_and_option_has_help() -> None:
     names = {**LabMagics.magics["line"], **LabMagics.magics["cell"]}.values()
-    assert len(names) == 15
+    assert len(names) == 16
     for name in names:
         magic = getattr(LabMagics, name)
         assert magic.__doc__.strip(), name

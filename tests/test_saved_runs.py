@@ -387,7 +387,7 @@ def test_records_that_never_came_are_said(
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"name": "x"}'])
 def test_a_folder_without_a_whole_run_json_is_passed_over(
-    folder: Path, content: str | None
+    folder: Path, content: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     end(new_run("whole"))
     broken = folder / "20200101-000000-broken"
@@ -395,6 +395,8 @@ def test_a_folder_without_a_whole_run_json_is_passed_over(
     if content is not None:
         (broken / "run.json").write_text(content)
     assert labkit.list_runs().index.tolist() == ["whole"]
+    # A folder that has none is no run's, as that of the studies.
+    assert ("passed over" in capsys.readouterr().err) == (content is not None)
     with pytest.raises(ValueError, match="there is no run 'broken' in"):
         labkit.load_run("broken")
     with pytest.raises(ValueError, match="has no run that can be read"):

@@ -390,7 +390,15 @@ class LabMagics(Magics):
 
     @magic_arguments()
     @argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    @options(RunOptions, *OF_SCRIPT_RUNS)
+    @argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="for a script that sets no seed: each rank begins with S plus its rank "
+        "(default: 0)",
+    )
+    @options(RunOptions, *(name for name in OF_SCRIPT_RUNS if name != "seed"))
     @argument("--no-live", action="store_true", help="do not plot while it runs")
     @argument("script", metavar="SCRIPT", help="a script for torchrun, as train.py")
     @argument(

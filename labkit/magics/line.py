@@ -99,12 +99,14 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
             for word in action.option_strings
         }
         own, rest = words_of(parser, line)
+        if (remainder := rest_of(parser)) is not None:
+            remainder.required = False  # it may be empty
         typed = [each.split("=")[0] for each in own]
         given = [names[word] for word in typed if word in names]
         if twice := [option for option in given if given.count(option) > 1]:
             raise ValueError(f"{twice[0]} is given twice")
         args: argparse.Namespace = parser.parse_args(own)
-        if rest_of(parser) is not None:
+        if remainder is not None:
             args.arguments = rest
         return args
     except (UsageError, ValueError) as error:

@@ -77,7 +77,7 @@ def _checked_file(script: str | os.PathLike[str]) -> Path:
     if not file.is_file():
         raise ValueError(
             f"there is no file {file}; give its path from the notebook's folder, and "
-            "options of labkit's before it"
+            "labkit's options before it"
         )
     if file.suffix == ".ipynb":
         raise ValueError(
@@ -94,6 +94,11 @@ def _file_of_module(name: str, directory: str | None) -> Path:
     for part in name.split("."):
         whole = f"{whole}.{part}" if whole else part
         found = importlib.machinery.PathFinder.find_spec(whole, path)
+        if found is None and part == "__main__" and whole != part:
+            raise ValueError(
+                f"{whole.removesuffix('.__main__')} is a package without a "
+                "__main__.py: name a module in it, as package.train"
+            )
         if found is None:
             raise ValueError(
                 f"there is no module {whole}; as for python -m, it is looked for in "
@@ -104,7 +109,7 @@ def _file_of_module(name: str, directory: str | None) -> Path:
     if found.submodule_search_locations is not None:
         return _file_of_module(f"{name}.__main__", directory)
     if found.origin is None or not Path(found.origin).suffix == ".py":
-        raise ValueError(f"{name} is no module that is written in Python")
+        raise ValueError(f"{name} is not written in Python, and cannot run as a script")
     return Path(found.origin)
 
 

@@ -182,7 +182,7 @@ def docstring_of(run: RunFacts, file_name: str, notes: Sequence[str]) -> str:
     lines = [
         f"{run.name}: {run.strategy} on {number} {noun}, as it ran in a notebook.",
         "",
-        "Launch it, with the losses of the notebook, step by step:",
+        "Launch it; at each step it has the loss that the notebook had:",
         "",
         *(f"    {each}" for each in launches),
         "",

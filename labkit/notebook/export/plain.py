@@ -120,15 +120,15 @@ def plain_text(
 
 def _check_options(run: RunFacts) -> None:
     if run.strategy not in _KINDS:
-        raise NotPlainError(f"{run.strategy} is not written out")
+        raise NotPlainError(f"strategy {run.strategy} needs labkit.train")
     if run.checkpoints is not None:
-        raise NotPlainError("it keeps checkpoints, from which labkit.train resumes")
+        raise NotPlainError("a run with checkpoints needs labkit.train")
     plain = TrainOptions()
     for each in fields(TrainOptions):
         name = each.name
         given = run.config if name == "config" else getattr(run.options, name)
         if name not in _WRITTEN_OUT and given != getattr(plain, name):
-            raise NotPlainError(f"{flag_of(name)} is not written out")
+            raise NotPlainError(f"{flag_of(name)} needs labkit.train")
 
 
 def _is_even(run: RunFacts) -> bool:

@@ -48,10 +48,10 @@ def script_of(run: RunFacts, file_name: str, style: str | None = None) -> Script
         except NotPlainError as error:
             if style == "plain":
                 raise ValueError(
-                    f"{run.name} cannot be written in plain PyTorch, for {error}; "
+                    f"{run.name} cannot be written in plain PyTorch: {error}; "
                     "leave out --style plain, and the script imports labkit.train"
                 ) from None
-            notes.append(f"It imports labkit.train, and is no plain PyTorch: {error}")
+            notes.append(f"It imports labkit.train and is not plain PyTorch: {error}")
         else:
             check(text)
             return Script(text, notes)

@@ -158,7 +158,7 @@ num_parameters = sum(parameter.numel() for parameter in {model}.parameters())
 largest = 50_000_000 if device.type == "cuda" else 2_000_000
 bucket = min(largest, num_parameters // 8 + 1)
 config = {{
-    "train_micro_batch_size_per_gpu": 1,  # only counted with: the sampler decides
+    "train_micro_batch_size_per_gpu": 1,  # not used: the sampler decides
     "gradient_accumulation_steps": args.accumulate,
     "gradient_clipping": args.clip or 0.0,
     "zero_allow_untested_optimizer": True,
@@ -212,7 +212,7 @@ if is_last:
     {optimizer}.step()
     {optimizer}.zero_grad()""",
     "zero": """\
-{model}.step()  # after the last microbatch; it clips and clears the gradients, too""",
+{model}.step()  # steps after the last microbatch; clips and clears gradients, too""",
 }
 
 END = """\
@@ -222,7 +222,7 @@ if args.losses:
 LAUNCH = """\
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default={seed})
+    parser.add_argument("--seed", type=int, default={seed}, help="of the run")
     parser.add_argument(
         "--accumulate",
         type=int,
@@ -247,6 +247,6 @@ if __name__ == "__main__":
     dist.destroy_process_group()"""
 
 LOCAL_RANK = """\
-    # DeepSpeed's launcher gives it.
+    # DeepSpeed's launcher passes this one.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 """

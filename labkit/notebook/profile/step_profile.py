@@ -77,6 +77,9 @@ class StepProfile:
     slowdown : float or None
         How many times as long as other steps those took that were recorded; None where
         there are no others to compare with.
+    memory : DataFrame
+        As `Run.step_memory`: what tensors hold, in bytes by component, at every moment
+        of the last measured step, which is none of those that are recorded.
     """
 
     name: str

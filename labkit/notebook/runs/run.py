@@ -154,7 +154,9 @@ class Run(RunRecord):
         checkpoints = self.info.get("checkpoints") or {}
         samples: frozenset[tuple[int, ...]] = frozenset()
         if "samples" in self.history:
-            by_rank = self.history.pivot(index="step", columns="rank", values="samples")
+            # What `log` adds to a step is in rows of its own.
+            steps = self.history.dropna(subset="samples")
+            by_rank = steps.pivot(index="step", columns="rank", values="samples")
             rows = by_rank.dropna().astype(int).drop_duplicates()
             samples = frozenset(rows.itertuples(index=False, name=None))
         return RunFacts(

@@ -64,7 +64,7 @@ class TuneOptions:
     )
     seconds: float | None = option(
         None,
-        "start no trial after this many seconds, and stop the running one",
+        "start no trial after this many seconds, and stop those that run",
         check_timeout,
         metavar="SECONDS",
     )
@@ -99,8 +99,8 @@ class TuneOptions:
     )
     ranks_per_trial: int | None = option(
         None,
-        "run trials at once, each on a group of K ranks of its own, which K has to "
-        "divide",
+        "run several trials at once, each on its own group of K ranks; K has to divide "
+        "the number of ranks",
         partial(check_count, meaning="the ranks of a group"),
         metavar="K",
         default_text="all ranks, one trial after the other",

@@ -95,12 +95,13 @@ class ScriptProgram:
         if code == 2 and "argparse" in self._modules_of(ended):
             found = f"the arguments {given}" if given else "no arguments"
             return (
-                f"{name} was given {found}, which it does not take; what it takes is "
-                "printed above, and goes after the file's name"
+                f"{name} was given {found}, which it does not take (what it takes is "
+                "printed above, and goes after the file's name); it ended with exit "
+                "code 2"
             )
         return (
-            f"{name} ended with exit code {code}, and any but 0 says that it failed; "
-            "it may have printed why"
+            f"{name} reports a failure, and may have printed why; it ended with exit "
+            f"code {code}"
         )
 
     def _modules_of(self, error: BaseException) -> set[Any]:
