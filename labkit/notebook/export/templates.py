@@ -222,7 +222,7 @@ if args.losses:
 LAUNCH = """\
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default={seed}, help="of the run")
+    parser.add_argument("--seed", type=int, default={seed})
     parser.add_argument(
         "--accumulate",
         type=int,
