@@ -366,6 +366,26 @@ def test_a_counter_that_a_loop_begins_is_the_cells_own() -> None:
     assert "right = 5" in exported(goes_on, Ran("right = 5", 1))
 
 
+def test_what_draws_between_a_seed_and_data_is_in_the_script() -> None:
+    """Or the data would be other data."""
+    draws = "test = torch.randn(5)\nshow(3)\ndata = torch.randn(5)"
+    own = Ran(
+        "def show(x):\n    print(x)\ndef set_seed(x):\n    torch.manual_seed(x)", 1
+    )
+    for seed in ("torch.manual_seed(5)", "set_seed(5)"):
+        text = exported("print(data)", own, Ran(f"{seed}\n{draws}\nlast = f(data)", 2))
+        assert f"{seed}\ntest = torch.randn(5)\nshow(3)\ndata = torch" in text
+        assert "last" not in text
+    generator = "g = torch.Generator().manual_seed(5)"
+    of_it = draws.replace("(5)", "(5, generator=g)")
+    text = exported("print(data)", own, Ran(f"{generator}\n{of_it}", 2))
+    assert "test = torch.randn(5, generator=g)\ndata = torch" in text
+    unseeded = exported("print(data)", own, Ran(draws, 2))
+    assert "test" not in unseeded
+    unknown = Ran("torch.manual_seed(5)\nf(nothing)\ndata = torch.randn(5)", 2)
+    assert "nothing" not in exported("print(data)", unknown)
+
+
 def test_strings_of_several_lines_stay_as_they_are() -> None:
     text = exported('x = """a\nb"""\nprint(x)')
     assert '    x = """a\nb"""\n' in text

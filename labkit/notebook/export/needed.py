@@ -18,6 +18,7 @@ from labkit.notebook.export.cells import statements_of
 from labkit.notebook.export.names import ALWAYS_THERE
 from labkit.notebook.export.names import changes_of
 from labkit.notebook.export.names import names_of
+from labkit.notebook.export.names import root_of
 from labkit.records import RANK_NAMES
 from labkit.train_options import TrainOptions
 
@@ -27,6 +28,7 @@ CALLS = (
 )
 """What a training cell has from labkit."""
 OF_NAMESPACES = {"__name__", "__doc__", "__builtins__", "__annotations__"}
+_GENERATOR = re.compile(r"Generator|default_rng|RandomState|\bRandom\(")
 _RUN = re.compile(r"^\s*%(run|load|loadpy)\b.*$", re.MULTILINE)
 
 
@@ -243,35 +245,103 @@ def needed(
     own: frozenset[str] = frozenset(),
 ) -> tuple[list[Statement], frozenset[str]]:
     """Those that make the values which `names` have at the end, in order; and the names
-    that none of them makes. `own` the run binds itself, before it calls anything."""
+    that none of them makes. `own` the run binds itself, before it calls anything.
+
+    Among them is what draws random numbers between a seed and something that is needed,
+    which would be another one without it; unless a script could not have it.
+    """
+    drawing: frozenset[int] = frozenset()
+    found, missing = _called_by(statements, names, own, drawing)
+    while more := _drawn_between(statements, found) - drawing:
+        drawing |= more
+        again, unmade = _called_by(statements, names, own, drawing)
+        if unmade - missing - {*RANK_NAMES}:
+            break
+        found, missing = again, unmade
+    made = [statements[number] for number in found]
+    return _without_idle_seeds(made), missing
+
+
+def _called_by(
+    statements: Sequence[Statement],
+    names: frozenset[str],
+    own: frozenset[str],
+    drawing: frozenset[int],
+) -> tuple[list[int], frozenset[str]]:
     modules = frozenset().union(
         *(each.names.binds for each in statements if each.is_import)
     )
     wanted = names
     while True:
-        found, missing = _made_by(statements, wanted, modules)
+        found, missing = _made_by(statements, wanted, modules, drawing)
         # What a function reads it finds when it is called: at the end, that is.
-        later = frozenset().union(*(each.names.needs_later for each in found)) - own
-        if later <= wanted:
-            return _without_idle_seeds(found), missing - ALWAYS_THERE
-        wanted |= later
+        later = frozenset().union(*(statements[n].names.needs_later for n in found))
+        if later - own <= wanted:
+            return found, missing - ALWAYS_THERE
+        wanted |= later - own
 
 
 def _made_by(
-    statements: Sequence[Statement], names: frozenset[str], modules: frozenset[str]
-) -> tuple[list[Statement], frozenset[str]]:
+    statements: Sequence[Statement],
+    names: frozenset[str],
+    modules: frozenset[str],
+    drawing: frozenset[int],
+) -> tuple[list[int], frozenset[str]]:
     wanted = set(names)
-    found = []
-    for each in reversed(statements):
+    found: list[int] = []
+    draws = False
+    for number in range(len(statements) - 1, -1, -1):
+        each = statements[number]
         binds = each.names.binds & wanted
         # What a run has changed is its own: the caller says so.
-        changes = not each.is_training and changes_of(each.node, modules) & wanted
-        if binds or changes:
-            found.append(each)
+        changes = not each.is_training and (
+            changes_of(each.node, modules) & wanted
+            or (draws and _is_seed(each.node) and not each.where)
+        )
+        if binds or changes or number in drawing:
+            found.append(number)
+            draws = draws or not (each.is_constant or _is_seed(each.node))
             if each.binds_anew:
                 wanted -= each.names.binds
             wanted |= each.reads
     return found[::-1], frozenset(wanted)
+
+
+def _drawn_between(statements: Sequence[Statement], found: list[int]) -> set[int]:
+    """What may draw from the numbers of a seed, or of a generator, before the last of
+    what is needed does."""
+    drawn = [n for n in found if not statements[n].is_constant]
+    first: int | None = None
+    generators: dict[str, int] = {}
+    of_lab: set[str] = set()
+    between: set[int] = set()
+    for number, each in enumerate(statements[: max(drawn, default=0)]):
+        if _is_of_lab(each.node) or each.names.needs & of_lab:
+            of_lab |= each.names.binds
+            continue
+        if number in found:
+            if _is_seed(each.node):
+                first = number
+            elif _GENERATOR.search(each.source) and not each.is_constant:
+                generators |= dict.fromkeys(each.names.binds, number)
+        elif not (each.is_constant or each.is_training or each.where):
+            is_shown = isinstance(each.node, ast.Expr) and root_of(each.node.value) in (
+                ALWAYS_THERE
+            )
+            if each.names.needs & generators.keys() or (
+                first is not None and not is_shown
+            ):
+                between.add(number)
+    return between
+
+
+def _is_of_lab(node: ast.stmt) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(each.name == "labkit" for each in names)
+        case ast.ImportFrom(module=module):
+            return module == "labkit"
+    return False
 
 
 def _without_idle_seeds(found: list[Statement]) -> list[Statement]:
@@ -281,13 +351,15 @@ def _without_idle_seeds(found: list[Statement]) -> list[Statement]:
     for each in reversed(found):
         if _is_seed(each.node) and not draws:
             continue
-        draws = not _is_seed(each.node) and (draws or not each.is_constant)
+        draws = draws or not (_is_seed(each.node) or each.is_constant)
         kept.append(each)
     return kept[::-1]
 
 
 def _is_seed(node: ast.stmt) -> bool:
     match node:
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))):
+        case ast.Expr(
+            value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))
+        ):
             return "seed" in name
     return False
