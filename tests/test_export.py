@@ -215,7 +215,7 @@ def test_a_plain_script_is_one_that_readers_of_the_tutorials_know() -> None:
     assert "        # left out: log(step=step, accuracy=0.5)" in text.replace(
         "pass  ", ""
     )
-    assert text.count("zero_grad()") == 1
+    assert text.count("zero_grad(") == 1
     assert "sampler.weight" not in text
     assert "dist.destroy_process_group()" in text
     uneven = plain(LOOP, samples=EVEN | {(16, 15)})

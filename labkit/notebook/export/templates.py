@@ -204,7 +204,8 @@ if is_last:
     if args.clip is not None:
         torch.nn.utils.clip_grad_norm_({model}.parameters(), args.clip)
     {optimizer}.step()
-    {optimizer}.zero_grad()""",
+    # Gradients of several microbatches are summed in DDP's buckets.
+    {optimizer}.zero_grad(set_to_none=args.accumulate == 1)""",
     "fsdp": """\
 if is_last:
     if args.clip is not None:
