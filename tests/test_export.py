@@ -249,6 +249,7 @@ def test_a_plain_script_is_one_that_readers_of_the_tutorials_know() -> None:
         ("(x, y) in", "[x, *y] in", "does not take a batch apart"),
         ("x), y).backward()", "x), y).backward(y)", r"one backward\(\)"),
         ("for step", "for x, y in loader:\n    f(x)\nfor step", "is not one loop over"),
+        (LOG, "torch.autograd.grad(f, x)", "there is 'autograd.grad' in its cells"),
         (LOG, "rank = 8", "has a rank of its own"),
         (LOG, "sum = x", "has a sum of its own"),
         (LOG, "if step:\n        f(1); log(step=1)", "a call of log shares its line"),
@@ -384,6 +385,13 @@ def test_what_draws_between_a_seed_and_data_is_in_the_script() -> None:
     assert "test" not in unseeded
     unknown = Ran("torch.manual_seed(5)\nf(nothing)\ndata = torch.randn(5)", 2)
     assert "nothing" not in exported("print(data)", unknown)
+    run = Ran("model, o, l = prepare(a, b, c)", 3, "ddp")
+    seeded = Ran("torch.manual_seed(5)\ndata = torch.randn(5)", 2)
+    score = Ran("score = f(model)", 4)
+    again = Ran("torch.manual_seed(6)\nmore = torch.randn(5)", 5)
+    text = exported("print(data, more)", seeded, run, score, again)
+    assert "score" not in text
+    assert "torch.manual_seed(6)\nmore = torch.randn(5)" in text
 
 
 def test_strings_of_several_lines_stay_as_they_are() -> None:

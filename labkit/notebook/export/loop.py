@@ -14,7 +14,7 @@ from labkit.notebook.export.needed import CALLS
 
 _OF_LABKIT = re.compile(
     r"IterableDataset|IterDataPipe|SyncBatchNorm|torch\.compile|\.compile\("
-    r"""|DataLoader\(|["']meta["']"""
+    r"""|DataLoader\(|["']meta["']|autograd\.grad|torch\.func"""
 )
 """What labkit sees to in a way of its own."""
 _FIT = """\

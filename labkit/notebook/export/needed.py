@@ -255,7 +255,10 @@ def needed(
     while more := _drawn_between(statements, found) - drawing:
         drawing |= more
         again, unmade = _called_by(statements, names, own, drawing)
-        if unmade - missing - {*RANK_NAMES}:
+        new = [statements[number] for number in {*again} - {*found}]
+        if unmade - missing - {*RANK_NAMES} or any(
+            each.is_training or each.where for each in new
+        ):
             break
         found, missing = again, unmade
     made = [statements[number] for number in found]
@@ -310,29 +313,36 @@ def _made_by(
 def _drawn_between(statements: Sequence[Statement], found: list[int]) -> set[int]:
     """What may draw from the numbers of a seed, or of a generator, before the last of
     what is needed does."""
-    drawn = [n for n in found if not statements[n].is_constant]
-    first: int | None = None
-    generators: dict[str, int] = {}
-    of_lab: set[str] = set()
     between: set[int] = set()
-    for number, each in enumerate(statements[: max(drawn, default=0)]):
+    since: set[int] | None = None  # the last seed; None after a run, which seeds
+    of_generators: dict[str, set[int]] = {}
+    of_lab: set[str] = set()
+    for number, each in enumerate(statements):
         if _is_of_lab(each.node) or each.names.needs & of_lab:
             of_lab |= each.names.binds
+        elif each.is_training:
+            since = None
+        elif _is_seed(each.node):
+            since = set()
+        elif each.is_constant or each.where:
             continue
-        if number in found:
-            if _is_seed(each.node):
-                first = number
-            elif _GENERATOR.search(each.source) and not each.is_constant:
-                generators |= dict.fromkeys(each.names.binds, number)
-        elif not (each.is_constant or each.is_training or each.where):
-            is_shown = isinstance(each.node, ast.Expr) and root_of(each.node.value) in (
-                ALWAYS_THERE
-            )
-            if each.names.needs & generators.keys() or (
-                first is not None and not is_shown
-            ):
-                between.add(number)
+        elif number in found:
+            between |= since or set()
+            for name in each.names.needs & of_generators.keys():
+                between |= of_generators[name]
+            if _GENERATOR.search(each.source):
+                of_generators |= {name: set() for name in each.names.binds}
+        else:
+            if since is not None and not _is_builtin(each.node):
+                since.add(number)
+            for name in each.names.needs & of_generators.keys():
+                of_generators[name].add(number)
     return between
+
+
+def _is_builtin(node: ast.stmt) -> bool:
+    """Whether it is a call as `print(x)`."""
+    return isinstance(node, ast.Expr) and root_of(node.value) in ALWAYS_THERE
 
 
 def _is_of_lab(node: ast.stmt) -> bool:
