@@ -248,12 +248,14 @@ import atexit
 import builtins
 import gc
 import logging
+import logging.config
 import os
 import signal
 import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -268,6 +270,12 @@ torch.set_grad_enabled(False)
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.set_num_threads(7)
 torch.set_float32_matmul_precision("high")
+torch.set_printoptions(precision=1)
+np.seterr(all="raise")
+np.set_printoptions(precision=1)
+os.umask(0)
+logging.config.dictConfig({"version": 1})
+logging.captureWarnings(True)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.nn.modules.module.register_module_forward_hook(lambda *args: 1 / 0)
 torch._dynamo.config.suppress_errors = True
@@ -292,8 +300,10 @@ dist.init_process_group("nccl")
 dist.new_group([0])
 """
 WHOLE = """
-import builtins, gc, logging, multiprocessing, os, signal, sys
-import helper
+import builtins, gc, logging, multiprocessing, os, signal, sys, warnings
+import numpy, helper
+mask = os.umask(0)
+os.umask(mask)
 whole = [
     lab_value, helper.VALUE, helper is kept_helper,
     torch.get_default_dtype(), torch.ones(1).device.type, torch.is_grad_enabled(),
@@ -304,6 +314,8 @@ whole = [
     os.getcwd(), sys.argv, sys.path, sys.excepthook,
     hasattr(builtins, 'left_here'), gc.isenabled(),
     logging.root.handlers, logging.getLogger("mine").handlers, logging.root.level,
+    mask, numpy.geterr()["over"], numpy.get_printoptions()["precision"],
+    str(torch.tensor(1 / 3)), logging.getLogger("torch").disabled, warnings.showwarning,
     [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)],
     signal.getitimer(signal.ITIMER_REAL)[0], sys.modules["__main__"].__name__,
     multiprocessing.get_start_method(allow_none=True), callable(get_ipython),
@@ -396,6 +408,64 @@ def test_a_helper_that_was_edited_is_read_again(
         write(here, f"VALUE = '{value}'", "helper.py")
         lab.import_script(script, live=False)
         assert capsys.readouterr().out == f"[ranks 0-1] {value}\n"
+
+
+LOOKS_ELSEWHERE = """
+import os
+import sys
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../lib"))
+import parts
+print(parts.VALUE)
+"""
+
+
+def test_scripts_that_look_elsewhere_find_what_is_there_each(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    for each in ("one", "two"):
+        write(tmp_path, f"VALUE = '{each}'", f"{each}/lib/parts.py")
+        script = write(tmp_path, LOOKS_ELSEWHERE, f"{each}/src/train.py")
+        lab.import_script(script, live=False)
+        assert capsys.readouterr().out == f"[ranks 0-1] {each}\n"
+
+
+LOGS = """
+import logging
+import helper
+log = logging.getLogger(__name__)
+log.addHandler(logging.StreamHandler())
+log.warning("said")
+helper.log.addHandler(logging.StreamHandler())
+helper.log.warning("helped")
+"""
+
+
+def test_a_second_run_says_things_once(lab: Lab, here: Path, capsys: Captured) -> None:
+    write(here, "import logging\nlog = logging.getLogger(__name__)", "helper.py")
+    lab.run("import helper")  # the notebook's, which stays
+    script = write(here, LOGS)
+    for _ in range(2):
+        lab.import_script(script, live=False)
+        assert capsys.readouterr().err == "[ranks 0-1] said\n            helped\n"
+    lab.run("import sys; del sys.modules['helper']")
+
+
+@pytest.mark.parametrize(("ends", "code"), [("", 0), ("exit(3)", 3), ("1 / 0", 1)])
+def test_a_process_that_the_script_forked_ends_with_it(
+    lab: Lab, here: Path, capfd: pytest.CaptureFixture[str], ends: str, code: int
+) -> None:
+    text = f"""
+    import os
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    else:
+        {ends or "pass"}
+    """
+    lab.import_script(write(here, text), live=False, timeout=30)
+    assert f"[ranks 0-1] {code}\n" in capfd.readouterr().out
 
 
 # ---- how it ends ----

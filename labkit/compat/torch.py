@@ -152,6 +152,13 @@ def compiler_settings() -> list[Callable[[], Any]]:
     return [functools.partial(_set_values, each, _values(each)) for each in loaded]
 
 
+@GATE.needs("torch._tensor_str:PRINT_OPTS")
+def print_settings() -> Callable[[], Any]:
+    """What sets how tensors are printed to what it is now."""
+    options: Any = importlib.import_module("torch._tensor_str").PRINT_OPTS
+    return functools.partial(torch.set_printoptions, **vars(options))
+
+
 def _values(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = config.get_config_copy()
     return found

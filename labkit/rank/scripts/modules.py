@@ -19,7 +19,8 @@ _NEVER = {"__main__", "__mp_main__", "labkit"}
 
 
 class OwnModules:
-    """The modules in a script's folder, or in the notebook's.
+    """The modules in a script's folder, in the notebook's, or in one that the script
+    has added to `sys.path`.
 
     Others are libraries, which stay loaded: that is what makes a rank warm.
     """
@@ -70,11 +71,18 @@ class OwnModules:
         those that were loaded before are back."""
         before = self.loaded()
         self._forget(before)
+        path, kept = sys.path[:], dict(sys.modules)
         importlib.invalidate_caches()
         try:
             yield
         finally:
-            self._forget(self.loaded())
+            # Where else a script looks is its own too: another one may look elsewhere
+            # for modules of the same names.
+            with contextlib.suppress(OSError):  # the working directory was deleted
+                added = [each for each in sys.path if each not in path]
+                self._folders += [Path(each).absolute() for each in added]
+            loaded = self.loaded().items()
+            self._forget({k: each for k, each in loaded if kept.get(k) is not each})
             sys.modules.update(before)
 
     def _forget(self, modules: dict[str, ModuleType]) -> None:

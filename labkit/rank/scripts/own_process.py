@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.torch import global_hooks
 from labkit.rank.scripts.modules import OwnModules
@@ -62,6 +64,7 @@ def own_process(
         vars(builtins).update({"exit": sys.exit, "quit": sys.exit})
         with (
             no_running_loop(),
+            _own_warnings(),
             modules.read_again(),
             exits_are_raised(),
             at_exit.registering(),
@@ -81,7 +84,10 @@ def _interpreter() -> list[Callable[[], Any]]:
     names = dict(vars(builtins))
     is_collecting, thresholds = gc.isenabled(), gc.get_threshold()
     method = multiprocessing.get_start_method(allow_none=True)
-    filters, policy = warnings.filters[:], asyncio.get_event_loop_policy()
+    policy = asyncio.get_event_loop_policy()
+    mask = os.umask(0)
+    os.umask(mask)
+    numpy_errors, numpy_prints = np.geterr(), np.get_printoptions()
 
     def restore() -> None:
         sys.argv, sys.path = argv, path
@@ -94,13 +100,28 @@ def _interpreter() -> list[Callable[[], Any]]:
         vars(builtins).update(names)
         gc.set_threshold(*thresholds)
         (gc.enable if is_collecting else gc.disable)()
-        warnings.filters[:] = filters  # type: ignore[index]
+        os.umask(mask)
+        np.seterr(**numpy_errors)
+        np.set_printoptions(**numpy_prints)
         asyncio.set_event_loop_policy(policy)
 
     return [
         restore,
         lambda: multiprocessing.set_start_method(method, force=True),
     ]
+
+
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[None]:
+    """In this block filters of warnings may change, and where warnings go."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        try:
+            yield
+        finally:
+            if warnings.showwarning is not show:
+                # Or the next script's call would find that it is done.
+                logging.captureWarnings(False)
 
 
 def _handlers() -> list[Callable[[], Any]]:
@@ -119,30 +140,47 @@ def _handlers() -> list[Callable[[], Any]]:
 
 def _loggers(modules: OwnModules) -> Callable[[], None]:
     """What puts handlers and levels of the root logger, and of those that are no
-    library's, back: a second run would say everything twice."""
+    library's, back: a second run would say everything twice. Of a library's only
+    whether it is disabled, which `logging.config` does to all that there are."""
     root = logging.getLogger()
-    before = {"": (root.handlers[:], root.level)} | {
-        name: (each.handlers[:], each.level)
-        for name, each in root.manager.loggerDict.items()
-        if isinstance(each, logging.Logger)
+    before = {
+        name: (each.handlers[:], each.filters[:], each.level, each.propagate)
+        for name, each in _all_loggers()
     }
+    is_disabled = {name: each.disabled for name, each in _all_loggers()}
     disabled = root.manager.disable
 
     def restore() -> None:
         root.manager.disable = disabled
-        found: dict[str, Any] = {"": root, **root.manager.loggerDict}
-        for name, each in found.items():
-            if name.partition(".")[0] in sys.modules or not isinstance(
-                each, logging.Logger
-            ):
+        for name, each in _all_loggers():
+            each.disabled = is_disabled.get(name, False)
+            if _is_of_library(name, modules):
                 continue
-            handlers, level = before.get(name, ([], logging.NOTSET))
+            handlers, filters, level, propagate = before.get(
+                name, ([], [], logging.NOTSET, True)
+            )
             for handler in [h for h in each.handlers if h not in handlers]:
                 each.removeHandler(handler)
                 handler.close()
+            each.filters[:], each.propagate = filters, propagate
             each.setLevel(level)
 
     return restore
+
+
+def _all_loggers() -> list[tuple[str, logging.Logger]]:
+    root = logging.getLogger()
+    found: dict[str, Any] = {"": root, **root.manager.loggerDict}
+    return [(k, each) for k, each in found.items() if isinstance(each, logging.Logger)]
+
+
+def _is_of_library(name: str, modules: OwnModules) -> bool:
+    """Whether a logger is: by its name, which is a module's."""
+    top = name.partition(".")[0]
+    module = sys.modules.get(top)
+    if module is None or top == "__main__":
+        return False
+    return not modules.has_file(getattr(module, "__file__", None))
 
 
 def _hooks() -> list[Callable[[], None]]:
@@ -229,3 +267,20 @@ def exits_are_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = leave
+
+
+def end_fork(pid: int, error: BaseException | None) -> None:
+    """End this process with the code that `error` says, where the script has forked it
+    from process `pid`: it would go on as a second engine."""
+    if os.getpid() == pid:
+        return
+    code: Any = error.code if isinstance(error, SystemExit) else error and 1
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code or 0)

@@ -3,6 +3,7 @@
 import builtins
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from labkit.checks import UserError
 from labkit.compat.accelerate import forget_state
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.scripts.modules import OwnModules
+from labkit.rank.scripts.own_process import end_fork
 from labkit.rank.scripts.own_process import own_process
 from labkit.rank.scripts.torch_settings import TorchSettings
 from labkit.rank.training.resume import seed_everything
@@ -77,13 +79,20 @@ class ScriptProgram:
             names.update(__spec__=found, __package__=found and found.parent)
         sys.modules["__main__"] = main
         code = compile(script.source, script.file, "exec", dont_inherit=True)
+        pid = os.getpid()
         try:
             exec(code, names)
         except SystemExit as ended:
+            end_fork(pid, ended)
             if ended.code:
                 error = ScriptExitError(self._why(ended))
                 # From the line of the script that led to it.
                 raise error.with_traceback(self._users_frames(ended)) from None
+        except BaseException as error:
+            end_fork(pid, error)
+            raise
+        else:
+            end_fork(pid, None)
 
     def _why(self, ended: SystemExit) -> str:
         """Why the script has failed, in words."""

@@ -9,6 +9,7 @@ import torch
 from torch import multiprocessing
 
 from labkit.compat.torch import compiler_settings
+from labkit.compat.torch import print_settings
 
 _BACKENDS = (
     *("cuda.matmul.allow_fp16_reduced_precision_reduction",),
@@ -51,6 +52,7 @@ class TorchSettings:
                 multiprocessing.set_sharing_strategy,
                 multiprocessing.get_sharing_strategy(),
             ),
+            print_settings(),
             *compiler_settings(),
         ]
         for kind in _ATTENTION:
