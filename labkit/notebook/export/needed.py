@@ -72,7 +72,8 @@ def parts_of(run: RunFacts) -> Parts:
     if run.command is not None:
         raise ValueError(
             f"{run.name} is a run of a script: launch that by itself, with torchrun "
-            f"--nproc-per-node {run.world_size} {run.command}"
+            f"--nproc-per-node {run.world_size} {run.command}; --run NAME exports "
+            "another run"
         )
     if before is None:
         alone = statements_of(run.code, "the run")

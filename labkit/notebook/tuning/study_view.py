@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,7 +25,6 @@ class ViewOfThreads:
 
     def __init__(self, view: "StudyView") -> None:
         self.clear_line = view.clear_line
-        self.left = ""
 
     def tick(self) -> None:
         """The main thread's does it."""
@@ -42,8 +42,8 @@ class StudyView:
         self._next = time.monotonic() + REFRESH_S
         self._width = 0
         """Of the line that is on the terminal now."""
-        self.left = ""
-        """What is left of the study, in words."""
+        self.left: Callable[[], str] = str
+        """What is left of the study, in words, asked for when they are drawn."""
 
     def tick(self) -> None:
         """Show a picture that is ready, or ask for one if it is time to."""
@@ -59,14 +59,14 @@ class StudyView:
         elif self._picture is None and now >= self._next:
             self._next = now + REFRESH_S
             if self._in_notebook:
-                self._picture = painter().draw(self._study.drawing(self.left))
+                self._picture = painter().draw(self._study.drawing(self.left()))
             elif self._in_terminal:
                 self._write_line()
 
     def close(self) -> None:
         """Show the last state."""
-        self.left = ""
-        if self._in_notebook and self._study.trials:
+        self.left = str
+        if self._in_notebook and (self._study.trials or self._handle is not None):
             drawing = self._study.drawing()
             try:
                 png = painter().draw(drawing).result(timeouts.LAST_PICTURE_S).png
@@ -84,7 +84,7 @@ class StudyView:
             self._width = 0
 
     def _write_line(self) -> None:
-        line = f"{self._study.summary()}{self.left}"
+        line = f"{self._study.summary()}{self.left()}"
         line = shorten(line, shutil.get_terminal_size().columns - 1)
         self.clear_line()
         print(line, end="", flush=True)

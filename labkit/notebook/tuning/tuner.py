@@ -144,8 +144,9 @@ class Tuner:
     def run(self) -> Study:
         """Run trials until there are enough, the time is over, or an interrupt."""
         options, study = self._options, self.study
-        began = time.monotonic()
-        deadline = None if options.seconds is None else began + options.seconds
+        deadline = None
+        if options.seconds is not None:
+            deadline = time.monotonic() + options.seconds
         if options.resume:
             storage.repeat_unended(self._optuna)
         num_before = len(self._optuna.get_trials(deepcopy=False))
@@ -153,6 +154,7 @@ class Tuner:
             options, self._ranges, num_before, is_parallel=self._is_parallel
         )
         view = StudyView(study, is_shown=self._request.is_shown)
+        view.left = lambda: self._left(deadline)
         if self._sees_other_samples():
             say(
                 "batch_size is in the space: after the same step trials have seen "
@@ -162,9 +164,9 @@ class Tuner:
         try:
             with self._ranks.divided(self._group_size) as places:
                 if not self._is_parallel:
-                    self._run_trials(places[0], view, began, deadline)
+                    self._run_trials(places[0], view, deadline)
                 else:
-                    self._run_at_once(places, view, began, deadline)
+                    self._run_at_once(places, view, deadline)
         except KeyboardInterrupt:
             say(
                 f"interrupted; {study.name} keeps what it has, and resume=True "
@@ -184,36 +186,25 @@ class Tuner:
         self._is_exhausted = True
 
     def _run_at_once(
-        self,
-        places: Sequence[Place],
-        view: StudyView,
-        began: float,
-        deadline: float | None,
+        self, places: Sequence[Place], view: StudyView, deadline: float | None
     ) -> None:
         """Run trials on all of `places`."""
         in_thread = ViewOfThreads(view)
-
-        def tick() -> None:
-            view.left = self._left(began, deadline)
-            view.tick()
-
         run_at_once(
             places,
-            lambda place: self._run_trials(place, in_thread, began, deadline),
+            lambda place: self._run_trials(place, in_thread, deadline),
             self._running,
-            tick,
+            view.tick,
         )
 
     def _run_trials(
         self,
         place: Place,
         view: StudyView | ViewOfThreads,
-        began: float,
         deadline: float | None,
     ) -> None:
         """Run trials on the ranks of one place, until there are enough."""
         while (trial := self._next_trial(deadline)) is not None:
-            view.left = self._left(began, deadline)
             try:
                 self._run_trial(trial, place, deadline, view)
             except Exception:
@@ -251,7 +242,7 @@ class Tuner:
         middle it is too good, and all that come after would fall behind."""
         return self._length is not None or not isinstance(self._options.pruner, str)
 
-    def _left(self, began: float, deadline: float | None) -> str:
+    def _left(self, deadline: float | None) -> str:
         num_done = len(self.study.trials)
         of = "" if self._num_trials is None else f" of {self._num_trials}"
         now = running(self._optuna.get_trials(deepcopy=False))
