@@ -174,6 +174,11 @@ for step in range(27):
 """
     study = tune(lab_of_4, code, {"level": [0, 1, 2]}, pruner="halving")
     assert study.table["state"].tolist() == ["finished"] * 3
+    compared = [
+        any(name.startswith("completed_rung") for name in each.system_attrs)
+        for each in study.optuna.get_trials()
+    ]
+    assert compared[:2] == [False, False]
 
 
 def test_one_interrupt_kills_no_group_that_is_slow_to_end(
