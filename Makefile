@@ -17,7 +17,7 @@ PEER_NAMES := $(patsubst benchmarks/peers/requirements-%.txt,%,\
 INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab check test test-long test-third-party test-oldest lock lint browser
+.PHONY: help lab check test test-long test-release test-third-party test-oldest lock lint browser
 .PHONY: docs format notebooks pictures conformance bench bench-quick clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make check                                 lint, types, tests without engines"
 	@echo "make test [WORKERS=4]                      lint, types, tests, notebooks"
 	@echo "make test-long                             chaos, 4 ranks, long matrices"
+	@echo "make test-release                          what only a release needs: 2 hours"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
 	@echo "make lock                                  write .venv to constraints.txt"
@@ -63,8 +64,12 @@ test: WORKERS = 3
 test: .venv/installed lint browser
 	$(PYTEST) -m "not long"
 
+test-long: WORKERS = 3
 test-long: .venv/installed browser
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not release"
+
+test-release: .venv/installed browser
+	$(PYTEST) -m release
 
 $(THIRD_PARTY)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(THIRD_PARTY)

@@ -1,8 +1,8 @@
 """Every loop under every strategy: right, refused or noted, and as the page says.
 
 In `make test` every third loop is run under one of the strategies, in `make test-long`
-all of them under the others, each time with another option; `make conformance` runs the
-whole table, and writes the page.
+all of them under some others, each time with another option; `make test-release` has
+the rest of these, and `make conformance` runs the whole table, and writes the page.
 """
 
 import contextlib
@@ -37,6 +37,8 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_SHORT = 1
 """Strategies under which a loop is run in `make test`."""
+NUM_LONG = 1
+"""And in `make test-long`, besides."""
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,15 @@ def test_loop(warm_lab: Lab, lab: Lab, loop: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loop_under_the_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> None:
-    check(lab, loop, places(loop)[NUM_SHORT:])
+def test_loop_under_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> None:
+    check(lab, loop, places(loop)[NUM_SHORT:][:NUM_LONG])
+
+
+@pytest.mark.long
+@pytest.mark.release
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_under_the_rest_of_them(warm_lab: Lab, lab: Lab, loop: str) -> None:
+    check(lab, loop, places(loop)[NUM_SHORT + NUM_LONG :])
 
 
 def check(lab: Lab, loop: str, places: list[Place]) -> None:
