@@ -25,7 +25,7 @@ help:
 	@echo "make check                                 lint, types, tests without engines"
 	@echo "make test [WORKERS=4]                      lint, types, tests, notebooks"
 	@echo "make test-long                             chaos, 4 ranks, long matrices"
-	@echo "make test-release                          what only a release needs: 2 hours"
+	@echo "make test-release                          what only a release needs"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
 	@echo "make lock                                  write .venv to constraints.txt"

@@ -101,6 +101,7 @@ def test_the_page_has_every_loop() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_wrong_loop_would_be_seen(loop: str) -> None:
     """Half of each gradient, or one rank's samples alone, is further off than what
