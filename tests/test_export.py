@@ -445,6 +445,6 @@ def test_a_file_that_cannot_be_is_said_before(lab: Lab, tmp_path: Path) -> None:
         lab.export(file, force=True, style="plain")
     assert file.read_text() == "mine"
     [note] = lab.export(file, run.name, force=True)
-    assert "imports labkit.train, and is not plain PyTorch: strategy single" in note
+    assert "imports labkit.train and is not plain PyTorch: strategy single" in note
     assert lab.export(file, run.name, force=True, style="labkit") == []
     assert "x = 1" in file.read_text()
