@@ -12,6 +12,7 @@ from labkit.notebook.history.curves import Curves
 from labkit.records import CHECKPOINT
 from labkit.records import NOTES
 from labkit.records import NOTICED_LOSS
+from labkit.records import PARTS
 from labkit.records import PROGRESS
 from labkit.records import RECORD
 from labkit.records import STEP_TAKEN
@@ -311,3 +312,11 @@ class GrowingArray:
 
 def _empty() -> np.ndarray:
     return np.empty(0, dtype=RECORD)
+
+
+def of_peak_rank(moments: pd.DataFrame) -> pd.DataFrame:
+    """Of `Run.step_memory` the rows of the rank whose peak is highest."""
+    if moments.empty:
+        return moments
+    place = int(moments[[*PARTS]].sum(axis=1).to_numpy().argmax())
+    return moments[moments["rank"] == moments["rank"].iloc[place]]

@@ -22,14 +22,6 @@ CHARACTER = 0.026
 """The width of a letter above the axes, as a share of theirs."""
 
 
-def of_peak_rank(moments: pd.DataFrame) -> pd.DataFrame:
-    """Of `Run.step_memory` the rows of the rank whose peak is highest."""
-    if moments.empty:
-        return moments
-    place = int(moments[[*PARTS]].sum(axis=1).to_numpy().argmax())
-    return moments[moments["rank"] == moments["rank"].iloc[place]]
-
-
 def draw_moments(axes: Axes, moments: pd.DataFrame, theory: pd.Series | None) -> None:
     """The parts stacked over the moments of one step of one rank.
 

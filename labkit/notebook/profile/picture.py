@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 
+from labkit.notebook.history.collector import of_peak_rank
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.step_memory import draw_moments
-from labkit.notebook.plots.step_memory import of_peak_rank
 from labkit.notebook.plots.style import SMALL
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import use_title

@@ -10,8 +10,8 @@ from statistics import median
 
 import pandas as pd
 
+from labkit.notebook.history.collector import of_peak_rank
 from labkit.notebook.plots.memory_bars import PART_LABELS
-from labkit.notebook.plots.step_memory import of_peak_rank
 from labkit.notebook.profile.costs import in_steps
 from labkit.notebook.profile.costs import length
 from labkit.notebook.profile.parts import PARTS

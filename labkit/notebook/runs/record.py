@@ -15,6 +15,7 @@ import pandas as pd
 
 from labkit.json_files import parse
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.collector import of_peak_rank
 from labkit.notebook.history.consistency import find_inconsistencies
 from labkit.notebook.history.pace import steps_per_s
 from labkit.notebook.history.stragglers import lag_by_rank
@@ -428,8 +429,6 @@ class RunRecord:
             The rows of `step_memory` of the rank whose peak is highest; none where
             none was measured.
         """
-        from labkit.notebook.plots.step_memory import of_peak_rank
-
         return of_peak_rank(self.step_memory)
 
 
