@@ -6,7 +6,22 @@ def seed_everything(seed):
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)"""
 
-EVEN_BATCHES = '''\
+_ORDER = """\
+    def __len__(self):
+        return -(-self.num_samples // self.batch_size) * self.accumulate
+
+    def __iter__(self):
+        order = torch.arange(self.num_samples)
+        if self.shuffle:  # in another order in each epoch, the same on all ranks
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        self.epoch += 1
+        for batch in order.split(self.batch_size):
+"""
+"""The global batches, in both samplers."""
+
+EVEN_BATCHES = (
+    '''\
 class RankBatches(Sampler):
     """This rank's part of every global batch, in microbatches.
 
@@ -27,20 +42,15 @@ class RankBatches(Sampler):
                     f"microbatches for each of {self.world_size} ranks"
                 )
 
-    def __len__(self):
-        return -(-self.num_samples // self.batch_size) * self.accumulate
-
-    def __iter__(self):
-        order = torch.arange(self.num_samples)
-        if self.shuffle:  # in another order in each epoch, the same on all ranks
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
-        self.epoch += 1
-        for batch in order.split(self.batch_size):
+'''
+    + _ORDER
+    + """\
             for microbatch in batch.chunk(self.accumulate):
-                yield microbatch.chunk(self.world_size)[self.rank].tolist()'''
+                yield microbatch.chunk(self.world_size)[self.rank].tolist()"""
+)
 
-UNEVEN_BATCHES = '''\
+UNEVEN_BATCHES = (
+    '''\
 class RankBatches(Sampler):
     """This rank's part of every global batch, in microbatches.
 
@@ -62,16 +72,9 @@ class RankBatches(Sampler):
                 f"microbatches on each of {self.world_size} ranks"
             )
 
-    def __len__(self):
-        return -(-self.num_samples // self.batch_size) * self.accumulate
-
-    def __iter__(self):
-        order = torch.arange(self.num_samples)
-        if self.shuffle:  # in another order in each epoch, the same on all ranks
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
-        self.epoch += 1
-        for batch in order.split(self.batch_size):
+'''
+    + _ORDER
+    + '''\
             for number in range(self.accumulate):
                 yield self.part_of(batch, number).tolist()
 
@@ -92,6 +95,7 @@ def cut(samples, num_parts, number):
     """One of so many parts, whose sizes differ by one at most."""
     first, end = (-(-each * len(samples) // num_parts) for each in (number, number + 1))
     return samples[first:end]'''
+)
 
 WRITE_LOSSES = '''\
 def write_losses(path, losses, accumulate, device):

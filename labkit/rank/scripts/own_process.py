@@ -1,4 +1,4 @@
-"""What a script may change in its process: given to it anew, and put back after it."""
+"""What a script may change in its process: new for it, and put back after it."""
 
 import asyncio
 import atexit
