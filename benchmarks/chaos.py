@@ -33,8 +33,8 @@ from _measure import print_table
 from _measure import spread
 from torch.utils.data import TensorDataset
 
+from labkit.host import watchdog
 from labkit.models import mlp
-from labkit.notebook.cluster import watchdog
 from labkit.strategies import STRATEGIES
 
 WAIT_S = 120.0

@@ -25,7 +25,7 @@ from _measure import print_table
 from _measure import spread
 from chaos import HOLD_THE_GIL
 
-from labkit.notebook.cluster import watchdog
+from labkit.host import watchdog
 
 START = "%dist_start -n 2 --device cpu"
 SETTLE_S = 0.7

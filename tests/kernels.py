@@ -15,7 +15,7 @@ import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from labkit.notebook.cluster import watchdog
+from labkit.host import watchdog
 
 
 @dataclass

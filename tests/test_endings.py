@@ -23,7 +23,8 @@ from kernels import wait_until
 from marks import long_but
 
 from labkit import Lab
-from labkit.notebook.cluster import watchdog
+from labkit.host import watchdog
+from labkit.host.processes import Host
 from labkit.notebook.cluster.engines import Cluster
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.engine]
@@ -104,15 +105,17 @@ def test_nothing_is_left_behind_and_another_lab_left_alone(
 def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, tokens, method = threading.Event(), set(), getattr(Cluster, stage)
+    began, tokens = threading.Event(), set()
+    owner = Cluster if hasattr(Cluster, stage) else Host
+    method = getattr(owner, stage)
 
-    def note(cluster: Cluster, *args: Any) -> Any:
-        tokens.add(cluster._token)
+    def note(this: Any, *args: Any) -> Any:
+        tokens.add((this.host if owner is Cluster else this).token)
         began.set()
-        return method(cluster, *args)
+        return method(this, *args)
 
     with Lab(num_ranks=2) as lab, ThreadPoolExecutor() as threads:
-        monkeypatch.setattr(Cluster, stage, note)
+        monkeypatch.setattr(owner, stage, note)
         restart = threads.submit(lab.restart, everyone=True)
         assert began.wait(60)
         lab.stop()

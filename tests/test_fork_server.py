@@ -14,7 +14,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
 from labkit.checks import UserError
-from labkit.notebook.cluster.forked_engines import ForkServer
+from labkit.host.forked_engines import ForkServer
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
 from labkit.checks import UserError
-from labkit.notebook.cluster import watchdog
+from labkit.host import watchdog
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import read_dump
 from labkit.notebook.execution import errors
@@ -495,7 +495,7 @@ def test_code_and_names_in_stacks_are_no_html() -> None:
 @pytest.mark.parametrize("who", ["all", "an engine", "the controller"])
 def test_a_run_survives_that_its_processes_are_suspended(lab: Lab, who: str) -> None:
     cluster = lab._running().cluster
-    processes = watchdog.find_processes(cluster._token)
+    processes = watchdog.find_processes(cluster.host.token)
     if who != "all":
         engine, controller = cluster.pids[1], cluster._controller
         assert controller is not None

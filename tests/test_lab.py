@@ -18,8 +18,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.host import watchdog
 from labkit.notebook.cluster import engines
-from labkit.notebook.cluster import watchdog
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.rank.engine.console import flush_what_was_written
 from labkit.rank_spec import parse_ranks
@@ -299,7 +299,7 @@ def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
     lab.run("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1));")
     addresses = {
         connection.laddr.ip
-        for process in watchdog.find_processes(lab._ranks.cluster._token)
+        for process in watchdog.find_processes(lab._ranks.cluster.host.token)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -309,7 +309,7 @@ def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
 def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
     lab = Lab(num_ranks=1)
     assert lab._ranks is not None
-    token, folder = lab._ranks.cluster._token, lab._ranks.cluster.folder
+    token, folder = lab._ranks.cluster.host.token, lab._ranks.cluster.folder
     assert watchdog.find_processes(token)
     lab.stop()
     lab.stop()

@@ -27,9 +27,9 @@ MAY_IMPORT = {
     "": {"lab", "magics", "notebook", "selftest"},
     "__main__": {"notebook", "selftest", *GROUND_FLOOR},
     "magics": {"compat", "lab", "notebook", "selftest", "strategies", *GROUND_FLOOR},
-    "selftest": {"lab", "notebook", "strategies", *GROUND_FLOOR},
+    "selftest": {"host", "lab", "notebook", "strategies", *GROUND_FLOOR},
     "lab": {"notebook", "estimate", "strategies", *GROUND_FLOOR},
-    "notebook": {"compat", "strategies", *GROUND_FLOOR},
+    "notebook": {"compat", "host", "strategies", *GROUND_FLOOR},
     "rank": {"checkpoint", "compat", "estimate", "strategies", *GROUND_FLOOR},
     "estimate": {"compat", "strategies", *GROUND_FLOOR},
     "checkpoint": {"compat", *GROUND_FLOOR},
@@ -243,7 +243,8 @@ def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
     wrong = [
         each
         for each in IMPORTS
-        if part(each.importer) in {"rank", "strategies", "estimate", "checkpoint"}
+        if part(each.importer)
+        in {"rank", "strategies", "estimate", "checkpoint", "host"}
         and each.target.split(".")[0] in FRONT_END
         and not (each.importer == "labkit.rank.engine.rpc" and each.in_function)
     ]
@@ -254,7 +255,7 @@ def test_the_notebook_wing_does_not_import_torch() -> None:
     wrong = [
         each
         for each in IMPORTS
-        if part(each.importer) in {"", "magics", "lab", "notebook", "records"}
+        if part(each.importer) in {"", "magics", "lab", "notebook", "host", "records"}
         and each.target.split(".")[0] in {"torch", "deepspeed"}
     ]
     assert short_repr(wrong) == []
@@ -458,7 +459,7 @@ print("imported")
 def test_ranks_and_strategies_import_where_no_notebook_is_installed(
     tmp_path: Path,
 ) -> None:
-    parts = {"rank", "strategies", "estimate", "checkpoint", "train"}
+    parts = {"rank", "strategies", "estimate", "checkpoint", "train", "host"}
     names = [name for name in MODULES if part(name) in parts]
     assert {"labkit.rank.training.session", "labkit.strategies.ddp"} <= set(names)
     code = BLOCKED.format(blocked=sorted(FRONT_END), names=names)

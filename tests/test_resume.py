@@ -18,7 +18,7 @@ from marks import long_but
 from labkit import Lab
 from labkit import RankError
 from labkit import Run
-from labkit.notebook.cluster import watchdog
+from labkit.host import watchdog
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.execution.options import plan_checkpoints

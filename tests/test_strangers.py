@@ -24,7 +24,7 @@ from labkit import Lab
 from labkit.checkpoint.exchange import plan_from_json
 from labkit.checkpoint.exchange import plan_to_json
 from labkit.checkpoint.manifest import DTYPES
-from labkit.notebook.cluster import watchdog
+from labkit.host import watchdog
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,7 +51,7 @@ def own_lab() -> Iterator[Lab]:
 
 def listening(lab: Lab) -> dict[int, set[str]]:
     """The ports on which the lab listens, and the names of the processes that do."""
-    token = lab._running().cluster._token
+    token = lab._running().cluster.host.token
     found: dict[int, set[str]] = {}
     for process in watchdog.find_processes(token):
         with suppress(psutil.Error):
@@ -165,7 +165,7 @@ def test_keys_are_for_the_owner_alone(own_lab: Lab) -> None:
     for each in files:
         if any(key.encode() in each.read_bytes() for key in keys):
             assert each.stat().st_mode & 0o777 == 0o600, each
-    secrets = {*keys, own_lab._running().cluster._token}
+    secrets = {*keys, own_lab._running().cluster.host.token}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             assert not any(key in " ".join(process.cmdline()) for key in secrets)

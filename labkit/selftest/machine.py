@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from labkit.notebook.cluster.exit_cause import memory_limit
+from labkit.host.exit_cause import memory_limit
 from labkit.notebook.cluster.placement import num_cores
 from labkit.records import format_bytes
 from labkit.selftest import seen_by_torch

@@ -5,12 +5,9 @@ import itertools
 import logging
 import os
 import secrets
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -25,11 +22,9 @@ from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
 from labkit.checks import absolute
 from labkit.compat import ipyparallel as compat
+from labkit.host.exit_cause import EngineProcess
+from labkit.host.processes import Host
 from labkit.key_server import KeyServer
-from labkit.notebook.cluster import watchdog
-from labkit.notebook.cluster.exit_cause import EngineProcess
-from labkit.notebook.cluster.forked_engines import ForkServer
-from labkit.notebook.cluster.forked_engines import ForkServerGoneError
 from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import OnLateOutput
 from labkit.notebook.cluster.reach import RankDiedError
@@ -38,8 +33,8 @@ from labkit.records import KEY
 from labkit.records import SAFE_PATH
 
 _CONTROLLER_ARGS = [
-    # A rank that holds the GIL for long must not count as dead: `_supervise` reports
-    # the dead.
+    # A rank that holds the GIL for long must not count as dead: the host reports the
+    # dead.
     "--HeartMonitor.max_heartmonitor_misses=10000",
     "--IPController.use_threads=True",
     "--nodb",  # it would keep what each cell sent and got, and copy it each time
@@ -95,41 +90,39 @@ class Cluster(Engines):
         self.folder = Path(tempfile.mkdtemp(prefix="labkit-"))
         """The lab's own, for this user alone; removed at its end."""
         self._write_controller_config()  # while nothing runs yet: the disk may be full
-        self._token = uuid.uuid4().hex
-        self._environment = {**environment, watchdog.TOKEN_VARIABLE: self._token}
-        self._watchdog = self._start_watchdog()
-        self._fork_server = self._start_fork_server()
+        self._client: Any = None
+        self._registered: dict[int, EngineProcess] = {}
+        """By engine id; a former rank's, until the controller has forgotten it."""
+        self.host = Host(
+            self.folder,
+            environment,
+            check=interrupts.check,
+            on_look=self._forget_the_dead,
+        )
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
             profile_dir=str(self.folder),
             cluster_file="",
             controller_ip="127.0.0.1",
             controller_args=[*_CONTROLLER_ARGS, heartbeat_period(num_ranks)],
-            engine_launcher_class=compat.launcher_of_engines(self._fork),
+            engine_launcher_class=compat.launcher_of_engines(self.host.fork),
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
         )
         self._store_numbers = itertools.count(1)
         self._store = self._new_store()
         self._starts_engines = threading.Lock()
-        self._client: Any = None
         self._controller: EngineProcess | None = None
         self._engines: dict[int, EngineProcess] = {}
         self._engine_ids: dict[int, int] = {}
-        self._registered: dict[int, EngineProcess] = {}
-        """By engine id; a former rank's, until the controller has forgotten it."""
         self._on_late_output: OnLateOutput = lambda rank, kind, content: None
         self._is_ending = threading.Event()
-        self._supervisor = threading.Thread(
-            target=self._supervise, name="labkit-supervisor", daemon=True
-        )
-        self._supervisor.start()
         try:
             on_progress("starting the controller")
             self._cluster.start_controller_sync(
-                environment={**self._environment, **safe_path()}
+                environment={**self.host.environment, **safe_path()}
             )
-            self._controller = EngineProcess(self._cluster.controller)
+            self._controller = self._watch(self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
         except BaseException as error:
             is_port_taken = self._is_port_taken()
@@ -167,34 +160,13 @@ class Cluster(Engines):
             f"from {compat.__name__} import spare_controller\nspare_controller()\n"
         )
 
-    def _start_watchdog(self) -> "subprocess.Popen[bytes]":
-        environment = dict(os.environ)
-        # In a lab that runs inside another's rank: the other's end is to end our
-        # kernel, and our watchdog is to outlive it for a moment.
-        environment.pop(watchdog.TOKEN_VARIABLE, None)
-        # No argument, which every user of the host could read.
-        environment[watchdog.WATCHED_VARIABLE] = self._token
-        return subprocess.Popen(
-            [sys.executable, "-P", watchdog.__file__, str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
+    def _watch(self, launcher: Any) -> EngineProcess:
+        """What one of ipyparallel's launchers has started."""
+        process = EngineProcess(
+            launcher.process, compat.waiter_of(launcher), launcher.output_file
         )
-
-    def _start_fork_server(self) -> ForkServer:
-        return ForkServer(self._environment, self.folder / "fork-server.log")
-
-    def _fork(
-        self, arguments: list[str], environment: dict[str, str], output_file: str
-    ) -> psutil.Process:
-        server = self._fork_server
-        try:
-            return server.fork(arguments, environment, output_file, interrupts.check)
-        except ForkServerGoneError:  # a moment ago: it was there when this began
-            server = self._fork_server = self._start_fork_server()
-        server.wait_until_ready(interrupts.check)
-        return server.fork(arguments, environment, output_file, interrupts.check)
+        self.host.watch(process)
+        return process
 
     def start_engines(
         self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
@@ -207,19 +179,19 @@ class Cluster(Engines):
     def _start_engines(
         self, ranks: Sequence[int], on_progress: Callable[[str], None]
     ) -> None:
-        if not self._fork_server.is_alive:
-            self._fork_server = self._start_fork_server()
         on_progress("loading torch")
-        self._fork_server.wait_until_ready(interrupts.check)
+        self.host.prepare_to_fork()
         on_progress(f"starting {len(ranks)} engines")
         sets = set(self._cluster.engines)
         known = set() if self._client is None else set(self._client.ids)
         try:
             engine_set = self._cluster.start_engines_sync(
-                len(ranks), environment={**self._environment, **safe_path()}, delay=0
+                len(ranks),
+                environment={**self.host.environment, **safe_path()},
+                delay=0,
             )
             launchers = self._cluster.engines[engine_set].launchers
-            started = [EngineProcess(launchers[str(i)]) for i in range(len(ranks))]
+            started = [self._watch(launchers[str(i)]) for i in range(len(ranks))]
             if self._client is None:
                 self._client = self._cluster.connect_client_sync()
                 compat.keep_listening(self._client)
@@ -263,7 +235,7 @@ class Cluster(Engines):
             said = [
                 log for each, log in logs if not each.is_alive or _REGISTERED not in log
             ]
-            said.append(self._fork_server.log())
+            said.append(self.host.fork_log())
             words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
             return UserError(f"{what}; one that did not printed:\n{words}")
 
@@ -288,22 +260,14 @@ class Cluster(Engines):
         except (RankDiedError, TimeoutError, ipyparallel.error.IPythonError) as error:
             raise failed(f"an engine did not load torch: {error}") from error
 
-    def _supervise(self) -> None:
-        """In a thread: look at every process now and then; keep the watchdog."""
-        while not self._is_ending.wait(timeouts.LOOK_S):
-            for each in [self._controller, *self._engines.values()]:
-                if each is not None:
-                    each.look()
-            for engine_id, each in list(self._registered.items()):
-                if not each.is_alive:
-                    # Its calls that have not ended then fail in the client.
-                    with contextlib.suppress(OSError):  # the user has closed it
-                        compat.unregister(self._client, engine_id)
-                    del self._registered[engine_id]
-            if self._watchdog.poll() is not None:
-                with contextlib.suppress(OSError):  # then at the next look
-                    former, self._watchdog = self._watchdog, self._start_watchdog()
-                    former.stdin.close()  # type: ignore[union-attr]
+    def _forget_the_dead(self) -> None:
+        """Have the controller forget engines that have ended."""
+        for engine_id, each in list(self._registered.items()):
+            if not each.is_alive:
+                # Its calls that have not ended then fail in the client.
+                with contextlib.suppress(OSError):  # the user has closed it
+                    compat.unregister(self._client, engine_id)
+                del self._registered[engine_id]
 
     # ---- as Engines ----
 
@@ -346,9 +310,6 @@ class Cluster(Engines):
     def show_late_output(self, show: OnLateOutput) -> None:
         self._on_late_output = show
 
-    def stack_file(self, rank: int) -> str:
-        return str(self.folder / f"stack-{rank}.txt")
-
     def open_store(self) -> Path:
         self._check([])
         return self._store.open()
@@ -364,35 +325,21 @@ class Cluster(Engines):
         for rank in ranks:
             self.kill(rank)
         for rank in ranks:
-            compat.waiter_of(self._engines[rank].launcher).join(timeouts.END_S)
+            self._engines[rank].wait(timeouts.END_S)
             if self._engines[rank].is_alive:
                 raise UserError(f"rank {rank} does not end; use %dist_stop")
-        # Each engine leads a session, which its DataLoader's workers belong to.
-        sessions = {self._engines[rank].pid for rank in ranks}
-        for process in watchdog.find_processes(self._token):
-            with contextlib.suppress(OSError, psutil.Error):
-                is_theirs = os.getsid(process.pid) in sessions
-                if is_theirs and not watchdog.is_tidying(process):
-                    process.kill()
+        self.host.end_sessions({self._engines[rank].pid for rank in ranks})
 
     # ---- the end ----
 
     def stop(self) -> None:
         """End every process that this cluster started, and wait until they are."""
         self._is_ending.set()
-        self._supervisor.join()
+        self.host.stop_looking()
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
-        if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
-            # A child that this process forked, as a DataLoader's worker, has the pipe
-            # too: that it is closed here would not tell the watchdog.
-            with contextlib.suppress(OSError):  # it is gone
-                self._watchdog.stdin.write(b"\n")
-                self._watchdog.stdin.close()
-        if self._watchdog.wait() != 0:  # somebody ended it
-            watchdog.clean_up(self._token, str(self.folder))
-        self._fork_server.join()
+        self.host.end()
         self._store.close()
         compat.end_loop(self._cluster)
 
@@ -438,9 +385,6 @@ class Part(Engines):
 
     def show_late_output(self, show: OnLateOutput) -> None:
         self._cluster.show_late_output(show)
-
-    def stack_file(self, rank: int) -> str:
-        return self._cluster.stack_file(self.there[rank])
 
     def open_store(self) -> Path:
         self._check([])

@@ -218,7 +218,7 @@ class RankGroup:
 
     def _install(self, ranks: Sequence[int]) -> None:
         places = {
-            pid: (place, self.cluster.stack_file(place.rank))
+            pid: (place, str(self.cluster.engine(place.rank).stack_file))
             for pid, place in self._places().items()
             if place.rank in ranks
         }

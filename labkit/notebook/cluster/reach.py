@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel
-import psutil
 
 from labkit import timeouts
 from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
 from labkit.compat import ipyparallel as compat
+from labkit.host.exit_cause import Death
+from labkit.host.exit_cause import EngineProcess
 from labkit.messages import is_message
-from labkit.notebook.cluster.exit_cause import Death
-from labkit.notebook.cluster.exit_cause import EngineProcess
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
-from labkit.records import DUMP_SIGNAL
 from labkit.records import KEY
 
 OnMessage = Callable[[str, dict[str, Any]], None]
@@ -97,10 +95,6 @@ class Engines(abc.ABC):
     @abc.abstractmethod
     def open_store(self) -> Path:
         """Serve an empty store, in place of the former one; where ranks find it."""
-
-    @abc.abstractmethod
-    def stack_file(self, rank: int) -> str:
-        """Where the rank writes its Python stack at `DUMP_SIGNAL`."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -232,7 +226,7 @@ class Engines(abc.ABC):
             if is_collective:
                 raise_failures(reply)
             for rank in watch.silent():
-                raise SilentRankError(rank, self.stall_reason(rank))
+                raise SilentRankError(rank, self.engine(rank).stall_reason())
 
     def _check(self, engines: Iterable[EngineProcess]) -> None:
         """RankDiedError unless these live and can be reached."""
@@ -292,26 +286,7 @@ class Engines(abc.ABC):
         engine = self.engine(rank)
         if engine.is_alive:
             engine.expected_cause = why
-            engine.send(signal.SIGKILL)
-
-    def ask_for_dump(self, rank: int) -> None:
-        """Have the rank write its stack; native code that holds the GIL or not."""
-        Path(self.stack_file(rank)).write_text("")
-        self.engine(rank).send(signal.Signals[DUMP_SIGNAL])
-
-    def stall_reason(self, rank: int) -> str:
-        """Why a rank whose process is there does not answer, in words."""
-        try:
-            process = psutil.Process(self.pids[rank])
-            if process.status() == psutil.STATUS_STOPPED:
-                return (
-                    f"its process {process.pid} is stopped, as by SIGSTOP; kill -CONT "
-                    f"{process.pid} continues it"
-                )
-            load = process.cpu_percent(0.05)
-        except psutil.NoSuchProcess:
-            return "its process has just ended"
-        return f"native code holds the GIL; its process uses {load:.0f}% of a core"
+            engine.kill()
 
     def was_aborted(self, reply: Any) -> bool:
         """Whether the kernel discarded a request: it does so right after an error."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from labkit import timeouts
@@ -152,7 +151,7 @@ class StackRequest:
             return False
         self._silent, self._dumped_at = silent, now
         for rank in silent:
-            self._cluster.ask_for_dump(rank)
+            self._cluster.engine(rank).ask_for_dump()
         return False
 
     def wait(self) -> Stacks:
@@ -178,9 +177,9 @@ class StackRequest:
             if answer.cancelled() or not self._cluster.is_alive(rank):
                 absent[rank] = "dead; %dist_restart brings it back"
             elif rank in self._silent:
-                absent[rank] = "does not answer: " + self._cluster.stall_reason(rank)
-                dump = Path(self._cluster.stack_file(rank)).read_text()
-                if frames := read_dump(dump):
+                engine = self._cluster.engine(rank)
+                absent[rank] = "does not answer: " + engine.stall_reason()
+                if frames := read_dump(engine.dumped_stack()):
                     positions.append(Position(rank, frames=frames))
             elif (error := answer.exception()) is not None:
                 absent[rank] = f"did not report where it is: {error}"

@@ -19,8 +19,8 @@ import psutil
 
 from labkit import timeouts
 from labkit.checks import UserError
-from labkit.notebook.cluster.watchdog import FORK_SERVER
-from labkit.notebook.cluster.watchdog import is_running
+from labkit.host.watchdog import FORK_SERVER
+from labkit.host.watchdog import is_running
 
 
 class ForkServerGoneError(UserError):

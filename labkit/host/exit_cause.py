@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from labkit import timeouts
-from labkit.compat.ipyparallel import waiter_of
+from labkit.records import DUMP_SIGNAL
 from labkit.records import format_bytes
 
 _STOPPED = "received signal 15, stopping"
@@ -57,15 +56,22 @@ class Death:
 
 
 class EngineProcess:
-    """A process that one of ipyparallel's launchers started.
+    """A process of a lab's on this host.
 
     `look` at it now and then: what it had last is part of why it died.
     """
 
-    def __init__(self, launcher: Any) -> None:
-        self.launcher = launcher
-        self.process: psutil.Process = launcher.process
-        self.pid: int = launcher.pid
+    def __init__(
+        self, process: psutil.Process, waiter: threading.Thread, log_file: str
+    ) -> None:
+        """`waiter` is the thread that waits for its end, and then has its exit code;
+        what the process prints outside of cells is in `log_file`."""
+        self.pid = process.pid
+        self._process = process
+        self._waiter = waiter
+        self._log_file = Path(log_file)
+        self.stack_file = self._log_file.with_suffix(".stack")
+        """Where it writes its Python stack when it is sent `DUMP_SIGNAL`."""
         self.expected_cause = ""
         """Why it is about to end, where that is known beforehand."""
         self._memory_bytes = 0
@@ -78,12 +84,43 @@ class EngineProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._death is None and waiter_of(self.launcher).is_alive()
+        return self._death is None and self._waiter.is_alive()
 
     def send(self, signum: int) -> None:
         """Send it a signal, if it is there still: psutil compares creation times."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.process.send_signal(signum)
+            self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        self.send(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended, or this time is over."""
+        self._waiter.join(timeout_s)
+
+    def stall_reason(self) -> str:
+        """Why it does not answer although it is there, in words."""
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_STOPPED:
+                return (
+                    f"its process {self.pid} is stopped, as by SIGSTOP; kill -CONT "
+                    f"{self.pid} continues it"
+                )
+            load = process.cpu_percent(0.05)
+        except psutil.NoSuchProcess:
+            return "its process has just ended"
+        return f"native code holds the GIL; its process uses {load:.0f}% of a core"
+
+    def ask_for_dump(self) -> None:
+        """Have it write its stack; native code that holds the GIL or not."""
+        self.stack_file.write_text("")
+        self.send(signal.Signals[DUMP_SIGNAL])
+
+    def dumped_stack(self) -> str:
+        """What it wrote then."""
+        return self.stack_file.read_text()
 
     def look(self) -> None:
         """Note how much memory it has, and whether it is alive."""
@@ -91,7 +128,7 @@ class EngineProcess:
             self.death()
             return
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
-            if rss := self.process.memory_info().rss:  # it is not about to end
+            if rss := self._process.memory_info().rss:  # it is not about to end
                 self._memory_bytes = rss
                 self._limit_bytes = memory_limit(self.pid)
             # cgroup files are gone once the process is; read them while it lives.
@@ -99,8 +136,8 @@ class EngineProcess:
 
     def death(self) -> Death:
         """How it ended. Waits 2 s at most for the system to say so."""
-        # The code is given once: ipyparallel's thread takes it, and keeps it there.
-        waiter_of(self.launcher).join(timeouts.REAP_S)
+        # The code is given once: that thread takes it, and keeps it there.
+        self.wait(timeouts.REAP_S)
         if self.is_alive:
             return Death(
                 self.pid, "no longer known to the controller", time.time(), None
@@ -114,7 +151,7 @@ class EngineProcess:
     def _cause(self) -> str:
         if self.expected_cause:
             return self.expected_cause
-        code = self.process.wait(timeout=0)
+        code = self._process.wait(timeout=0)
         if code is None:  # somebody else took it
             return "ended"
         if code == 1 and _STOPPED in self.log():  # it was idle, and obeyed
@@ -150,7 +187,7 @@ class EngineProcess:
     def log(self) -> str:
         """What it printed outside of cells; "" where that was nothing."""
         try:
-            return Path(self.launcher.output_file).read_text(errors="replace")
+            return self._log_file.read_text(errors="replace")
         except OSError:
             return ""
 

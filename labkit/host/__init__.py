@@ -1,0 +1,1 @@
+"""What is done on the host on which a lab's processes are."""
