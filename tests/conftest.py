@@ -24,11 +24,15 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
+NOTEBOOKS = ("00", "02", "07", "14")
+"""Of the course, those that `make test` runs: one of each part. `make test-long` runs
+the others."""
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts engines, kernels or other programs: `make check` runs the rest.
+    """Mark what starts engines, kernels or other programs: `make check` runs the rest;
+    and the notebooks that are in `make test-long`.
 
     They are known by the fixtures that a test uses, and by the names in it.
     """
@@ -41,6 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if code is None or fixtures & ENGINE_FIXTURES or STARTERS & {*code.co_names}:
             item.add_marker("engine")
+        name = item.path.name
+        if name.endswith(".ipynb") and not name.startswith(NOTEBOOKS):
+            item.add_marker("long")
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)
     items.sort(key=lambda item: (item.path.name not in FIRST, -engine_tests[item.path]))

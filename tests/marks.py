@@ -1,24 +1,33 @@
-"""Which cases of a test are in `make test`; the others are in `make test-long`."""
+"""In which suite a case of a test is: `make test`, `make test-long`, or the rest."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+LONG = (pytest.mark.long,)
+RELEASE = (pytest.mark.long, pytest.mark.release)
+
 
 def long_but(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """`values` for parametrize, all but `kept` marked long."""
+    """`values` for parametrize: all but `kept` in `make test-long`."""
     values = list(values)
-    assert set(kept) <= set(values)
+    return in_suites(values, test=kept, long=[v for v in values if v not in kept])
+
+
+def in_suites(
+    values: Iterable[Any], *, test: Iterable[Any], long: Iterable[Any] = ()
+) -> list[Any]:
+    """`values` for parametrize: some in `make test`, some in `make test-long`, and all
+    others in `make test-release`."""
+    values, test, long = list(values), list(test), list(long)
+    assert all(value in values for value in [*test, *long])
     return [
-        value if value in kept else _long(*(value if _is_row(value) else [value]))
+        value if value in test else _marked(value, LONG if value in long else RELEASE)
         for value in values
     ]
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, tuple)
-
-
-def _long(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.long)
+def _marked(value: Any, marks: Iterable[Any]) -> Any:
+    row = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*row, marks=marks)

@@ -83,12 +83,14 @@ def first_notebook(browser: Browser, server: LabServer) -> Iterator[NotebookPage
     page.close()
 
 
+@pytest.mark.long
 def test_the_last_picture_of_every_run_stays(first_notebook: NotebookPage) -> None:
     for index in RUNS:
         shown = first_notebook.picture(index)
         assert shown == first_notebook.pictures_seen(index)[-1]
 
 
+@pytest.mark.long
 def test_a_saved_notebook_reads_the_same_when_it_is_opened_again(
     first_notebook: NotebookPage, browser: Browser, server: LabServer
 ) -> None:

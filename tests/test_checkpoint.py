@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import in_suites
 from marks import long_but
 from safetensors.torch import save_file
 
@@ -126,7 +127,9 @@ def assert_same(folder: Path, other: Path) -> None:
 # ---- under every strategy ----
 
 
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(STRATEGIES, test=["fsdp"], long=["ddp", "zero3"])
+)
 def test_training_resumes_from_a_checkpoint_as_if_nothing_had_been(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:

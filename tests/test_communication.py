@@ -121,7 +121,7 @@ def weights(lab: Lab, name: str = "plain") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("method", WITH_RESIDUALS)
+@pytest.mark.parametrize("method", long_but(WITH_RESIDUALS, "powersgd"))
 def test_what_is_not_sent_is_kept_and_nothing_is_lost(
     lab: Lab, method: str, loop: str
 ) -> None:

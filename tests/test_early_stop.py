@@ -56,10 +56,7 @@ for epoch in range(30):
 """
 PREPARING = [name for name in STRATEGIES if not STRATEGIES[name].is_by_hand]
 LOOPS = {"fit": BY_FIT, "loop": OWN_LOOP}
-QUICK = [
-    *(f"{name}-fit" for name in PREPARING if name not in ("zero1", "hsdp")),
-    *("fsdp-loop", "zero2-loop", "parameter_server-loop"),
-]
+QUICK = ["ddp-fit", "fsdp-loop", "zero2-fit", "parameter_server-loop"]
 
 
 def train(lab: Lab, strategy: str, code: str, **options: Any) -> Any:

@@ -126,6 +126,7 @@ def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
         assert not watchdog.find_processes(token)
 
 
+@pytest.mark.long
 def test_a_stop_does_not_wait_for_what_the_notebook_has_forked() -> None:
     """As a DataLoader's worker, which has a copy of every pipe."""
     lab = Lab(num_ranks=1)
@@ -221,7 +222,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", long_but(SCRIPTS, next(iter(SCRIPTS))))
 def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     environment = own_environment(tmp_path) | OTHER_LAUNCHERS
     environment["TMPDIR"] = str(tmp_path)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pandas as pd
 import pytest
 import torch
+from marks import in_suites
 from marks import long_but
 from torch import nn
 
@@ -106,33 +107,39 @@ def run_and_compare(
     assert found["total_peak"] == pytest.approx(measured["total_peak"], rel=0.15)
 
 
-@pytest.mark.parametrize("strategy", long_but(WHOLE_LAYERS, "zero2", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(WHOLE_LAYERS, test=["fsdp"], long=["zero2"])
+)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
     run_and_compare(lab, setup, strategy, "plain")
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["ddp", "zero2", "fsdp", "pipeline"], "fsdp", "pipeline")
+    "strategy",
+    in_suites(["ddp", "zero2", "fsdp", "pipeline"], test=["fsdp"], long=["pipeline"]),
 )
-@pytest.mark.parametrize("options", ["accumulated", "checkpointed"])
+@pytest.mark.parametrize(
+    "options", long_but(["accumulated", "checkpointed"], "checkpointed")
+)
 def test_memory_with_options_is_as_predicted(
     lab: Lab, options: str, strategy: str
 ) -> None:
     run_and_compare(lab, "gpt", strategy, options)
 
 
-@pytest.mark.parametrize("options", long_but(OPTIONS, "plain", "both"))
-@pytest.mark.parametrize("setup", long_but(["mlp", "gpt"], "gpt"))
+@pytest.mark.parametrize("options", in_suites(OPTIONS, test=["plain"], long=["both"]))
+@pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))
 def test_memory_of_split_layers_is_as_predicted(
     lab: Lab, setup: str, options: str
 ) -> None:
     run_and_compare(lab, setup, "tensor", options)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", long_but(OPTIONS, "both"))
-@pytest.mark.parametrize("setup", long_but(["mlp", "gpt"], "gpt"))
+@pytest.mark.parametrize("options", in_suites(OPTIONS, test=[], long=["both"]))
+@pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_memory_of_a_grid_is_as_predicted(
     lab_of_4: Lab, setup: str, options: str, axis: str
@@ -141,7 +148,7 @@ def test_memory_of_a_grid_is_as_predicted(
     run_and_compare(lab_of_4, setup, strategy, options, mesh=f"dp=2,{axis}=2")
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("num_parts", in_suites([1, 2, 4], test=[2], long=[4]))
 @pytest.mark.parametrize("plan", ["layers", "sequence"])
 def test_activations_of_split_layers_are_as_in_the_paper(
     plan: str, num_parts: int
@@ -174,6 +181,7 @@ def test_activations_of_split_layers_are_as_in_the_paper(
     assert found == pytest.approx(whole + split_up / num_parts, rel=0.05)
 
 
+@pytest.mark.long
 def test_a_grid_has_a_row_where_layers_can_be_split_so() -> None:
     model = GPT(256, context=64, dim=192, num_heads=4, num_layers=2)
     options = {"world_sizes": [2, 8], "batch_size": 16, "sequence": 64}
@@ -229,6 +237,7 @@ def test_a_part_that_cannot_run_is_left_out() -> None:
     assert "tensor is left out on 2 ranks: a step without data, on input of" in says
 
 
+@pytest.mark.long
 def test_nothing_is_allocated_and_the_model_is_not_changed() -> None:
     with torch.device("meta"):
         model = GPT(50257, context=64, dim=4096, num_heads=32, num_layers=2)
@@ -260,6 +269,7 @@ def test_optimizers_class_and_defaults_count() -> None:
     assert states["adam"] == pytest.approx(2 * weights, abs=99)
 
 
+@pytest.mark.long
 def test_the_sentence_says_what_fits_and_what_would() -> None:
     model = GPT(256, context=64, dim=192, num_heads=8, num_layers=4)
 

@@ -121,6 +121,7 @@ def test_ranks_outlive_the_server_and_another_takes_its_place(lab: Lab) -> None:
     assert not psutil.pid_exists(server)
 
 
+@pytest.mark.long
 def test_a_server_that_is_stopped_hides_no_death_and_hangs_no_restart(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_what_keeps_the_server_from_importing_is_shown(
         Lab(num_ranks=2)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_with_a_request_unread_is_an_error(tmp_path: Path) -> None:
     server, pid = started(tmp_path)
     os.kill(pid, signal.SIGSTOP)
@@ -165,6 +167,7 @@ def test_a_server_that_dies_with_a_request_unread_is_an_error(tmp_path: Path) ->
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_wait_for_a_server(tmp_path: Path) -> None:
     server, pid = started(tmp_path)
     os.kill(pid, signal.SIGSTOP)

@@ -197,6 +197,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
         yield terminal
 
 
+@pytest.mark.long
 def test_a_line_of_text_follows_a_run_in_a_terminal(terminal: Terminal) -> None:
     shown = terminal.run(first_cells(num_epochs=40)[1])
     states = re.findall(r"run-1: ddp on 2 ranks, [^\r]+", shown)

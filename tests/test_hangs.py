@@ -12,6 +12,7 @@ import psutil
 import pytest
 from kernels import Kernel
 from kernels import wait_until
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -149,7 +150,7 @@ def test_a_cell_that_a_rank_has_left_too_early_ends(lab: Lab) -> None:
     assert_next_cell_works(lab)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp"], "fsdp"))
 def test_a_loop_that_ends_by_its_own_loss_is_told_to_decide_together(
     lab: Lab, strategy: str
 ) -> None:

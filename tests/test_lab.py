@@ -462,6 +462,7 @@ def test_a_flush_that_was_interrupted_is_made_up_for() -> None:
     assert outcomes == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", long_but([0, 2, 5, 10], 2))
 def test_a_port_that_another_process_takes_does_not_fail_the_start(
     monkeypatch: pytest.MonkeyPatch, number: int

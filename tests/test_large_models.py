@@ -163,7 +163,7 @@ def assert_equals_reference(lab: Lab, run: Any, setup: str) -> None:
 # ---- the same as one process ----
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "zero3", "fsdp"))
 def test_a_model_from_meta_trains_as_one_built_on_the_cpu(
     lab: Lab, strategy: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_model_from_meta_trains_as_one_built_on_the_cpu(
     assert [note for note in run.notes if "is built on the meta device" in note]
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", long_but(SHARDED, "fsdp"))
 @pytest.mark.parametrize("built_on", ["cpu", "meta"])
 def test_blocks_that_share_a_parameter_are_sharded_together(
     lab: Lab, strategy: str, built_on: str
@@ -188,7 +188,7 @@ def test_blocks_that_share_a_parameter_are_sharded_together(
         assert_equals_reference(lab, run, TIED)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", *SHARDED])
+@pytest.mark.parametrize("strategy", long_but(["zero2", *SHARDED], "zero2", "fsdp"))
 def test_the_values_of_rank_0_count(lab: Lab, strategy: str) -> None:
     before = """
     with torch.no_grad():
@@ -202,7 +202,9 @@ def test_the_values_of_rank_0_count(lab: Lab, strategy: str) -> None:
     torch.testing.assert_close(*lab.pull("mean", ranks="0,1"))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", long_but(["zero1", "zero2", "zero3", "fsdp"], "zero1")
+)
 def test_the_copy_that_is_updated_has_all_digits_of_the_model(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
@@ -268,7 +270,7 @@ def test_what_is_on_the_cpu_already_keeps_its_values() -> None:
 # ---- no rank holds the whole ----
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", long_but(["fsdp", "zero3"], "fsdp"))
 def test_a_rank_holds_its_shards_and_one_block(lab: Lab, strategy: str) -> None:
     # In DeepSpeed the partitions are copied afterwards, for the optimizer.
     placing = """
@@ -336,9 +338,7 @@ with torch.device(built_on):
 """
 
 
-@pytest.mark.parametrize(
-    "strategy", long_but(["single", "zero2", *SHARDED], "zero2", "zero3", "fsdp")
-)
+@pytest.mark.parametrize("strategy", long_but(["single", "zero2", *SHARDED], "fsdp"))
 def test_what_nothing_sets_is_refused_or_loaded(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
@@ -392,6 +392,7 @@ def test_what_nothing_can_set_is_refused_before_anything_has_changed(
 # ---- the forecast ----
 
 
+@pytest.mark.long
 def test_the_forecast_says_when_set_up_is_what_does_not_fit() -> None:
     class Model(nn.Module):
         """A large table that is not trained, and a small block."""

@@ -185,6 +185,7 @@ def test_training_shows_one_live_picture_and_returns_the_run(
     assert "image/png" in kernel.run("run.plot()").result
 
 
+@pytest.mark.long
 def test_the_loss_is_on_a_log_scale_if_so_asked(kernel: Kernel) -> None:
     kernel.run(LOOP.format(options="--log-scale", epochs=1))
     kernel.run("import labkit\nrun = labkit.current_lab().runs[-1]")
@@ -320,6 +321,7 @@ def test_start_is_one_line_stop_is_quiet_and_start_works_again() -> None:
 # ---- strategies, runs and the forecast ----
 
 
+@pytest.mark.long
 def test_comparing_strategies_is_editing_one_word(kernel: Kernel) -> None:
     for strategy in ("single", "ddp", "fsdp"):
         code = LOOP.format(options=f"--name {strategy} --no-live", epochs=1)
@@ -415,6 +417,7 @@ def test_wrong_options_of_a_step_are_reported(
     assert message in usage_error(kernel, LOOP.format(options=options, epochs=1))
 
 
+@pytest.mark.long
 def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
     kernel.run("from labkit.models import GPT\ngpt = GPT(64, context=16, dim=32)")
     reply = kernel.run("%dist_estimate gpt --sequence 16 --batch-size 8 --ranks 2,8")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from marks import in_suites
 from marks import long_but
 
 from labkit import Lab
@@ -151,7 +152,7 @@ def test_theory_agrees_with_the_bytes_sent(
 @pytest.mark.parametrize(
     "config", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}]
 )
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", long_but(["fsdp", "hsdp"], "hsdp"))
 def test_theory_knows_what_stays_gathered(
     lab: Lab, strategy: str, config: dict[str, bool]
 ) -> None:
@@ -321,7 +322,8 @@ def compiled(what):
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["single", "ddp", "zero2", "fsdp"], "fsdp")
+    "strategy",
+    in_suites(["single", "ddp", "zero2", "fsdp"], test=["ddp"], long=["fsdp"]),
 )
 @pytest.mark.parametrize("what", COMPILED)
 def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) -> None:
@@ -396,7 +398,9 @@ def test_sparse_gradients_are_measured(lab: Lab) -> None:
     torch.testing.assert_close(weights["ddp"], weights["single"])
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "strategy", long_but(["zero1", "zero2", "zero3", "fsdp", "hsdp"], "zero1", "fsdp")
+)
 def test_what_cannot_be_sharded_is_refused(lab: Lab, strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"UnsupportedLoopError: 0 is an embedding"):
         lab.train(strategy, SPARSE, live=False)
@@ -417,7 +421,7 @@ def test_a_compiled_model_under_zero3_is_refused(lab: Lab) -> None:
         lab.train("zero3", code, live=False)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", long_but(["zero1", "zero2", "zero3"], "zero3"))
 def test_what_zero_trained_with_is_not_charged_to_the_next_run(
     lab: Lab, strategy: str
 ) -> None:

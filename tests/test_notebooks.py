@@ -72,7 +72,7 @@ def test_it_is_saved_as_it_ran(path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        path if number % 6 == 0 else pytest.param(path, marks=pytest.mark.release)
+        path if number % 9 == 0 else pytest.param(path, marks=pytest.mark.release)
         for number, path in enumerate(NOTEBOOKS)
     ],
     ids=lambda path: path.stem,

@@ -59,6 +59,7 @@ def kernel() -> Iterator[Kernel]:
         yield kernel
 
 
+@pytest.mark.long
 def test_of_a_run_that_has_ended_no_picture_is_kept(kernel: Kernel) -> None:
     """A session has thousands of them, and the lab keeps each run."""
     loop = LOOP.format(at_step_100="pass")
@@ -75,6 +76,7 @@ def test_of_a_run_that_has_ended_no_picture_is_kept(kernel: Kernel) -> None:
     assert left.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_pictures_are_drawn_elsewhere_and_give_way(
     kernel: Kernel, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from marks import LONG
 from test_strategies import OPTIMIZERS
 from test_strategies import SETUPS
 
@@ -95,10 +96,10 @@ def assert_equals_single(
 @pytest.mark.parametrize(
     ("setup", "optimizer", "options"),
     [
-        ("mlp", "adamw", {}),
         ("gpt, partly frozen", "sgd", {"clip": 0.2, "accumulate": 2}),
-        ("mlp", "sgd", {"precision": "bf16"}),
         ("resnet", "sgd", {"sync_batchnorm": True, "servers": 2}),
+        pytest.param("mlp", "adamw", {}, marks=LONG),
+        pytest.param("mlp", "sgd", {"precision": "bf16"}, marks=LONG),
     ],
 )
 def test_equals_one_process(
@@ -160,6 +161,7 @@ def test_the_cell_is_that_of_the_workers(lab_of_3: Lab) -> None:
     lab_of_3.run("assert dist.get_world_size() == world_size == 3")
 
 
+@pytest.mark.long
 def test_memory_and_bytes_are_those_of_the_formulas(lab_of_3: Lab) -> None:
     run = lab_of_3.train("parameter_server", cell("gpt", "adamw"), live=False)
     model = run.models[0]
@@ -485,6 +487,7 @@ def test_a_slow_rank_is_slow_and_says_so(lab_of_3: Lab) -> None:
     assert shares[1] == pytest.approx([5.0] * num_backwards)
 
 
+@pytest.mark.long
 def test_ranks_make_the_same_groups_after_it(lab: Lab) -> None:
     # Meshes are kept, the last four: a worker may not have more of them.
     meshes = ("hsdp", "ddp", "fsdp", "tensor")

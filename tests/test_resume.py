@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernels import running_kernel
 from kernels import wait_until
-from marks import long_but
+from marks import in_suites
 
 from labkit import Lab
 from labkit import RankError
@@ -125,7 +125,9 @@ def assert_goes_on(resumed: Run, whole: Run, *, after: int) -> pd.DataFrame:
 ALL = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
-@pytest.mark.parametrize("strategy", long_but(ALL, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(ALL, test=["zero3"], long=["ddp", "fsdp"])
+)
 def test_resumed_equals_uninterrupted_under_every_strategy(
     train: Callable[..., Run],
     tmp_path: Path,

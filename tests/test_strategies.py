@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import in_suites
 from marks import long_but
 from torch import nn
 
@@ -270,7 +271,12 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy",
+    in_suites(
+        WITH_SINGLE, test=["ddp", "zero3", "fsdp"], long=["zero1", "zero2", "hsdp"]
+    ),
+)
 @pytest.mark.parametrize("setup", COMBINATIONS)
 def test_losses_and_weights_equal_one_process(
     lab_of_any_size: Lab, setup: str, strategy: str
@@ -290,7 +296,9 @@ def test_losses_and_weights_equal_one_process(
     plain_model(setup).load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(WITH_SINGLE, test=["zero3"], long=["ddp", "fsdp"])
+)
 def test_adamw_with_parameter_groups_equals_one_process(
     lab: Lab, strategy: str
 ) -> None:
@@ -310,7 +318,9 @@ def test_adamw_with_parameter_groups_equals_one_process(
         )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", long_but(["ddp", "zero2", "zero3", "fsdp"], "zero2")
+)
 def test_frozen_parameters_stay_as_they_are(lab: Lab, strategy: str) -> None:
     run = train(lab, strategy, cell("gpt, partly frozen"), **BOTH)
     expected = reference("gpt, partly frozen", **BOTH)
@@ -334,7 +344,9 @@ def test_batchnorm_counts_no_sample_that_is_not_there(
     assert_equals_reference(lab, run, reference(setup, accumulate=2))
 
 
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(STRATEGIES, test=["fsdp"], long=["ddp", "zero3"])
+)
 def test_fit_equals_one_process_with_validation(lab: Lab, strategy: str) -> None:
     code = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -355,7 +367,9 @@ fit(
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
-@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(WITH_SINGLE, test=["zero2"], long=["fsdp"])
+)
 def test_schedulers_made_before_or_after_prepare_step_with_the_optimizer(
     lab: Lab, strategy: str, made: str, capsys: Captured
 ) -> None:
@@ -395,7 +409,9 @@ def in_bf16(shared_lab: Lab) -> InBf16:
     return InBf16(global_losses(run), pull_weights(shared_lab, "single"))
 
 
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(STRATEGIES, test=["ddp"], long=["zero3", "fsdp"])
+)
 def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     lab: Lab, strategy: str, in_bf16: InBf16
 ) -> None:
@@ -417,7 +433,9 @@ def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     plain_model("gpt").load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize("strategy", long_but(WITH_SINGLE, "ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize(
+    "strategy", in_suites(WITH_SINGLE, test=["fsdp"], long=["zero3"])
+)
 def test_activation_checkpointing_computes_twice_and_gives_the_same(
     lab: Lab, strategy: str
 ) -> None:
@@ -433,7 +451,7 @@ def test_activation_checkpointing_computes_twice_and_gives_the_same(
     assert lab.pull("num_calls") == 2 * len(reference("gpt").losses)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", long_but(["zero3", "fsdp"], "fsdp"))
 def test_activation_checkpointing_takes_blocks_of_a_single_layer(
     lab: Lab, strategy: str
 ) -> None:
@@ -450,7 +468,7 @@ def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", long_but([False, True], True))
 def test_compile_compiles_the_blocks_and_gives_the_same(
     lab: Lab, checkpointing: bool
 ) -> None:
@@ -644,7 +662,7 @@ def test_techniques_are_functions_of_a_model_and_a_mesh(lab: Lab) -> None:
 # ---- one run after another ----
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", long_but(["zero3", "fsdp", "hsdp"], "fsdp"))
 def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
     lab: Lab, strategy: str
 ) -> None:
@@ -655,7 +673,7 @@ def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
         train(lab, strategy, again)
 
 
-@pytest.mark.parametrize("then", long_but(["ddp", "zero1", "zero2"], "ddp", "zero2"))
+@pytest.mark.parametrize("then", long_but(["ddp", "zero1", "zero2"], "ddp"))
 @pytest.mark.parametrize("strategy", long_but(["ddp", "zero1", "zero2"], "zero1"))
 def test_a_whole_model_of_an_earlier_run_is_trained_on(
     lab: Lab, strategy: str, then: str
@@ -667,7 +685,7 @@ def test_a_whole_model_of_an_earlier_run_is_trained_on(
     assert run.mismatches == []
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", long_but(["zero2", "zero3", "fsdp"], "zero3"))
 def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
     lab: Lab, strategy: str
 ) -> None:
@@ -678,7 +696,9 @@ def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
     assert_equals_reference(lab, run, reference("mlp", **BOTH))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    "strategy", long_but(["single", "ddp", "zero1", "zero2"], "zero1")
+)
 def test_fit_continues_with_the_model_of_an_earlier_fit(
     lab: Lab, strategy: str
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import long_but
 from torch import nn
 
 from labkit import Lab
@@ -66,7 +67,7 @@ def global_losses(run: Any) -> np.ndarray:
 
 # 1438 training samples: 64 leaves a last batch of 30, 719 none, 1437 one of a single
 # sample, of which one rank has no part.
-@pytest.mark.parametrize("batch_size", [64, 719, 1437])
+@pytest.mark.parametrize("batch_size", long_but([64, 719, 1437], 719))
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_losses_and_weights_equal_one_process(
     lab: Lab, strategy: str, batch_size: int
@@ -343,7 +344,7 @@ for epoch in range(3):
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp", "zero2"], "zero2"))
 def test_a_step_that_is_broken_off_leaves_no_gradients(lab: Lab, strategy: str) -> None:
     models = []
     for each in ("single", strategy):
