@@ -17,15 +17,18 @@ PEER_NAMES := $(patsubst benchmarks/peers/requirements-%.txt,%,\
 INSTALL := python -m pip install --disable-pip-version-check
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# Each of the many processes of a lab would compile labkit again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help lab check test test-long test-release test-third-party test-oldest lock lint browser
 .PHONY: docs format notebooks pictures conformance bench bench-quick clean
 
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make check                                 lint, types, tests without engines"
-	@echo "make test [WORKERS=4]                      lint, types, tests, notebooks"
-	@echo "make test-long                             chaos, 4 ranks, long matrices"
-	@echo "make test-release                          what only a release needs"
+	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
+	@echo "make test-long                             other notebooks, chaos, 4 ranks"
+	@echo "make test-release                          the rest, before a release"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
 	@echo "make lock                                  write .venv to constraints.txt"

@@ -4,6 +4,7 @@ What is here is read from the source; two subprocesses see that it holds.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -133,11 +134,17 @@ def imports_of(importer: str, path: Path) -> Iterator[Import]:
 
 
 MODULES = modules()
-ALL_IMPORTS = [
-    each for name, path in MODULES.items() for each in imports_of(name, path)
-]
-IMPORTS = [each for each in ALL_IMPORTS if not each.is_for_types]
-"""Those that can happen when the module runs."""
+
+
+@functools.cache
+def all_imports() -> list[Import]:
+    return [each for name, path in MODULES.items() for each in imports_of(name, path)]
+
+
+@functools.cache
+def imports() -> list[Import]:
+    """Those that can happen when the module runs."""
+    return [each for each in all_imports() if not each.is_for_types]
 
 
 def part(module: str) -> str:
@@ -159,15 +166,15 @@ def short_repr(imports: list[Import]) -> list[str]:
 
 
 def test_the_walk_sees_imports() -> None:
-    assert Import("labkit.rank.engine.rpc", "labkit.serialization", False) in IMPORTS
-    assert Import("labkit", "labkit.magics.lab_magics", True) in IMPORTS
+    assert Import("labkit.rank.engine.rpc", "labkit.serialization", False) in imports()
+    assert Import("labkit", "labkit.magics.lab_magics", True) in imports()
     assert {"notebook", "rank", "strategies"} <= {part(name) for name in MODULES}
 
 
 def test_arrows_point_down() -> None:
     wrong = [
         each
-        for each in ALL_IMPORTS
+        for each in all_imports()
         if each.target.split(".")[0] == "labkit"
         and part(each.target) != part(each.importer)
         and part(each.target) not in MAY_IMPORT.get(part(each.importer), GROUND_FLOOR)
@@ -179,7 +186,7 @@ def test_a_wing_takes_of_a_library_what_is_its_own() -> None:
     allowed = {"notebook": OF_NOTEBOOKS, "magics": OF_NOTEBOOKS}
     wrong = [
         each
-        for each in ALL_IMPORTS
+        for each in all_imports()
         if part(each.target) == "compat" != part(each.importer)
         and each.target not in allowed.get(part(each.importer), OF_RANKS)
     ]
@@ -192,7 +199,7 @@ def test_rooms_are_in_one_line() -> None:
     assert set(listed) == {room(name) for name in MODULES if part(name) in wings}
     wrong = [
         each
-        for each in ALL_IMPORTS
+        for each in all_imports()
         for line in ROOMS
         if each.target in MODULES
         and room(each.importer) in line
@@ -211,7 +218,7 @@ def test_the_two_wings_do_not_know_each_other() -> None:
     wings = {"notebook", "rank"}
     wrong = [
         each
-        for each in ALL_IMPORTS
+        for each in all_imports()
         if {part(each.importer), part(each.target)} == wings
         and each.target.startswith("labkit.")
     ]
@@ -221,7 +228,7 @@ def test_the_two_wings_do_not_know_each_other() -> None:
 def test_the_notebook_reads_the_table_of_strategies_and_no_technique() -> None:
     wrong = [
         each
-        for each in IMPORTS
+        for each in imports()
         if each.target.startswith("labkit.strategies.")
         and part(each.importer) not in {"strategies", "rank", "estimate", "train"}
     ]
@@ -233,7 +240,7 @@ def test_techniques_do_not_import_each_other() -> None:
     assert techniques <= set(modules())
     wrong = [
         each
-        for each in IMPORTS
+        for each in imports()
         if part(each.importer) == "strategies" and each.target in techniques
     ]
     assert short_repr(wrong) == []
@@ -242,7 +249,7 @@ def test_techniques_do_not_import_each_other() -> None:
 def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
     wrong = [
         each
-        for each in IMPORTS
+        for each in imports()
         if part(each.importer)
         in {"rank", "strategies", "estimate", "checkpoint", "host"}
         and each.target.split(".")[0] in FRONT_END
@@ -254,7 +261,7 @@ def test_ranks_and_strategies_do_not_need_a_notebook() -> None:
 def test_the_notebook_wing_does_not_import_torch() -> None:
     wrong = [
         each
-        for each in IMPORTS
+        for each in imports()
         if part(each.importer) in {"", "magics", "lab", "notebook", "host", "records"}
         and each.target.split(".")[0] in {"torch", "deepspeed"}
     ]
@@ -267,7 +274,7 @@ BY_NAME = ("labkit.strategies", "labkit.strategies.prepared")
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
-    for each in ALL_IMPORTS:
+    for each in all_imports():
         if each.target in MODULES and (each.importer, each.target) != BY_NAME:
             graph.setdefault(each.importer, set()).add(each.target)
     TopologicalSorter(graph).prepare()  # raises CycleError
