@@ -27,7 +27,7 @@ help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make check                                 lint, types, tests without engines"
 	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
-	@echo "make test-long                             other notebooks, chaos, 4 ranks"
+	@echo "make test-long                             more notebooks, chaos, 4 ranks"
 	@echo "make test-release                          the rest, before a release"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"

@@ -24,15 +24,15 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
-NOTEBOOKS = ("00", "02", "07", "14")
-"""Of the course, those that `make test` runs: one of each part. `make test-long` runs
-the others."""
+SHORT_NOTEBOOKS = ("00", "02", "06", "14")
+"""One of each part of the course, for `make test`; of the others those with odd numbers
+are in `make test-long`."""
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts engines, kernels or other programs: `make check` runs the rest;
-    and the notebooks that are in `make test-long`.
+    and the notebooks that are not in `make test`.
 
     They are known by the fixtures that a test uses, and by the names in it.
     """
@@ -45,9 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if code is None or fixtures & ENGINE_FIXTURES or STARTERS & {*code.co_names}:
             item.add_marker("engine")
-        name = item.path.name
-        if name.endswith(".ipynb") and not name.startswith(NOTEBOOKS):
+        number = item.path.name[:2]
+        if item.path.suffix == ".ipynb" and number not in SHORT_NOTEBOOKS:
             item.add_marker("long")
+            if int(number) % 2 == 0:
+                item.add_marker("release")
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)
     items.sort(key=lambda item: (item.path.name not in FIRST, -engine_tests[item.path]))

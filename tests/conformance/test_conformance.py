@@ -1,8 +1,8 @@
 """Every loop under every strategy: right, refused or noted, and as the page says.
 
 In `make test` every third loop is run under one of the strategies, in `make test-long`
-all of them under some others, each time with another option; `make test-release` has
-the rest of these, and `make conformance` runs the whole table, and writes the page.
+the others, each time with another option; `make test-release` has all strategies, and
+`make conformance` runs the whole table, and writes the page.
 """
 
 import contextlib
@@ -35,10 +35,8 @@ from .table import warm_up
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_SHORT = 1
-"""Strategies under which a loop is run in `make test`."""
-NUM_LONG = 1
-"""And in `make test-long`, besides."""
+NUM_STRATEGIES = 1
+"""Under which a loop is run each time; in `make test-release` under the others."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def places(loop: str) -> list[Place]:
         (strategy, options[(first + number) % len(options)])
         for number, strategy in enumerate(ALL_STRATEGIES)
     ]
-    shift = NUM_SHORT * first % len(row)
+    shift = NUM_STRATEGIES * first % len(row)
     return row[shift:] + row[:shift]
 
 
@@ -67,20 +65,14 @@ def loops_on_page() -> list[str]:
 
 @pytest.mark.parametrize("loop", long_but(LOOPS, *list(LOOPS)[::3]))
 def test_loop(warm_lab: Lab, lab: Lab, loop: str) -> None:
-    check(lab, loop, places(loop)[:NUM_SHORT])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("loop", LOOPS)
-def test_loop_under_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> None:
-    check(lab, loop, places(loop)[NUM_SHORT:][:NUM_LONG])
+    check(lab, loop, places(loop)[:NUM_STRATEGIES])
 
 
 @pytest.mark.long
 @pytest.mark.release
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loop_under_the_rest_of_them(warm_lab: Lab, lab: Lab, loop: str) -> None:
-    check(lab, loop, places(loop)[NUM_SHORT + NUM_LONG :])
+def test_loop_under_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> None:
+    check(lab, loop, places(loop)[NUM_STRATEGIES:])
 
 
 def check(lab: Lab, loop: str, places: list[Place]) -> None:
