@@ -246,12 +246,15 @@ Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
 LEAVES = """
 import atexit
 import builtins
+import faulthandler
 import gc
 import logging
 import logging.config
 import os
 import signal
 import sys
+import time
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -287,7 +290,20 @@ sys.path.insert(0, "/nowhere")
 sys.excepthook = None
 builtins.left_here = 1
 gc.disable()
+gc.callbacks.append(lambda *args: None)
+tracemalloc.start()
+sys.setprofile(lambda *args: None)
+os.sched_setaffinity(0, {0})
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+faulthandler.dump_traceback_later(3, exit=True, file=2)
+os.environ["TZ"] = "Asia/Tokyo"
+time.tzset()
+for stream in (1, 2):
+    os.dup2(os.open("/dev/null", os.O_WRONLY), stream)
+torch.set_autocast_enabled("cpu", True)
+torch.__future__.set_swap_module_params_on_conversion(True)
 logging.basicConfig(level=logging.DEBUG)
+logging.setLoggerClass(type("Own", (logging.Logger,), {}))
 logging.getLogger("mine").addHandler(logging.StreamHandler())
 for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
     signal.signal(each, lambda *args: 1 / 0)
@@ -300,7 +316,8 @@ dist.init_process_group("nccl")
 dist.new_group([0])
 """
 WHOLE = """
-import builtins, gc, logging, multiprocessing, os, signal, sys, warnings
+import builtins, gc, logging, multiprocessing, os, signal, sys, time, tracemalloc
+import warnings
 import numpy, helper
 mask = os.umask(0)
 os.umask(mask)
@@ -319,6 +336,11 @@ whole = [
     [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)],
     signal.getitimer(signal.ITIMER_REAL)[0], sys.modules["__main__"].__name__,
     multiprocessing.get_start_method(allow_none=True), callable(get_ipython),
+    len(gc.callbacks), tracemalloc.is_tracing(), sys.getprofile(), time.tzname,
+    os.sched_getaffinity(0), signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    os.readlink("/proc/self/fd/1"), os.readlink("/proc/self/fd/2"),
+    torch.is_autocast_enabled("cpu"), logging.getLoggerClass(),
+    torch.__future__.get_swap_module_params_on_conversion(),
 ]
 whole = [each if isinstance(each, (int, str)) else repr(each) for each in whole]
 torch.nn.Linear(1, 1)(torch.ones(1))
@@ -452,6 +474,64 @@ def test_a_second_run_says_things_once(lab: Lab, here: Path, capsys: Captured) -
     lab.run("import sys; del sys.modules['helper']")
 
 
+def test_a_script_sets_up_logging_where_a_cell_has(
+    lab: Lab, here: Path, capsys: Captured
+) -> None:
+    lab.run("import logging\nlogging.basicConfig(format='cell: %(message)s')")
+    text = "import logging\nlogging.basicConfig(format='script: %(message)s')\n"
+    lab.import_script(write(here, text + "logging.warning('here')"), live=False)
+    lab.run("logging.warning('here'); logging.root.handlers.clear()")
+    said = "[ranks 0-1] script: here\n[ranks 0-1] cell: here\n"
+    assert capsys.readouterr().err == said
+
+
+LOGS_OF_DEEPSPEED = """
+from deepspeed.utils import logger
+print(len(logger.handlers), logger.propagate)
+"""
+
+
+def test_a_library_keeps_its_loggers(lab: Lab, here: Path, capsys: Captured) -> None:
+    script = write(here, LOGS_OF_DEEPSPEED)
+    for _ in range(2):
+        lab.import_script(script, live=False)
+        assert "[ranks 0-1] 1 False\n" in capsys.readouterr().out
+
+
+STARTS = """
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+
+def work(name, seconds):
+    time.sleep(seconds)
+    Path(f"{name}-{os.environ['RANK']}").touch()
+
+
+threading.Thread(target=work, args=("thread", 0.5)).start()
+context = multiprocessing.get_context("fork")
+context.Process(target=work, args=("process", 0.5)).start()
+context.Process(target=work, args=("daemon", 1000), daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "1 / 0"])
+def test_what_a_script_starts_ends_with_it(lab: Lab, here: Path, ends: str) -> None:
+    script = write(here, STARTS + ends)
+    if ends:
+        fails(lab, script)
+    else:
+        lab.import_script(script, live=False, timeout=60)
+        found = {each.name for each in here.iterdir() if each.suffix != ".py"}
+        names = {f"{what}-{rank}" for what in ("thread", "process") for rank in (0, 1)}
+        assert names <= found
+    lab.run("import multiprocessing; left = len(multiprocessing.active_children())")
+    assert lab.pull("left", "all") == [0, 0]
+
+
 @pytest.mark.parametrize(("ends", "code"), [("", 0), ("exit(3)", 3), ("1 / 0", 1)])
 def test_a_process_that_the_script_forked_ends_with_it(
     lab: Lab, here: Path, capfd: pytest.CaptureFixture[str], ends: str, code: int
@@ -570,6 +650,14 @@ def test_arguments_are_text_or_numbers(here: Path) -> None:
             read_script("train.py", wrong, module=False)  # type: ignore[arg-type]
 
 
+def test_a_link_leads_to_the_folder_of_the_script(here: Path) -> None:
+    file = write(here, "", "package/train.py")
+    (here / "link.py").symlink_to(file)
+    found = read_script("link.py", [], module=False)
+    assert found.import_folder == str(file.parent)
+    assert found.arguments == ["link.py"]
+
+
 def test_a_module_is_found_without_being_imported(here: Path) -> None:
     write(here, "raise ValueError", "package/__init__.py")
     file = write(here, "", "package/train.py")
@@ -594,11 +682,14 @@ def test_the_magic_keeps_its_own_options(kernel: Kernel, tmp_path: Path) -> None
     write(tmp_path, "", "package/__init__.py")
     write(tmp_path, "VALUE = 5", "package/helper.py")
     write(tmp_path, SAYS, "package/train.py")
+    write(tmp_path, "print(__spec__.name, __package__)", "package/__main__.py")
     kernel.run(f"%cd -q {tmp_path}")
     line = "%dist_import --no-live --name mine -m package.train --name 'a b'"
     done = kernel.run(line + "\n__import__('labkit').current_lab().runs[-1].name")
     assert done.status == "ok", done.stderr
     assert "[ranks 0-1] 5 a b" in done.stdout
+    said = kernel.run("%dist_import --no-live -m package").stdout
+    assert "[ranks 0-1] package.__main__ package\n" in said
     said = kernel.run("%dist_import --no-live -m package.train --help").stdout
     assert "usage:" in said
     assert "--name NAME" in said

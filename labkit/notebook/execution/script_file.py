@@ -42,7 +42,8 @@ def read_script(
         argv = [str(file), *words]
     else:
         file = _checked_file(script)
-        import_folder, argv = str(file.parent), [str(script), *words]
+        # Of a symbolic link Python takes the folder of what it leads to.
+        import_folder, argv = str(file.resolve().parent), [str(script), *words]
     return ScriptSpec(
         str(file),
         _source(file),

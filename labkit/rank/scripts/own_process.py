@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import faulthandler
 import gc
 import logging
 import multiprocessing
@@ -11,7 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -23,7 +26,10 @@ from typing import Any
 import numpy as np
 
 from labkit.compat.ipython import no_running_loop
+from labkit.compat.ipython import stderr_fd
 from labkit.compat.torch import global_hooks
+from labkit.rank.scripts.left_running import own_children
+from labkit.rank.scripts.loggers import fresh_loggers
 from labkit.rank.scripts.modules import OwnModules
 from labkit.rank.telemetry.exceptions import run_all
 
@@ -47,7 +53,9 @@ def own_process(
         *_interpreter(),
         *_handlers(),
         *_hooks(),
-        _loggers(modules),
+        *_descriptors(),
+        *_cores(),
+        fresh_loggers(modules),
         _environment(),
     ]
     at_exit = AtExit(modules)
@@ -68,6 +76,7 @@ def own_process(
             modules.read_again(),
             exits_are_raised(),
             at_exit.registering(),
+            own_children(modules),
         ):
             yield
     finally:
@@ -87,6 +96,8 @@ def _interpreter() -> list[Callable[[], Any]]:
     policy = asyncio.get_event_loop_policy()
     mask = os.umask(0)
     os.umask(mask)
+    trace, profile, interval = sys.gettrace(), sys.getprofile(), sys.getswitchinterval()
+    is_tracing_memory, callbacks = tracemalloc.is_tracing(), gc.callbacks[:]
     numpy_errors, numpy_prints = np.geterr(), np.get_printoptions()
 
     def restore() -> None:
@@ -95,9 +106,15 @@ def _interpreter() -> list[Callable[[], Any]]:
         for name, hook in hooks.items():
             setattr(sys, name, hook)
         threading.excepthook = thread_hook
+        sys.settrace(trace)
+        sys.setprofile(profile)
+        sys.setswitchinterval(interval)
+        if not is_tracing_memory:
+            tracemalloc.stop()
         for name in vars(builtins).keys() - names.keys():
             del vars(builtins)[name]
         vars(builtins).update(names)
+        gc.callbacks[:] = callbacks
         gc.set_threshold(*thresholds)
         (gc.enable if is_collecting else gc.disable)()
         os.umask(mask)
@@ -125,62 +142,50 @@ def _own_warnings() -> Iterator[None]:
 
 
 def _handlers() -> list[Callable[[], Any]]:
-    """What puts the handlers of signals back; an alarm that is still to come ends."""
+    """What puts the handlers of signals back; an alarm that is still to come ends, and
+    a watchdog's, which would end the process."""
     before = {each: signal.getsignal(each) for each in signal.valid_signals()}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    log = stderr_fd()
 
     def restore() -> None:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.enable(log)
         if signal.getsignal(signal.SIGALRM) != before[signal.SIGALRM]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in before.items():
             if handler is not None and signal.getsignal(each) != handler:
                 signal.signal(each, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     return [restore]
 
 
-def _loggers(modules: OwnModules) -> Callable[[], None]:
-    """What puts handlers and levels of the root logger, and of those that are no
-    library's, back: a second run would say everything twice. Of a library's only
-    whether it is disabled, which `logging.config` does to all that there are."""
-    root = logging.getLogger()
-    before = {
-        name: (each.handlers[:], each.filters[:], each.level, each.propagate)
-        for name, each in _all_loggers()
-    }
-    is_disabled = {name: each.disabled for name, each in _all_loggers()}
-    disabled = root.manager.disable
+def _descriptors() -> list[Callable[[], Any]]:
+    """What puts the files back to which native code writes stdout and stderr."""
+    kept = {each: os.dup(each) for each in (1, 2)}
+
+    def restore(number: int) -> None:
+        os.dup2(kept[number], number)
+        os.close(kept[number])
+
+    return [partial(restore, each) for each in kept]
+
+
+def _cores() -> list[Callable[[], Any]]:
+    """What lets every thread run on the cores again on which this one runs now."""
+    if not hasattr(os, "sched_getaffinity"):  # pragma: no cover - Linux has it
+        return []
+    before = os.sched_getaffinity(0)
 
     def restore() -> None:
-        root.manager.disable = disabled
-        for name, each in _all_loggers():
-            each.disabled = is_disabled.get(name, False)
-            if _is_of_library(name, modules):
-                continue
-            handlers, filters, level, propagate = before.get(
-                name, ([], [], logging.NOTSET, True)
-            )
-            for handler in [h for h in each.handlers if h not in handlers]:
-                each.removeHandler(handler)
-                handler.close()
-            each.filters[:], each.propagate = filters, propagate
-            each.setLevel(level)
+        if os.sched_getaffinity(0) == before:
+            return
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), before)
 
-    return restore
-
-
-def _all_loggers() -> list[tuple[str, logging.Logger]]:
-    root = logging.getLogger()
-    found: dict[str, Any] = {"": root, **root.manager.loggerDict}
-    return [(k, each) for k, each in found.items() if isinstance(each, logging.Logger)]
-
-
-def _is_of_library(name: str, modules: OwnModules) -> bool:
-    """Whether a logger is: by its name, which is a module's."""
-    top = name.partition(".")[0]
-    module = sys.modules.get(top)
-    if module is None or top == "__main__":
-        return False
-    return not modules.has_file(getattr(module, "__file__", None))
+    return [restore]
 
 
 def _hooks() -> list[Callable[[], None]]:
@@ -205,6 +210,7 @@ def _environment() -> Callable[[], None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+        time.tzset()
         if folder is not None:
             with contextlib.suppress(OSError):
                 os.chdir(folder)
@@ -252,6 +258,10 @@ class AtExit:
                     traceback.print_exc()
 
 
+class AtOnceExit(SystemExit):
+    """`os._exit`, which waits for no thread and no child."""
+
+
 @contextlib.contextmanager
 def exits_are_raised() -> Iterator[None]:
     """In this block `os._exit` of this process ends what runs, and not the engine."""
@@ -259,7 +269,7 @@ def exits_are_raised() -> Iterator[None]:
 
     def raise_exit(code: int) -> Any:
         if os.getpid() == pid and threading.current_thread() is threading.main_thread():
-            raise SystemExit(code)
+            raise AtOnceExit(code)
         leave(code)
 
     os._exit = raise_exit  # type: ignore[assignment]

@@ -12,8 +12,11 @@ from typing import Any
 
 from labkit.checks import UserError
 from labkit.compat.accelerate import forget_state
+from labkit.compat.torch import ThreadSettings
 from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.scripts.left_running import waiting_for_threads
 from labkit.rank.scripts.modules import OwnModules
+from labkit.rank.scripts.own_process import AtOnceExit
 from labkit.rank.scripts.own_process import end_fork
 from labkit.rank.scripts.own_process import own_process
 from labkit.rank.scripts.torch_settings import TorchSettings
@@ -48,7 +51,7 @@ class ScriptProgram:
     def __call__(self) -> None:
         """Run it to its end; what it raises is raised."""
         script = self.script
-        settings = TorchSettings()
+        settings, of_thread = TorchSettings(), ThreadSettings()
         self._group.step_out()
         main_module = sys.modules["__main__"]
         try:
@@ -67,6 +70,7 @@ class ScriptProgram:
         finally:
             sys.modules["__main__"] = main_module
             settings.restore()
+            of_thread.restore()
             forget_state()
 
     def _run(self) -> None:
@@ -76,14 +80,22 @@ class ScriptProgram:
         names.update(__file__=script.file, __builtins__=builtins, __cached__=None)
         if script.module:
             found = importlib.util.find_spec(script.module)
-            names.update(__spec__=found, __package__=found and found.parent)
+            if found and found.submodule_search_locations is not None:  # a package
+                found = importlib.util.find_spec(f"{script.module}.__main__")
+            assert found is not None  # by `read_script`
+            names.update(
+                __spec__=found, __package__=found.parent, __loader__=found.loader
+            )
         sys.modules["__main__"] = main
         code = compile(script.source, script.file, "exec", dont_inherit=True)
         pid = os.getpid()
+        wait_for_threads = waiting_for_threads()
         try:
             exec(code, names)
         except SystemExit as ended:
             end_fork(pid, ended)
+            if not ended.code and not isinstance(ended, AtOnceExit):
+                wait_for_threads()
             if ended.code:
                 error = ScriptExitError(self._why(ended))
                 # From the line of the script that led to it.
@@ -93,6 +105,7 @@ class ScriptProgram:
             raise
         else:
             end_fork(pid, None)
+            wait_for_threads()
 
     def _why(self, ended: SystemExit) -> str:
         """Why the script has failed, in words."""

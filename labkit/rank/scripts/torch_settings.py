@@ -16,6 +16,7 @@ _BACKENDS = (
     *("cuda.matmul.allow_bf16_reduced_precision_reduction",),
     *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"),
     *("cudnn.allow_tf32", "mkldnn.enabled", "mkldnn.deterministic"),
+    "quantized.engine",
     # Last: the flags above set some of them, and torch refuses to read a mixture.
     *("fp32_precision", "cuda.matmul.fp32_precision", "cudnn.fp32_precision"),
     *("cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
@@ -48,6 +49,7 @@ class TorchSettings:
                 torch.is_anomaly_enabled(),
                 torch.is_anomaly_check_nan_enabled(),
             ),
+            *_conversion(),
             partial(
                 multiprocessing.set_sharing_strategy,
                 multiprocessing.get_sharing_strategy(),
@@ -77,6 +79,21 @@ class TorchSettings:
                     continue
             owner, _, attribute = name.rpartition(".")
             setattr(_backend(owner), attribute, value)
+
+
+def _conversion() -> list[Callable[[], Any]]:
+    """How `Module.to` and the like change parameters."""
+    future = torch.__future__
+    return [
+        partial(
+            future.set_swap_module_params_on_conversion,
+            future.get_swap_module_params_on_conversion(),
+        ),
+        partial(
+            future.set_overwrite_module_params_on_conversion,
+            future.get_overwrite_module_params_on_conversion(),
+        ),
+    ]
 
 
 def _backend(name: str) -> Any:
