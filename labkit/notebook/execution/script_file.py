@@ -94,7 +94,8 @@ def _file_of_module(name: str, directory: str | None) -> Path:
     whole = ""
     for part in name.split("."):
         whole = f"{whole}.{part}" if whole else part
-        found = importlib.machinery.PathFinder.find_spec(whole, path)
+        # By its own name: of a folder without __init__.py its package would be imported.
+        found = importlib.machinery.PathFinder.find_spec(part, path)
         if found is None and part == "__main__" and whole != part:
             raise ValueError(
                 f"{whole.removesuffix('.__main__')} is a package without a "
@@ -105,7 +106,11 @@ def _file_of_module(name: str, directory: str | None) -> Path:
                 f"there is no module {whole}; as for python -m, it is looked for in "
                 f"the notebook's folder, {directory}, and where packages are installed"
             )
-        path = list(found.submodule_search_locations or [])
+        if found.origin is None:  # a package without __init__.py: any folder of its name
+            folders = [Path(each, part) for each in path or sys.path]
+            path = [str(each) for each in folders if each.is_dir()]
+        else:
+            path = list(found.submodule_search_locations or [])
     assert found is not None
     if found.submodule_search_locations is not None:
         return _file_of_module(f"{name}.__main__", directory)
