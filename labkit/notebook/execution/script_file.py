@@ -94,7 +94,7 @@ def _file_of_module(name: str, directory: str | None) -> Path:
     whole = ""
     for part in name.split("."):
         whole = f"{whole}.{part}" if whole else part
-        # By its own name: of a folder without __init__.py its package would be imported.
+        # Not by the whole name: folders without __init__.py are then to be imported.
         found = importlib.machinery.PathFinder.find_spec(part, path)
         if found is None and part == "__main__" and whole != part:
             raise ValueError(
@@ -106,7 +106,9 @@ def _file_of_module(name: str, directory: str | None) -> Path:
                 f"there is no module {whole}; as for python -m, it is looked for in "
                 f"the notebook's folder, {directory}, and where packages are installed"
             )
-        if found.origin is None:  # a package without __init__.py: any folder of its name
+        if (
+            found.origin is None
+        ):  # a package without __init__.py: any folder of its name
             folders = [Path(each, part) for each in path or sys.path]
             path = [str(each) for each in folders if each.is_dir()]
         else:

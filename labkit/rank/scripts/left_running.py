@@ -3,60 +3,67 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from labkit import timeouts
-from labkit.compat.threads import is_of_pool
 from labkit.rank.scripts.modules import OwnModules
 
 
-def waiting_for_threads() -> Callable[[], None]:
-    """What waits for those threads that are started from now on, and that Python waits
-    for at the end of a process."""
-    before = set(threading.enumerate())
+class Started:
+    """The threads and child processes that a script itself has started.
 
-    def wait() -> None:
-        for each in threading.enumerate():
-            if each not in before and not each.daemon and not is_of_pool(each):
-                each.join()
-
-    return wait
-
-
-@contextlib.contextmanager
-def own_children(modules: OwnModules) -> Iterator[None]:
-    """After this block no process runs that code of the script itself has started.
-
-    One that is no daemon is waited for, unless an error ends the block. Those that a
-    library starts, as a DataLoader's workers, end with what they are for.
+    Those that a library starts, as a DataLoader's workers, end with what they are for.
     """
-    started: list[BaseProcess] = []
-    start = BaseProcess.start
 
-    def own_start(process: BaseProcess) -> Any:
-        start(process)
-        if modules.has_file(sys._getframe(1).f_code.co_filename):
-            started.append(process)
+    def __init__(self, modules: OwnModules) -> None:
+        self._modules = modules
+        self._threads: list[threading.Thread] = []
+        self._processes: list[BaseProcess] = []
+        self._is_to_wait = False
 
-    BaseProcess.start = own_start  # type: ignore[method-assign]
-    try:
-        yield
-        for each in started:
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is started in this block, after which none of the processes runs:
+        after `wait_for_threads` those that are no daemons have ended by themselves."""
+        restore = [
+            self._note(threading.Thread, self._threads),
+            self._note(BaseProcess, self._processes),
+        ]
+        try:
+            yield
+            for each in self._processes:
+                if self._is_to_wait and not each.daemon:
+                    each.join()
+        finally:
+            for cls, start in restore:
+                cls.start = start
+            self._end_processes()
+
+    def _note(self, cls: Any, started: list[Any]) -> tuple[Any, Any]:
+        start = cls.start
+
+        def noted(self_: Any) -> None:
+            start(self_)
+            if self._modules.has_file(sys._getframe(1).f_code.co_filename):
+                started.append(self_)
+
+        cls.start = noted
+        return cls, start
+
+    def wait_for_threads(self) -> None:
+        """Wait for those threads that Python waits for at the end of a process."""
+        self._is_to_wait = True
+        for each in self._threads:
             if not each.daemon:
                 each.join()
-    finally:
-        BaseProcess.start = start  # type: ignore[method-assign]
-        _end(started)
 
-
-def _end(processes: list[BaseProcess]) -> None:
-    for each in processes:
-        with contextlib.suppress(ValueError):  # the script has closed it
-            each.terminate()
-    for each in processes:
-        with contextlib.suppress(ValueError):
-            each.join(timeouts.END_S)
-            each.kill()
+    def _end_processes(self) -> None:
+        for each in self._processes:
+            with contextlib.suppress(ValueError):  # the script has closed it
+                each.terminate()
+        for each in self._processes:
+            with contextlib.suppress(ValueError):
+                each.join(timeouts.END_S)
+                each.kill()

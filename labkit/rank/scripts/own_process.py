@@ -28,7 +28,6 @@ import numpy as np
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import stderr_fd
 from labkit.compat.torch import global_hooks
-from labkit.rank.scripts.left_running import own_children
 from labkit.rank.scripts.loggers import fresh_loggers
 from labkit.rank.scripts.modules import OwnModules
 from labkit.rank.telemetry.exceptions import run_all
@@ -76,7 +75,6 @@ def own_process(
             modules.read_again(),
             exits_are_raised(),
             at_exit.registering(),
-            own_children(modules),
         ):
             yield
     finally:
@@ -181,9 +179,9 @@ def _cores() -> list[Callable[[], Any]]:
     def restore() -> None:
         if os.sched_getaffinity(0) == before:
             return
-        for thread in os.listdir("/proc/self/task"):
+        for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread), before)
+                os.sched_setaffinity(int(thread.name), before)
 
     return [restore]
 

@@ -14,7 +14,7 @@ from labkit.checks import UserError
 from labkit.compat.accelerate import forget_state
 from labkit.compat.torch import ThreadSettings
 from labkit.rank.group.process_group import RankProcessGroup
-from labkit.rank.scripts.left_running import waiting_for_threads
+from labkit.rank.scripts.left_running import Started
 from labkit.rank.scripts.modules import OwnModules
 from labkit.rank.scripts.own_process import AtOnceExit
 from labkit.rank.scripts.own_process import end_fork
@@ -54,26 +54,30 @@ class ScriptProgram:
         settings, of_thread = TorchSettings(), ThreadSettings()
         self._group.step_out()
         main_module = sys.modules["__main__"]
+        started = Started(self._modules)
         try:
-            with own_process(
-                script.arguments,
-                script.import_folder,
-                script.directory,
-                self._group.launch_environment(),
-                self._modules,
+            with (
+                started.noting(),
+                own_process(
+                    script.arguments,
+                    script.import_folder,
+                    script.directory,
+                    self._group.launch_environment(),
+                    self._modules,
+                ),
             ):
                 self._fresh_torch.restore()
                 forget_state()
                 # Without a seed of its own every process draws something else.
                 seed_everything(script.seed + self._group.rank)
-                self._run()
+                self._run(started)
         finally:
             sys.modules["__main__"] = main_module
             settings.restore()
             of_thread.restore()
             forget_state()
 
-    def _run(self) -> None:
+    def _run(self, started: Started) -> None:
         script = self.script
         main = ModuleType("__main__")
         names = vars(main)
@@ -89,13 +93,12 @@ class ScriptProgram:
         sys.modules["__main__"] = main
         code = compile(script.source, script.file, "exec", dont_inherit=True)
         pid = os.getpid()
-        wait_for_threads = waiting_for_threads()
         try:
             exec(code, names)
         except SystemExit as ended:
             end_fork(pid, ended)
             if not ended.code and not isinstance(ended, AtOnceExit):
-                wait_for_threads()
+                started.wait_for_threads()
             if ended.code:
                 error = ScriptExitError(self._why(ended))
                 # From the line of the script that led to it.
@@ -105,7 +108,7 @@ class ScriptProgram:
             raise
         else:
             end_fork(pid, None)
-            wait_for_threads()
+            started.wait_for_threads()
 
     def _why(self, ended: SystemExit) -> str:
         """Why the script has failed, in words."""
