@@ -20,7 +20,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Each of the many processes of a lab would compile labkit again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lab check test test-long test-release test-third-party test-oldest lock lint browser
+.PHONY: help lab check test test-long test-hosts test-release test-third-party test-oldest lock lint browser
 .PHONY: docs format notebooks pictures conformance bench bench-quick clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make check                                 lint, types, tests without engines"
 	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
 	@echo "make test-long                             more notebooks, chaos, 4 ranks"
+	@echo "make test-hosts                            three hosts, as network namespaces"
 	@echo "make test-release                          the rest, before a release"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
@@ -65,11 +66,15 @@ check: .venv/installed lint
 # Three suit two cores: one works while the labs of the others wait.
 test: WORKERS = 3
 test: .venv/installed lint browser
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not hosts"
 
 test-long: WORKERS = 3
 test-long: .venv/installed browser
 	$(PYTEST) -m "long and not release"
+
+# Three hosts, as network namespaces: it takes root, iproute2 and OpenSSH's server.
+test-hosts: .venv/installed
+	$(BIN)/pytest -m hosts -rs --durations=20 tests/hosts
 
 test-release: .venv/installed browser
 	$(PYTEST) -m release

@@ -1,16 +1,27 @@
 """Keys and values that processes of one user share: their server, and a connection.
 
-Over a Unix socket: who may enter the folder that it lies in may connect, nobody else.
+Over a Unix socket who may enter the folder that it lies in may connect, nobody else.
+Over TCP each end shows the other that it knows the secret of their place, by the
+challenges of `multiprocessing.connection` (HMAC), before anything else is read.
 """
 
 import contextlib
 import json
 import os
+import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from multiprocessing.connection import answer_challenge
+from multiprocessing.connection import deliver_challenge
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -21,12 +32,76 @@ _MAX_ADDRESS_BYTES = 100
 """Of a socket's path; the system takes 104 to 108."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where a `KeyServer` is found: a Unix socket, or an address that other hosts
+    reach."""
+
+    path: str = ""
+    """Of the Unix socket; "" over TCP."""
+    address: tuple[str, int] = ("", 0)
+    """An IP address and a port, which is 0 for any that is free."""
+    name: str = ""
+    """By which it is told from all others of the lab, over TCP."""
+    secret: bytes = field(
+        default_factory=lambda: secrets.token_bytes(32), repr=False, compare=False
+    )
+    """What both ends know, over TCP."""
+
+    def __str__(self) -> str:
+        return self.path or "{} at {}:{}".format(self.name, *self.address)
+
+    def listen(self) -> socket.socket:
+        """A socket that waits for connections there."""
+        if not self.path:
+            return socket.create_server(self.address, backlog=128)
+        listener = socket.socket(socket.AF_UNIX)
+        with _short_name(Path(self.path)) as name:
+            listener.bind(name)
+        listener.listen(128)
+        return listener
+
+    def connect(self) -> socket.socket:
+        """A connection to whoever serves there; OSError where nobody does."""
+        if not self.path:
+            connection = socket.create_connection(self.address, timeouts.ANSWER_S)
+            connection.settimeout(None)
+            self.authenticate(connection, is_server=False)
+            return connection
+        connection = socket.socket(socket.AF_UNIX)
+        with _short_name(Path(self.path)) as name:
+            connection.connect(name)
+        return connection
+
+    def authenticate(self, connection: socket.socket, *, is_server: bool) -> None:
+        """Over TCP: be sure of the other end; ConnectionError for a stranger's."""
+        if self.path:
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _limit_reads(connection, timeouts.ANSWER_S)
+        steps = [deliver_challenge, answer_challenge]
+        try:
+            with Connection(os.dup(connection.fileno())) as ends:
+                for step in steps if is_server else reversed(steps):
+                    step(ends, self.secret)
+        except (AuthenticationError, EOFError, AssertionError) as error:
+            raise ConnectionError(
+                f"who has answered for {self} does not know its secret"
+            ) from error
+        _limit_reads(connection, 0)
+
+
+def _limit_reads(connection: socket.socket, seconds: float) -> None:
+    """Let a read that lasts longer fail; 0 for no limit."""
+    limit = struct.pack("ll", int(seconds), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
 class KeyServer:
     """Serves its keys and values in threads, until it is closed; no disk is needed."""
 
-    def __init__(self, path: Path) -> None:
-        """`path` is where its socket will be."""
-        self.path = path
+    def __init__(self, meeting: Meeting) -> None:
+        """`meeting` is where it is to be."""
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -45,10 +120,11 @@ class KeyServer:
             "delete_key": lambda key: self._values.pop(key, None) is not None,
             "num_keys": lambda: len(self._values),
         }
-        self._listener = socket.socket(socket.AF_UNIX)
-        with _address(path) as address:
-            self._listener.bind(address)
-        self._listener.listen(128)
+        self._listener = meeting.listen()
+        if not meeting.path:
+            meeting = replace(meeting, address=self._listener.getsockname())
+        self.meeting = meeting
+        """Where it is."""
         self._served: dict[threading.Thread, socket.socket] = {}
         self._end, self._ended = socket.socketpair()
         self._accepting = threading.Thread(
@@ -66,7 +142,8 @@ class KeyServer:
         self._end.close()
         self._listener.close()
         self._ended.close()
-        self.path.unlink(missing_ok=True)
+        if self.meeting.path:
+            Path(self.meeting.path).unlink(missing_ok=True)
         for thread, connection in self._served.items():
             _shut(connection)
             thread.join()
@@ -91,6 +168,7 @@ class KeyServer:
         # The other end may go at any moment, or add to what is no number.
         gone = contextlib.suppress(OSError, ValueError)
         with gone, connection, connection.makefile("rwb") as io:
+            self.meeting.authenticate(connection, is_server=True)
             while (line := io.readline()).endswith(b"\n"):
                 operation, *arguments = json.loads(line)
                 with self._changed:
@@ -138,11 +216,9 @@ class KeyServer:
 class KeyConnection:
     """A connection to a `KeyServer`; one thread uses it at a time."""
 
-    def __init__(self, path: Path) -> None:
-        """OSError where nobody serves there."""
-        self._socket = socket.socket(socket.AF_UNIX)
-        with _address(path) as address:
-            self._socket.connect(address)
+    def __init__(self, meeting: Meeting) -> None:
+        """OSError where nobody serves there, or a stranger does."""
+        self._socket = meeting.connect()
         self._io = self._socket.makefile("rwb")
 
     def call(self, operation: str, *arguments: Any) -> Any:
@@ -172,7 +248,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _address(path: Path) -> Iterator[str]:
+def _short_name(path: Path) -> Iterator[str]:
     """A name of `path` that is short enough for a socket."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)

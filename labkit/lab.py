@@ -25,7 +25,7 @@ from labkit.checks import check_timeout
 from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.placement import StartOptions
-from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.cluster.placement import place_on_hosts
 from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
@@ -109,10 +109,14 @@ class Lab:
         device: str = "auto",
         threads: int | None = None,
         group_timeout_s: float = timeouts.GROUP_S,
+        launcher: str = "local",
+        hosts: str | None = None,
+        interface: str | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        options = StartOptions(num_ranks, backend, device, threads, group_timeout_s)
-        self.placements = place_ranks(options)
+        given = dict(locals())  # a test holds the keywords and StartOptions together
+        options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
+        self.placements, found = place_on_hosts(options)
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
@@ -124,6 +128,7 @@ class Lab:
             with interrupts.held():
                 self._ranks = LabRanks(
                     self.placements,
+                    found,
                     what_is_running=self._what_is_running,
                     on_progress=on_progress,
                 )
@@ -165,6 +170,11 @@ class Lab:
         return self.placements[0].device.split(":")[0]
 
     @property
+    def hosts(self) -> list[str]:
+        """The hosts that the ranks are on, in order; none where it is this one."""
+        return [*dict.fromkeys(each.host for each in self.placements if each.host)]
+
+    @property
     def is_running(self) -> bool:
         """Whether the lab has not been stopped."""
         return self._ranks is not None
@@ -179,6 +189,8 @@ class Lab:
         """
         devices = sorted({placement.device for placement in self.placements})
         where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
+        if self.hosts:
+            where += f" of {', '.join(self.hosts)}"
         noun = "rank" if self.world_size == 1 else "ranks"
         return f"{self.world_size} {noun} on {where}, {self.backend}"
 
@@ -815,7 +827,8 @@ class Lab:
         """Memory of a rank's device, as any of them says; a part of the host's for
         ranks on the CPU."""
         group = self._running()
-        shares = self.world_size if self.device == "cpu" else 1
+        most = max(each.num_local for each in self.placements)
+        shares = most if self.device == "cpu" else 1
         for rank in group.everyone:
             answer = group.cluster.ask(rank, "describe")
             with contextlib.suppress(CancelledError, TimeoutError):

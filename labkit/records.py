@@ -16,6 +16,12 @@ from labkit import timeouts
 SAFE_PATH = {"PYTHONSAFEPATH": "labkit"}
 """Python imports nothing from the working directory, where a random.py would be taken
 for the library's: the environment of an engine until it has started."""
+HOST_VARIABLE = "LABKIT_HOST"
+"""The name of its host in the environment of an engine on another than the notebook's.
+"""
+AGENT_VARIABLE = "LABKIT_AGENT"
+"""JSON, in the environment of an agent: what engines have in theirs, the folder in
+which they begin, and those of the agents before it."""
 KEY = "labkit"
 """The metadata key of a request, the name of a published message, and the prefix of
 the control requests that labkit adds to an engine."""
@@ -114,6 +120,20 @@ class Placement:
     num_threads: int = 1
     """torch's intra-op threads on this rank."""
     group_timeout_s: float = timeouts.GROUP_S
+    local_world_size: int = 0
+    """Ranks on its host; 0 where all are."""
+    host: str = ""
+    """As `--hosts` names it; "" for the notebook's own."""
+    address: str = "127.0.0.1"
+    """At which the other ranks reach it."""
+    host_rank: int = 0
+    """The number of its host."""
+    num_hosts: int = 1
+
+    @property
+    def num_local(self) -> int:
+        """The number of ranks on its host."""
+        return self.local_world_size or self.world_size
 
 
 @dataclass(frozen=True)

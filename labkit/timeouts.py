@@ -40,6 +40,19 @@ PROOF_S = 2.0
 GROUP_S = 1800.0
 """A collective of the user's, by default: the process group's own timeout."""
 
+# ---- other hosts ----
+
+SSH_S = 60.0
+"""A host answers over ssh, and says what it has; it may import torch to count GPUs."""
+CONNECT_S = 10.0
+"""ssh has connected to it, or gives it up."""
+END_HOST_S = 30.0
+"""All of a lab has ended on a host: what tidies up has 20 s for that."""
+LEAVE_HOST_S = 1.0
+"""So long after all else of a lab has ended on a host, what has said so does."""
+LOST_S = 15.0
+"""Of a host that has not answered for so long, all ranks count as dead."""
+
 # ---- questions to ranks, and calls of labkit's own ----
 
 ANSWER_S = 5.0
@@ -114,6 +127,8 @@ FOLD_S = 0.5
 
 ORDER = [
     ("REPORT_S", "REAP_S", "the exit code that the fork server reports is waited for"),
+    ("CONNECT_S", "SSH_S", "ssh itself says that it cannot connect"),
+    ("ANSWER_S", "LOST_S", "a host that is slow is not lost"),
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),
     ("REPEAT_S", "ASK_AGAIN_S", "no answer may mean that one is on its way"),

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,10 +11,12 @@ import psutil
 import pytest
 
 from labkit import Lab
+from labkit.host import devices as host_devices
+from labkit.host.devices import count_gpus
+from labkit.host.devices import has_driver
 from labkit.notebook.cluster import placement
+from labkit.notebook.cluster.hosts import parse_hosts
 from labkit.notebook.cluster.placement import StartOptions
-from labkit.notebook.cluster.placement import count_gpus
-from labkit.notebook.cluster.placement import has_driver
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.records import Placement
 
@@ -221,10 +224,10 @@ def test_torch_is_asked_where_it_may_find_a_gpu(
     file.write_text(version)
     build = SimpleNamespace(locate_file=lambda path: file)
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(placement.metadata, "distribution", lambda name: build)
-    monkeypatch.setattr(placement.ctypes, "CDLL", load)
+    monkeypatch.setattr(host_devices.metadata, "distribution", lambda name: build)
+    monkeypatch.setattr(host_devices.ctypes, "CDLL", load)
     monkeypatch.setattr(Path, "exists", lambda self: drivers)
-    monkeypatch.setattr(placement.subprocess, "run", ask)
+    monkeypatch.setattr(host_devices.subprocess, "run", ask)
     assert count_gpus() == count
     assert asked == ["import torch; print(torch.cuda.device_count())"] * is_asked
 
@@ -232,5 +235,47 @@ def test_torch_is_asked_where_it_may_find_a_gpu(
 def test_the_build_of_torch_is_known_without_its_import() -> None:
     import torch
 
-    assert placement.torch_build() == (torch.version.cuda, torch.version.hip)
+    assert host_devices.torch_build() == (torch.version.cuda, torch.version.hip)
     assert not has_driver(None, None)
+
+
+# ---- hosts ----
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("node1:2,node2:3", [("node1", 2), ("node2", 3)]),
+        ("me@node1.cluster", [("me@node1.cluster", None)]),
+        (" 10.0.0.1:8 , node-2", [("10.0.0.1", 8), ("node-2", None)]),
+    ],
+)
+def test_hosts_are_read(text: str, found: list[tuple[str, int | None]]) -> None:
+    assert [(each.name, each.num_ranks) for each in parse_hosts(text)] == found
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hosts": "node1:0"}, "'0' ranks on node1; choose 1 or more"),
+        ({"hosts": "node1:x"}, "'x' ranks on node1; choose 1 or more"),
+        ({"hosts": "node1:-1"}, "'-1' ranks on node1; choose 1 or more"),
+        ({"hosts": ""}, "'' is no host; write HOST:N,HOST:N"),
+        ({"hosts": "node1,,node2"}, "'' is no host"),
+        ({"hosts": "-oProxyCommand=x:1"}, "'-oProxyCommand=x:1' is no host"),
+        ({"hosts": "node1;reboot:1"}, "'node1;reboot:1' is no host"),
+        ({"hosts": "node1:2,node1:2"}, "names node1 twice"),
+        ({"hosts": 3}, "hosts is 3; it names hosts"),
+        ({}, "--launcher ssh needs --hosts"),
+        ({"hosts": "node1:2", "num_ranks": 2}, "-n 2: --hosts says how many"),
+        ({"hosts": "node1:2", "interface": "no0"}, "no network interface 'no0'"),
+        ({"hosts": "node1:2", "launcher": "local"}, "goes with --launcher ssh"),
+        ({"interface": "lo", "launcher": "local"}, "goes with --launcher ssh"),
+        ({"launcher": "rsh"}, "rsh"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Lab(**{"launcher": "ssh", **options})
+    assert psutil.Process().children(recursive=True) == before

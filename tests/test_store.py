@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from kernels import wait_until
 
 from labkit.key_server import KeyServer
+from labkit.key_server import Meeting
 from labkit.rank.group.store import LabStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,16 +24,19 @@ LONG = timedelta(seconds=50)
 SHORT = timedelta(milliseconds=50)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[KeyServer]:
-    server = KeyServer(tmp_path / "store")
+@pytest.fixture(params=["on one host", "on several"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyServer]:
+    place = Meeting(str(tmp_path / "store"))
+    if request.param == "on several":
+        place = Meeting(address=("127.0.0.1", 0), name="store-1")
+    server = KeyServer(place)
     yield server
     server.close()
 
 
 @pytest.fixture
 def store(server: KeyServer) -> LabStore:
-    return LabStore(str(server.path), LONG)
+    return LabStore(server.meeting, LONG)
 
 
 def uses(store: Any) -> list[Any]:
@@ -74,13 +79,32 @@ def uses(store: Any) -> list[Any]:
 def test_it_answers_as_a_store_of_torchs(store: LabStore, server: KeyServer) -> None:
     assert uses(store) == uses(dist.HashStore())
     assert store.timeout == LONG, "a clone has its own"
-    assert LabStore(str(server.path), LONG).get("token") == b"yours"
+    assert LabStore(server.meeting, LONG).get("token") == b"yours"
+
+
+def test_over_tcp_a_stranger_can_neither_read_nor_serve() -> None:
+    server = KeyServer(Meeting(address=("127.0.0.1", 0), name="store-1"))
+    LabStore(server.meeting, LONG).set("a", "b")
+    stranger = Meeting(address=server.meeting.address, name="store-1")
+    with pytest.raises(ConnectionError, match="does not know its secret"):
+        LabStore(stranger, LONG)
+    # Neither does one that says nothing keep others waiting, or what it says hurt.
+    with socket.create_connection(server.meeting.address) as silent:
+        silent.sendall(b'["get", "a", 1]\n')
+        assert LabStore(server.meeting, LONG).get("a") == b"b"
+        assert b'"b"' not in silent.recv(1000)
+    server.close()
+    # A stranger that listens there is not told what a rank sets.
+    other = KeyServer(replace(server.meeting, secret=b"another"))
+    with pytest.raises(ConnectionError, match="does not know its secret"):
+        LabStore(server.meeting, LONG)
+    other.close()
 
 
 def test_a_value_that_comes_later_is_waited_for(
     store: LabStore, server: KeyServer
 ) -> None:
-    other = LabStore(str(server.path), LONG)
+    other = LabStore(server.meeting, LONG)
     got: list[bytes] = []
     waiting = threading.Thread(target=lambda: got.append(store.get("later")))
     waiting.start()
@@ -96,7 +120,7 @@ def test_a_store_that_is_closed_ends_its_waits_and_no_others(
 ) -> None:
     prefixed: Any = dist.PrefixStore("group", store)
     clone = prefixed.clone()
-    other = LabStore(str(server.path), LONG)
+    other = LabStore(server.meeting, LONG)
     said: list[str] = []
     got: list[bytes] = []
 
@@ -118,18 +142,20 @@ def test_a_store_that_is_closed_ends_its_waits_and_no_others(
         with pytest.raises(dist.DistNetworkError, match="has been left"):
             each.set("a", "b")
     assert waiting.is_alive()
-    LabStore(str(server.path), LONG).set("later", "y")
+    LabStore(server.meeting, LONG).set("later", "y")
     waiting.join()
     assert got == [b"y"]
 
 
 def test_a_server_that_is_closed_ends_all_waits(tmp_path: Path) -> None:
-    server = KeyServer(tmp_path / "store")
-    store = LabStore(str(server.path), LONG)
+    server = KeyServer(Meeting(str(tmp_path / "store")))
+    store = LabStore(server.meeting, LONG)
     threading.Timer(0.1, server.close).start()
     with pytest.raises(dist.DistNetworkError):
         store.get("never")
-    wait_until(lambda: not server.path.exists(), 10, "its socket is there")
+    wait_until(
+        lambda: not Path(server.meeting.path).exists(), 10, "its socket is there"
+    )
     with pytest.raises(dist.DistNetworkError):
         store.get("never")
 
@@ -147,13 +173,13 @@ def test_a_wait_hears_a_signal_and_its_answer_is_not_taken_for_another(
     with pytest.raises(KeyboardInterrupt):
         dist.PrefixStore("group", store).get("late")
     assert store.is_broken
-    LabStore(str(server.path), LONG).set("group/late", "too late")
+    LabStore(server.meeting, LONG).set("group/late", "too late")
     store.set("now", "in time")
     assert store.get("now") == b"in time"
 
 
 def test_what_has_left_the_groups_store_behind_says_so(server: KeyServer) -> None:
-    kept = dist.PrefixStore("group", LabStore(str(server.path), LONG))
+    kept = dist.PrefixStore("group", LabStore(server.meeting, LONG))
     with pytest.raises(RuntimeError):
         kept.get("x")
 
@@ -163,10 +189,10 @@ def test_a_client_that_dies_in_the_middle_of_a_word_harms_nobody(
 ) -> None:
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    server = KeyServer(tmp_path / "store")
-    store = LabStore(str(server.path), LONG)
+    server = KeyServer(Meeting(str(tmp_path / "store")))
+    store = LabStore(server.meeting, LONG)
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(server.path))
+        client.connect(server.meeting.path)
         client.send(b'["set", "cut sho')
     store.set("a", "b")
     assert store.get("a") == b"b"
@@ -178,17 +204,17 @@ def test_a_client_that_dies_in_the_middle_of_a_word_harms_nobody(
 def test_a_long_path_will_do(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
-    server = KeyServer(folder / "store")
-    LabStore(str(server.path), LONG).set("a", "b")
-    assert LabStore(str(server.path), LONG).get("a") == b"b"
+    server = KeyServer(Meeting(str(folder / "store")))
+    LabStore(server.meeting, LONG).set("a", "b")
+    assert LabStore(server.meeting, LONG).get("a") == b"b"
     server.close()
     assert not [*folder.iterdir()]
 
 
 def test_a_server_leaves_nothing_though_a_child_was_forked(tmp_path: Path) -> None:
     before = set(Path("/proc/self/fd").iterdir()), set(threading.enumerate())
-    server = KeyServer(tmp_path / "store")
-    store = LabStore(str(server.path), LONG)
+    server = KeyServer(Meeting(str(tmp_path / "store")))
+    store = LabStore(server.meeting, LONG)
     store.set("a", "b")
     child = os.fork()
     if child == 0:

@@ -4,16 +4,28 @@ Its public views run functions; labkit sends a cell with metadata, listens to on
 request's output, and asks an engine over the control channel while it runs a cell.
 """
 
+import contextlib
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from signal import SIGKILL
 from threading import Thread
 from typing import Any
 
 import psutil
 from ipyparallel.cluster.launcher import LocalEngineLauncher
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
+from ipyparallel.cluster.launcher import SSHEngineLauncher
+from ipyparallel.cluster.launcher import SSHEngineSetLauncher
+from ipyparallel.cluster.shellcmd import ShellCommandSend
 
+from labkit.checks import UserError
 from labkit.compat.gate import Gate
 
 GATE = Gate("ipyparallel")
@@ -195,3 +207,89 @@ def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
         launcher_class = Launcher
 
     return SetLauncher
+
+
+@GATE.needs(
+    "ipyparallel.cluster.launcher:SSHLauncher._start_waiting",
+    "ipyparallel.cluster.launcher:SSHLauncher.ssh_sender",
+    "ipyparallel.cluster.shellcmd:ShellCommandSend._check_output",
+)
+@contextlib.contextmanager
+def starting_agents(
+    cluster: Any,
+    folders: Mapping[str, str],
+    *,
+    command: Sequence[str],
+    ssh_options: Sequence[str],
+    environments: Mapping[str, Mapping[str, str]],
+) -> Iterator[list[SSHEngineLauncher]]:
+    """Have ipyparallel start one engine on each host, over ssh, in a folder of its own:
+    what started them, in order. They are ended where what is done with them fails.
+
+    `environments` has the variables of each. ipyparallel would start one after the
+    other, let what is said meanwhile through to the notebook, and keep an ssh
+    connection to each, to learn that it has ended.
+    """
+
+    class Shell(ShellCommandSend):
+        def _check_output(self, cmd: Any, **settings: Any) -> Any:
+            return super()._check_output(cmd, stderr=subprocess.PIPE, **settings)
+
+    class Launcher(SSHEngineLauncher):
+        _shell: Shell | None = None
+
+        @property
+        def ssh_sender(self) -> ShellCommandSend:
+            if self._shell is None:
+                where = [*self.ssh_args, self.location]
+                python = self.remote_python
+                # Without an import of ipyparallel for each command.
+                self._shell = Shell(
+                    self.ssh_cmd, where, python, send_receiver_code=True, log=self.log
+                )
+            return self._shell
+
+        def get_env(self) -> dict[str, str]:
+            return {**super().get_env(), **environments[self.location]}
+
+        def start(self, **where: Any) -> None:
+            self.begun = threads.submit(super().start, **where)
+
+        def _start_waiting(self) -> None:
+            """Who asks it learns that it has ended."""
+
+    class SetLauncher(SSHEngineSetLauncher):
+        launcher_class = Launcher
+
+    cluster.engine_launcher_class = SetLauncher
+    sets = set(cluster.engines)
+    try:
+        with ThreadPoolExecutor(len(folders)) as threads:
+            engine_set = cluster.start_engines_sync(
+                len(folders),
+                engines={
+                    host: {"n": 1, "to_send": [], "remote_profile_dir": folder}
+                    for host, folder in folders.items()
+                },
+                engine_cmd=[*command],
+                ssh_args=[*ssh_options],
+                remote_python=sys.executable,
+            )
+        launchers = [*cluster.engines[engine_set].launchers.values()]
+        for launcher in launchers:
+            if (error := launcher.begun.exception()) is not None:
+                said = getattr(error, "stderr", "") or f"{error}"
+                last = "".join(said.strip().splitlines()[-1:])
+                raise UserError(
+                    f"{launcher.location}: no agent was started there: {last}"
+                ) from error
+        yield launchers
+    except BaseException:
+        for name in set(cluster.engines) - sets:
+            for launcher in cluster.engines[name].launchers.values():
+                with contextlib.suppress(Exception):  # the host is gone
+                    if launcher.pid > 0:
+                        launcher.ssh_sender.cmd_kill(launcher.pid, SIGKILL)
+                    command = ["rm", "-rf", launcher.remote_profile_dir]
+                    launcher.ssh_sender.check_output(command)
+        raise

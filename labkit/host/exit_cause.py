@@ -67,10 +67,12 @@ class EngineProcess:
         """`waiter` is the thread that waits for its end, and then has its exit code;
         what the process prints outside of cells is in `log_file`."""
         self.pid = process.pid
+        self.key = "", self.pid
+        """By which it is told from all others: none has the name of a host here."""
         self._process = process
         self._waiter = waiter
         self._log_file = Path(log_file)
-        self.stack_file = self._log_file.with_suffix(".stack")
+        self.stack_file = str(self._log_file.with_suffix(".stack"))
         """Where it writes its Python stack when it is sent `DUMP_SIGNAL`."""
         self.expected_cause = ""
         """Why it is about to end, where that is known beforehand."""
@@ -115,12 +117,12 @@ class EngineProcess:
 
     def ask_for_dump(self) -> None:
         """Have it write its stack; native code that holds the GIL or not."""
-        self.stack_file.write_text("")
+        Path(self.stack_file).write_text("")
         self.send(signal.Signals[DUMP_SIGNAL])
 
     def dumped_stack(self) -> str:
         """What it wrote then."""
-        return self.stack_file.read_text()
+        return Path(self.stack_file).read_text()
 
     def look(self) -> None:
         """Note how much memory it has, and whether it is alive."""

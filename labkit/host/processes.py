@@ -31,12 +31,10 @@ class Host:
         folder: Path,
         environment: dict[str, str],
         *,
-        check: Callable[[], None],
-        on_look: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to start what forks engines.
-
-        `folder` is the lab's own here, and is removed at the end. `check` is called
+        """`folder` is the lab's own here, and is removed at the end. `check` is called
         while something is waited for, and may raise; `on_look`, in a thread, after each
         look at the processes.
         """
@@ -49,7 +47,7 @@ class Host:
         self._on_look = on_look
         self._watched: list[EngineProcess] = []
         self._watchdog = self._start_watchdog()
-        self._fork_server = self._start_fork_server()
+        self._fork_server: ForkServer | None = None
         self._is_ending = threading.Event()
         self._supervisor = threading.Thread(
             target=self._supervise, name="labkit-supervisor", daemon=True
@@ -58,30 +56,32 @@ class Host:
 
     # ---- what starts engines ----
 
-    def _start_fork_server(self) -> ForkServer:
-        return ForkServer(self.environment, self.folder / "fork-server.log")
+    def start_fork_server(self) -> ForkServer:
+        """Begin to start what forks engines, unless it is there."""
+        if self._fork_server is None or not self._fork_server.is_alive:
+            log_file = self.folder / "fork-server.log"
+            self._fork_server = ForkServer(self.environment, log_file)
+        return self._fork_server
 
-    def prepare_to_fork(self) -> None:
-        """Wait until engines can be forked; from another server, where it is gone."""
-        if not self._fork_server.is_alive:
-            self._fork_server = self._start_fork_server()
-        self._fork_server.wait_until_ready(self._check)
+    def prepare_to_fork(self) -> ForkServer:
+        """Wait until engines can be forked."""
+        server = self.start_fork_server()
+        server.wait_until_ready(self._check)
+        return server
 
     def fork(
         self, arguments: list[str], environment: dict[str, str], output_file: str
     ) -> ForkedProcess:
         """An engine with these arguments; UserError where none can be started."""
-        server = self._fork_server
+        request = arguments, environment, output_file, self._check
         try:
-            return server.fork(arguments, environment, output_file, self._check)
+            return self.prepare_to_fork().fork(*request)
         except ForkServerGoneError:  # a moment ago: it was there when this began
-            server = self._fork_server = self._start_fork_server()
-        server.wait_until_ready(self._check)
-        return server.fork(arguments, environment, output_file, self._check)
+            return self.prepare_to_fork().fork(*request)
 
     def fork_log(self) -> str:
         """What was printed by what forks engines."""
-        return self._fork_server.log()
+        return "" if self._fork_server is None else self._fork_server.log()
 
     # ---- what watches over them ----
 
@@ -145,4 +145,5 @@ class Host:
                 self._watchdog.stdin.close()
         if self._watchdog.wait() != 0:  # somebody ended it
             watchdog.clean_up(self.token, str(self.folder))
-        self._fork_server.join()
+        if self._fork_server is not None:
+            self._fork_server.join()

@@ -1,5 +1,6 @@
 """The lab that the magics use: one at a time."""
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import Any
 
 from labkit.checks import UserError
 from labkit.lab import Lab
+from labkit.notebook.cluster.hosts import parse_hosts
 from labkit.notebook.cluster.placement import StartOptions
 
 if TYPE_CHECKING:
@@ -97,6 +99,14 @@ def start_lab(
     is_other = options.backend not in ("auto", lab.backend)
     if is_other or options.device not in ("auto", lab.device):
         raise ValueError(f"{running}another kind")
+    if options.hosts is not None or options.launcher != "local":
+        asked = options.hosts or f"--launcher {options.launcher}"
+        wanted = [] if options.hosts is None else parse_hosts(options.hosts)
+        ranks = Counter(each.host for each in lab.placements)
+        if [each.name for each in wanted] != lab.hosts or any(
+            each.num_ranks not in (None, ranks[each.name]) for each in wanted
+        ):
+            raise ValueError(f"{running}one on {asked}")
     if options.threads not in (None, place.num_threads):
         raise ValueError(
             f"a lab is running whose ranks have {place.num_threads} torch "

@@ -84,7 +84,11 @@ class LabMagics(Magics):
     """The magics of labkit."""
 
     @magic_arguments()
-    @options(StartOptions, "num_ranks", "backend", "device", "threads")
+    @options(
+        StartOptions,
+        *("num_ranks", "backend", "device", "threads"),
+        *("launcher", "hosts", "interface"),
+    )
     @line_magic
     @parsed
     def dist_start(self, args: Args) -> None:

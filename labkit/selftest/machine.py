@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
+from labkit.host.devices import num_cores
 from labkit.host.exit_cause import memory_limit
-from labkit.notebook.cluster.placement import num_cores
 from labkit.records import format_bytes
 from labkit.selftest import seen_by_torch
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
-import psutil
 
 from labkit import timeouts
 from labkit.call_by_name import call_by_name
@@ -25,12 +25,20 @@ from labkit.compat import ipyparallel as compat
 from labkit.host.exit_cause import EngineProcess
 from labkit.host.processes import Host
 from labkit.key_server import KeyServer
+from labkit.key_server import Meeting
+from labkit.notebook.cluster.hosts import Hosts
+from labkit.notebook.cluster.local import LocalEngines
+from labkit.notebook.cluster.local import watched
+from labkit.notebook.cluster.reach import Engine
 from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import OnLateOutput
 from labkit.notebook.cluster.reach import RankDiedError
+from labkit.notebook.cluster.reach import ask_engine
+from labkit.notebook.cluster.remote import RemoteEngines
 from labkit.notebook.kernel import interrupts
 from labkit.records import KEY
 from labkit.records import SAFE_PATH
+from labkit.records import Placement
 
 _CONTROLLER_ARGS = [
     # A rank that holds the GIL for long must not count as dead: the host reports the
@@ -57,12 +65,12 @@ class PortTakenError(UserError):
         )
 
 
-def start_cluster(num_ranks: int, **settings: Any) -> "Cluster":
+def start_cluster(placements: Sequence[Placement], **settings: Any) -> "Cluster":
     """A Cluster; with other ports, where another process has just taken some."""
     for _ in range(_START_TRIES - 1):
         with contextlib.suppress(PortTakenError):
-            return Cluster(num_ranks, **settings)
-    return Cluster(num_ranks, **settings)
+            return Cluster(placements, **settings)
+    return Cluster(placements, **settings)
 
 
 def heartbeat_period(num_ranks: int) -> str:
@@ -72,38 +80,48 @@ def heartbeat_period(num_ranks: int) -> str:
 
 
 class Cluster(Engines):
-    """One ipyparallel engine per rank, on this host, all ours.
+    """One ipyparallel engine per rank, all ours, and the controller between.
 
-    Everything listens on the loopback address, on ports that the system chose. A
-    watchdog process ends the engines when this process is gone in any way.
+    On one host everything listens on the loopback address, on ports that the system
+    chose. A watchdog process ends the engines when this process is gone in any way.
     """
 
     def __init__(
         self,
-        num_ranks: int,
+        placements: Sequence[Placement],
         *,
+        hosts: Hosts | None,
         environment: dict[str, str],
         on_progress: Callable[[str], None],
     ) -> None:
+        """`hosts` are those that the ranks are on, unless it is this one."""
+        num_ranks = len(placements)
+        self._address = hosts.own_address if hosts else "127.0.0.1"
         compat.GATE.check()
         absolute(".")  # without one ipyparallel would end this process
         self.folder = Path(tempfile.mkdtemp(prefix="labkit-"))
         """The lab's own, for this user alone; removed at its end."""
         self._write_controller_config()  # while nothing runs yet: the disk may be full
         self._client: Any = None
-        self._registered: dict[int, EngineProcess] = {}
+        self._registered: dict[int, Engine] = {}
         """By engine id; a former rank's, until the controller has forgotten it."""
         self.host = Host(
             self.folder,
             environment,
             check=interrupts.check,
-            on_look=self._forget_the_dead,
+            on_look=self._look,
         )
+        self._starter: LocalEngines | RemoteEngines
+        if hosts is None:
+            own = {**self.host.environment, **safe_path()}
+            self._starter = LocalEngines(self.host, own)
+        else:
+            self._starter = RemoteEngines(hosts, placements, environment, self)
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
             profile_dir=str(self.folder),
             cluster_file="",
-            controller_ip="127.0.0.1",
+            controller_ip=self._address,
             controller_args=[*_CONTROLLER_ARGS, heartbeat_period(num_ranks)],
             engine_launcher_class=compat.launcher_of_engines(self.host.fork),
             shutdown_atexit=False,
@@ -113,7 +131,7 @@ class Cluster(Engines):
         self._store = self._new_store()
         self._starts_engines = threading.Lock()
         self._controller: EngineProcess | None = None
-        self._engines: dict[int, EngineProcess] = {}
+        self._engines: dict[int, Engine] = {}
         self._engine_ids: dict[int, int] = {}
         self._on_late_output: OnLateOutput = lambda rank, kind, content: None
         self._is_ending = threading.Event()
@@ -122,7 +140,7 @@ class Cluster(Engines):
             self._cluster.start_controller_sync(
                 environment={**self.host.environment, **safe_path()}
             )
-            self._controller = self._watch(self._cluster.controller)
+            self._controller = watched(self.host, self._cluster.controller)
             self.start_engines(range(num_ranks), on_progress=on_progress)
         except BaseException as error:
             is_port_taken = self._is_port_taken()
@@ -160,14 +178,6 @@ class Cluster(Engines):
             f"from {compat.__name__} import spare_controller\nspare_controller()\n"
         )
 
-    def _watch(self, launcher: Any) -> EngineProcess:
-        """What one of ipyparallel's launchers has started."""
-        process = EngineProcess(
-            launcher.process, compat.waiter_of(launcher), launcher.output_file
-        )
-        self.host.watch(process)
-        return process
-
     def start_engines(
         self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
     ) -> None:
@@ -179,47 +189,47 @@ class Cluster(Engines):
     def _start_engines(
         self, ranks: Sequence[int], on_progress: Callable[[str], None]
     ) -> None:
-        on_progress("loading torch")
-        self.host.prepare_to_fork()
+        if self._client is None:
+            self._client = self._cluster.connect_client_sync()
+            compat.keep_listening(self._client)
+        self._starter.prepare(self._cluster, on_progress)
         on_progress(f"starting {len(ranks)} engines")
-        sets = set(self._cluster.engines)
-        known = set() if self._client is None else set(self._client.ids)
+        known = self.known()
         try:
-            engine_set = self._cluster.start_engines_sync(
-                len(ranks),
-                environment={**self.host.environment, **safe_path()},
-                delay=0,
-            )
-            launchers = self._cluster.engines[engine_set].launchers
-            started = [self._watch(launchers[str(i)]) for i in range(len(ranks))]
-            if self._client is None:
-                self._client = self._cluster.connect_client_sync()
-                compat.keep_listening(self._client)
-            on_progress("waiting for the engines")
-            engine_of = self._wait_for_registration(started, known, on_progress)
+            with self._starter.starting(self._cluster, ranks) as started:
+                on_progress("waiting for the engines")
+                engine_of = dict(self.register(started, _LOAD, known))
         except BaseException:
-            for engine_set in set(self._cluster.engines) - sets:
-                launchers = self._cluster.engines[engine_set].launchers
-                for launcher in list(launchers.values()):
-                    if launcher.process is not None:  # it was forked
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            launcher.process.kill()
-            if self._client is not None:
-                for engine_id in set(self._client.ids) - known:
-                    compat.unregister(self._client, engine_id)
+            for engine_id in set(self._client.ids) - known:
+                compat.unregister(self._client, engine_id)
             raise
         for rank, each in zip(ranks, started, strict=True):
             self._engines[rank] = each
-            self._engine_ids[rank] = engine_of[each.pid]
-            self._registered[engine_of[each.pid]] = each
+            self._engine_ids[rank] = engine_of[each.key]
+            self._registered[engine_of[each.key]] = each
 
-    def _wait_for_registration(
-        self,
-        started: list[EngineProcess],
-        known: set[int],
-        on_progress: Callable[[str], None],
-    ) -> dict[int, int]:
-        """Wait until engines can be ranks; process id -> engine id.
+    def _look(self) -> None:
+        """In a thread, now and then: ask how engines are elsewhere, and have the
+        controller forget those that have ended."""
+        if self._client is not None:
+            self._starter.look()
+        for engine_id, each in list(self._registered.items()):
+            if not each.is_alive:
+                # Its calls that have not ended then fail in the client.
+                with contextlib.suppress(OSError):  # the user has closed it
+                    compat.unregister(self._client, engine_id)
+                del self._registered[engine_id]
+
+    # ---- as Reach ----
+
+    def known(self) -> set[int]:
+        return set(self._client.ids)
+
+    def register(
+        self, started: Sequence[Any], load: str, known: set[int]
+    ) -> list[tuple[tuple[str, int], int]]:
+        """Wait until the controller knows all that were started, and "module:name" at
+        `load` has given the key of each: the keys, with the numbers of the engines.
 
         The controller may still list a dead engine among those that were `known`.
         """
@@ -235,7 +245,7 @@ class Cluster(Engines):
             said = [
                 log for each, log in logs if not each.is_alive or _REGISTERED not in log
             ]
-            said.append(self.host.fork_log())
+            said.append(self._starter.log())
             words = "\n".join(next(filter(None, said), "(nothing)").splitlines()[-15:])
             return UserError(f"{what}; one that did not printed:\n{words}")
 
@@ -253,21 +263,27 @@ class Cluster(Engines):
             time.sleep(timeouts.QUICK_POLL_S)
         if self._is_port_taken():
             raise PortTakenError
-        loading = self._client[engines].apply_async(call_by_name, _LOAD, ())
+        loading = self._client[engines].apply_async(call_by_name, load, ())
         try:
             self._wait(loading, started, timeouts.START_S)
-            return dict(zip(loading.get(), engines, strict=True))
+            return [*zip(loading.get(), engines, strict=True)]
         except (RankDiedError, TimeoutError, ipyparallel.error.IPythonError) as error:
             raise failed(f"an engine did not load torch: {error}") from error
 
-    def _forget_the_dead(self) -> None:
-        """Have the controller forget engines that have ended."""
-        for engine_id, each in list(self._registered.items()):
-            if not each.is_alive:
-                # Its calls that have not ended then fail in the client.
-                with contextlib.suppress(OSError):  # the user has closed it
-                    compat.unregister(self._client, engine_id)
-                del self._registered[engine_id]
+    def ask_engine(
+        self, engine_id: int, who: str, question: str, **arguments: Any
+    ) -> "Future[Any]":
+        return ask_engine(self._client, engine_id, who, question, arguments)
+
+    def begin_on(self, engine_id: int, function: str, *args: Any) -> Any:
+        return self._client[engine_id].apply_async(call_by_name, function, args)
+
+    def wait_for(self, call: Any, who: str, timeout_s: float) -> Any:
+        try:
+            self._wait(call, [], timeout_s)
+            return call.get()
+        except (TimeoutError, ipyparallel.error.IPythonError) as error:
+            raise UserError(f"{who}: {error}") from error
 
     # ---- as Engines ----
 
@@ -275,7 +291,7 @@ class Cluster(Engines):
     def ranks(self) -> Sequence[int]:
         return sorted(self._engines)
 
-    def engine(self, rank: int) -> EngineProcess:
+    def engine(self, rank: int) -> Engine:
         return self._engines[rank]
 
     def engine_id(self, rank: int) -> int:
@@ -310,7 +326,7 @@ class Cluster(Engines):
     def show_late_output(self, show: OnLateOutput) -> None:
         self._on_late_output = show
 
-    def open_store(self) -> Path:
+    def open_store(self) -> Meeting:
         self._check([])
         return self._store.open()
 
@@ -319,7 +335,23 @@ class Cluster(Engines):
         return Part(self, ranks, self._new_store())
 
     def _new_store(self) -> "GroupStore":
-        return GroupStore(self.folder, self._store_numbers)
+        return GroupStore(self._place_of_store, self._store_numbers)
+
+    def _place_of_store(self, number: int) -> Meeting:
+        name = f"store-{number}"
+        if self.is_local:
+            return Meeting(str(self.folder / name))
+        return Meeting(address=(self._address, 0), name=name)
+
+    def free_port(self, rank: int) -> int:
+        return self._starter.free_port(rank)
+
+    def hosts_without(self, folder: Path) -> list[str]:
+        return self._starter.hosts_without(folder)
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self._starter, LocalEngines)
 
     def end_engines(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -328,15 +360,18 @@ class Cluster(Engines):
             self._engines[rank].wait(timeouts.END_S)
             if self._engines[rank].is_alive:
                 raise UserError(f"rank {rank} does not end; use %dist_stop")
-        self.host.end_sessions({self._engines[rank].pid for rank in ranks})
+        self._starter.end_sessions([self._engines[rank] for rank in ranks])
 
     # ---- the end ----
 
     def stop(self) -> None:
         """End every process that this cluster started, and wait until they are."""
         self._is_ending.set()
+        self._on_late_output = lambda rank, kind, content: None
         self.host.stop_looking()
         if self._client is not None:
+            if self._controller is not None and self._controller.is_alive:
+                self._starter.end()
             self._client.close(linger=0)
             self._client = None
         self.host.end()
@@ -358,7 +393,7 @@ class Part(Engines):
     def ranks(self) -> Sequence[int]:
         return range(len(self.there))
 
-    def engine(self, rank: int) -> EngineProcess:
+    def engine(self, rank: int) -> Engine:
         return self._cluster.engine(self.there[rank])
 
     def engine_id(self, rank: int) -> int:
@@ -386,9 +421,19 @@ class Part(Engines):
     def show_late_output(self, show: OnLateOutput) -> None:
         self._cluster.show_late_output(show)
 
-    def open_store(self) -> Path:
+    def open_store(self) -> Meeting:
         self._check([])
         return self._store.open()
+
+    def free_port(self, rank: int) -> int:
+        return self._cluster.free_port(self.there[rank])
+
+    def hosts_without(self, folder: Path) -> list[str]:
+        return self._cluster.hosts_without(folder)
+
+    @property
+    def is_local(self) -> bool:
+        return self._cluster.is_local
 
     def close(self) -> None:
         """It is used no more; its engines stay."""
@@ -398,19 +443,19 @@ class Part(Engines):
 class GroupStore:
     """Where the ranks of a process group meet: a new place for each formation."""
 
-    def __init__(self, folder: Path, numbers: Iterator[int]) -> None:
-        """`numbers` are those of all stores in the folder."""
-        self._folder = folder
+    def __init__(self, place: Callable[[int], Meeting], numbers: Iterator[int]) -> None:
+        """`place` says where the store of a number is; `numbers` are those of all."""
+        self._place = place
         self._numbers = numbers
         self._server: KeyServer | None = None
         self._changes = threading.Lock()
 
-    def open(self) -> Path:
+    def open(self) -> Meeting:
         """Serve an empty store, in place of the former one."""
         with self._changes:  # a stop in another thread waits for the end of it
             self._close()
-            self._server = KeyServer(self._folder / f"store-{next(self._numbers)}")
-            return self._server.path
+            self._server = KeyServer(self._place(next(self._numbers)))
+            return self._server.meeting
 
     def close(self) -> None:
         """Serve none."""

@@ -1,25 +1,26 @@
 """Decides which rank gets which device, before anything is started."""
 
-import ctypes
 import os
-import runpy
-import subprocess
-import sys
 from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from labkit import timeouts
-from labkit.checks import UserError
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import short_repr
+from labkit.host.devices import count_gpus
+from labkit.host.devices import num_cores
+from labkit.notebook.cluster.hosts import Hosts
+from labkit.notebook.cluster.hosts import check_hosts
+from labkit.notebook.cluster.hosts import check_interface
+from labkit.notebook.cluster.hosts import find_hosts
+from labkit.notebook.cluster.hosts import parse_hosts
 from labkit.options import check_values
 from labkit.options import option
 from labkit.records import Placement
@@ -28,6 +29,7 @@ from labkit.records import format_bytes
 DEFAULT_CPU_RANKS = 2
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")
+LAUNCHERS = ("local", "ssh")
 MAX_THREADS = 1024
 MAX_TIMEOUT_S = 1e7
 RANK_BYTES = 200 * 2**20
@@ -38,7 +40,11 @@ def check_num_ranks(what: str, num_ranks: Any) -> None:
     """ValueError unless it is a number of ranks that this machine's memory holds."""
     if not is_int(num_ranks) or num_ranks < 1:
         raise ValueError(f"{short_repr(num_ranks)} ranks; choose 1 or more, as -n 2")
-    memory = psutil.virtual_memory().total
+    check_memory(num_ranks, psutil.virtual_memory().total)
+
+
+def check_memory(num_ranks: int, memory: int) -> None:
+    """ValueError unless a machine's memory, in bytes, holds so many idle ranks."""
     most = max(memory // RANK_BYTES, 1)
     if num_ranks > most:
         raise ValueError(
@@ -96,58 +102,26 @@ class StartOptions:
         metavar="SECONDS",
         default_text=f"{timeouts.GROUP_S:g}",
     )
-
-
-def count_gpus() -> int:
-    """How many GPUs torch would see, without a CUDA context in this process.
-
-    A process of its own asks torch, which knows what CUDA_VISIBLE_DEVICES and its like
-    hide, and how a GPU is divided.
-    """
-    if "torch" in sys.modules:
-        return sys.modules["torch"].cuda.device_count()
-    if not has_driver(*torch_build()):
-        return 0
-    code = "import torch; print(torch.cuda.device_count())"
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:]
-        raise UserError(
-            f"torch cannot count the GPUs: {''.join(reason)}; fix that, or leave the "
-            "GPUs unused with --device cpu"
-        )
-    return int(done.stdout)
-
-
-def torch_build() -> tuple[str | None, str | None]:
-    """The versions of CUDA and of HIP (ROCm) that torch was built for, without the
-    second or two that it takes to import it."""
-    try:
-        file = metadata.distribution("torch").locate_file("torch/version.py")
-        version = runpy.run_path(str(file))
-    except (metadata.PackageNotFoundError, OSError):
-        return None, None
-    return version.get("cuda"), version.get("hip")
-
-
-def has_driver(cuda: str | None, hip: str | None) -> bool:
-    """Whether a torch that was built for these can find a GPU at all: CUDA loads its
-    driver by this name, and HIP opens this file."""
-    if cuda is not None:
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return False
-        return True
-    return hip is not None and Path("/dev/kfd").exists()
-
-
-def num_cores() -> int:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # on macOS
+    launcher: str = option(
+        "local",
+        "what starts the ranks: ssh starts them on the hosts that --hosts names",
+        partial(check_choice, choices=LAUNCHERS),
+        choices=LAUNCHERS,
+    )
+    hosts: str | None = option(
+        None,
+        "with --launcher ssh: the hosts, each as ssh takes it, and how many ranks it "
+        "has; one per GPU, or 2 on the CPU, where no number is given",
+        check_hosts,
+        metavar="HOST:N,HOST:N",
+    )
+    interface: str | None = option(
+        None,
+        "with --launcher ssh: the network interface by which hosts reach each other; "
+        "by default that of the route to them",
+        check_interface,
+        metavar="NAME",
+    )
 
 
 def place_ranks(
@@ -159,6 +133,12 @@ def place_ranks(
     cannot be.
     """
     check_values(options)
+    return _place_on_host(options, num_gpus, num_cores())
+
+
+def _place_on_host(
+    options: StartOptions, num_gpus: int | None, cores: int
+) -> list[Placement]:
     num_ranks, threads = options.num_ranks, options.threads
     backend, device = options.backend, options.device
     if num_gpus is None:
@@ -188,7 +168,7 @@ def place_ranks(
     if threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.
         wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()[:9]
-        own = 1 if device == "cpu" else num_cores() // num_ranks
+        own = 1 if device == "cpu" else cores // num_ranks
         threads = int(wanted) if wanted.isdecimal() else own
         threads = min(max(threads, 1), MAX_THREADS)
     return [
@@ -203,3 +183,66 @@ def place_ranks(
         )
         for rank in range(num_ranks)
     ]
+
+
+def place_on_hosts(options: StartOptions) -> tuple[list[Placement], Hosts | None]:
+    """One placement a rank, and the hosts that they are on, unless it is this one.
+
+    With the launcher ssh every host is asked what it has. Raises ValueError for what
+    cannot be, and UserError for a host that is not as it has to be; nothing was
+    started.
+    """
+    check_values(options)
+    if options.launcher == "local":
+        for name in ("hosts", "interface"):
+            if (value := getattr(options, name)) is not None:
+                raise ValueError(
+                    f"--{name} {value} goes with --launcher ssh; without it all ranks "
+                    "are on this host"
+                )
+        return place_ranks(options), None
+    if options.hosts is None:
+        raise ValueError(
+            f"--launcher {options.launcher} needs --hosts HOST:N,HOST:N: where ranks "
+            "are started, and how many"
+        )
+    if options.num_ranks is not None:
+        raise ValueError(
+            f"-n {options.num_ranks}: --hosts says how many ranks each host has, as in "
+            "--hosts node1:2,node2:2; leave -n out"
+        )
+    hosts = find_hosts(
+        parse_hosts(options.hosts), interface=options.interface, device=options.device
+    )
+    having = [each.spec.name for each in hosts.found if each.facts.num_gpus]
+    device = options.device
+    if device == "auto" and 0 < len(having) < len(hosts.found):
+        without = [e.spec.name for e in hosts.found if e.spec.name not in having]
+        raise ValueError(
+            f"{', '.join(having)} have GPUs, and {', '.join(without)} have none; use "
+            "--device cpu, or hosts that are alike"
+        )
+    places = []
+    for number, host in enumerate(hosts.found):
+        facts = host.facts
+        local = replace(options, num_ranks=host.spec.num_ranks)
+        try:
+            here = _place_on_host(local, facts.num_gpus, facts.num_cores)
+            check_memory(len(here), facts.memory_bytes)
+        except ValueError as error:
+            raise ValueError(f"{host.spec.name}: {error}") from None
+        places += [
+            replace(
+                each,
+                local_world_size=len(here),
+                host=host.spec.name,
+                address=facts.address,
+                host_rank=number,
+                num_hosts=len(hosts.found),
+            )
+            for each in here
+        ]
+    return [
+        replace(each, rank=rank, world_size=len(places))
+        for rank, each in enumerate(places)
+    ], hosts

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import Part
 from labkit.notebook.cluster.engines import start_cluster
+from labkit.notebook.cluster.hosts import Hosts
 from labkit.notebook.cluster.reach import CallError
 from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import RankDiedError
@@ -218,8 +218,8 @@ class RankGroup:
 
     def _install(self, ranks: Sequence[int]) -> None:
         places = {
-            pid: (place, str(self.cluster.engine(place.rank).stack_file))
-            for pid, place in self._places().items()
+            key: (place, self.cluster.engine(place.rank).stack_file)
+            for key, place in self._places().items()
             if place.rank in ranks
         }
         notes = self.cluster.call(f"{_CALLS}:install", places, ranks=ranks)
@@ -236,10 +236,10 @@ class RankGroup:
             for rank, why in lost.items():
                 print(f"labkit: {lost_line(rank, why)}", file=sys.stderr)
             self._start_again(list(lost))
-        store = str(self.cluster.open_store())
+        store = self.cluster.open_store()
         sums = self.cluster.call(
             f"{_CALLS}:join_group",
-            *(store, free_port(), self._places()),
+            *(store, self.cluster.free_port(0), self._places()),
             ranks=self.everyone,
             is_collective=True,
         )
@@ -250,10 +250,9 @@ class RankGroup:
             )
         self._is_whole = True
 
-    def _places(self) -> dict[int, Placement]:
-        """The place of each rank by its process id, in order of rank."""
-        pids = self.cluster.pids
-        return {pids[place.rank]: place for place in self.placements}
+    def _places(self) -> dict[tuple[str, int], Placement]:
+        """The place of each rank by host and process id, in order of rank."""
+        return {self.cluster.engine(each.rank).key: each for each in self.placements}
 
     def _free(self) -> list[str]:
         """Release ranks that wait for a group to form: one of them has died. By rank,
@@ -315,11 +314,13 @@ class LabRanks(RankGroup):
     def __init__(
         self,
         placements: Sequence[Placement],
+        hosts: Hosts | None,
         *,
         what_is_running: Callable[[], str],
         on_progress: Callable[[str], None],
     ) -> None:
         """Raises RuntimeError if the ranks do not start."""
+        self._hosts = hosts
         super().__init__(placements, None, what_is_running=what_is_running, life=Life())
         self._begin(on_progress)
 
@@ -330,7 +331,10 @@ class LabRanks(RankGroup):
             environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
         with self._life.starting(on_progress) as on_stage:
             self.cluster = start_cluster(
-                len(self.placements), environment=environment, on_progress=on_stage
+                self.placements,
+                hosts=self._hosts,
+                environment=environment,
+                on_progress=on_stage,
             )
         try:
             on_progress("creating the process group")
@@ -394,33 +398,32 @@ class LabRanks(RankGroup):
                         self.bring_back(self.dead())
 
     def _group_of(self, part: Part) -> RankGroup:
-        places = [
-            place_in_part(self.placements[there], rank, len(part.ranks))
-            for rank, there in zip(part.ranks, part.there, strict=True)
-        ]
+        places = places_in_part([self.placements[there] for there in part.there])
         return PartOfLab(
             places, part, what_is_running=self._what_is_running, life=self._life
         )
 
 
-def place_in_part(place: Placement, rank: int, world_size: int) -> Placement:
-    """The place of a rank in a group of some. On a GPU it keeps its local rank, which
+def places_in_part(places: Sequence[Placement]) -> list[Placement]:
+    """The places of ranks in a group of these. On a GPU one keeps its local rank, which
     code takes for the number of its GPU."""
-    is_on_cpu = place.device == "cpu"
-    return replace(
-        place,
-        rank=rank,
-        local_rank=rank if is_on_cpu else place.local_rank,
-        world_size=world_size,
-    )
-
-
-def free_port() -> int:
-    """A port of the loopback address on which nobody listens."""
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        port: int = own.getsockname()[1]
-    return port
+    hosts = [*dict.fromkeys(each.host for each in places)]
+    found: list[Placement] = []
+    for rank, each in enumerate(places):
+        before = sum(other.host == each.host for other in found)
+        here = sum(other.host == each.host for other in places)
+        found.append(
+            replace(
+                each,
+                rank=rank,
+                local_rank=before if each.device == "cpu" else each.local_rank,
+                world_size=len(places),
+                local_world_size=here if each.local_world_size else 0,
+                host_rank=hosts.index(each.host),
+                num_hosts=len(hosts),
+            )
+        )
+    return found
 
 
 def lost_line(rank: int, why: str) -> str:

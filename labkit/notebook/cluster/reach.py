@@ -18,11 +18,14 @@ from labkit.checks import UserError
 from labkit.compat import ipyparallel as compat
 from labkit.host.exit_cause import Death
 from labkit.host.exit_cause import EngineProcess
+from labkit.key_server import Meeting
 from labkit.messages import is_message
+from labkit.notebook.cluster.remote import RemoteEngine
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import KEY
 
+Engine = EngineProcess | RemoteEngine
 OnMessage = Callable[[str, dict[str, Any]], None]
 OnLateOutput = Callable[[int, str, dict[str, Any]], None]
 
@@ -57,7 +60,7 @@ class Engines(abc.ABC):
         """All of them."""
 
     @abc.abstractmethod
-    def engine(self, rank: int) -> EngineProcess:
+    def engine(self, rank: int) -> Engine:
         """The process of a rank."""
 
     @abc.abstractmethod
@@ -93,8 +96,21 @@ class Engines(abc.ABC):
         two cells."""
 
     @abc.abstractmethod
-    def open_store(self) -> Path:
+    def open_store(self) -> Meeting:
         """Serve an empty store, in place of the former one; where ranks find it."""
+
+    @abc.abstractmethod
+    def free_port(self, rank: int) -> int:
+        """A port on which nobody listens, at the address of a rank."""
+
+    @property
+    @abc.abstractmethod
+    def is_local(self) -> bool:
+        """Whether all ranks are on the notebook's own host."""
+
+    @abc.abstractmethod
+    def hosts_without(self, folder: Path) -> list[str]:
+        """The hosts that do not share a folder of this one, which exists."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -201,7 +217,7 @@ class Engines(abc.ABC):
     def _wait(
         self,
         reply: Any,
-        engines: Iterable[EngineProcess],
+        engines: Iterable[Engine],
         timeout_s: float,
         is_collective: bool = False,
     ) -> None:
@@ -228,7 +244,7 @@ class Engines(abc.ABC):
             for rank in watch.silent():
                 raise SilentRankError(rank, self.engine(rank).stall_reason())
 
-    def _check(self, engines: Iterable[EngineProcess]) -> None:
+    def _check(self, engines: Iterable[Engine]) -> None:
         """RankDiedError unless these live and can be reached."""
         if reason := self.unreachable_reason():
             raise RankDiedError(reason)
@@ -245,28 +261,17 @@ class Engines(abc.ABC):
         The future's result is the answer, or a CallError; it is cancelled where the
         rank is dead.
         """
-        answer: Future[Any] = Future()
         try:
             if self.unreachable_reason() or not self.is_alive(rank):
                 raise RankDiedError
-            ident = self._ident(rank)
+            engine_id = self.engine_id(rank)
+            return ask_engine(
+                self.client, engine_id, f"rank {rank}", request, arguments
+            )
         except RankDiedError:
+            answer: Future[Any] = Future()
             answer.cancel()
             return answer
-
-        def take(future: Any) -> None:
-            reply = future.result()["content"]
-            if reply["status"] == "ok":
-                answer.set_result(reply["answer"])
-            else:
-                why = f"rank {rank} cannot answer {request!r}: {reply['why']}"
-                answer.set_exception(CallError(why))
-
-        content = {"request": request, "arguments": arguments}
-        compat.send_request(
-            self.client, ident, f"{KEY}_request", content
-        ).add_done_callback(take)
-        return answer
 
     def interrupt(
         self, rank: int, number: int, release_after_s: float
@@ -308,6 +313,32 @@ def raise_failures(reply: Any) -> None:
     ipyparallel.error.collect_exceptions(
         [each for each in errors if getattr(each, "ename", "") != "EngineError"]
     )
+
+
+def ask_engine(
+    client: Any, engine_id: int, who: str, question: str, arguments: dict[str, Any]
+) -> "Future[Any]":
+    """Send an engine, `who` in words, a question that it answers also while it runs
+    something. RankDiedError where the controller does not know it any more."""
+    try:
+        ident = compat.ident_of(client, engine_id)
+    except (IndexError, ipyparallel.error.NoEnginesRegistered):
+        raise RankDiedError(f"{who} died a moment ago") from None
+    answer: Future[Any] = Future()
+
+    def take(future: Any) -> None:
+        reply = future.result()["content"]
+        if reply["status"] == "ok":
+            answer.set_result(reply["answer"])
+        else:
+            why = f"{who} cannot answer {question!r}: {reply['why']}"
+            answer.set_exception(CallError(why))
+
+    content = {"request": question, "arguments": arguments}
+    compat.send_request(client, ident, f"{KEY}_request", content).add_done_callback(
+        take
+    )
+    return answer
 
 
 class SilenceWatch:

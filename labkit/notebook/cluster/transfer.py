@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
     if len(payload) <= FILE_BYTES:
         call(f"{_TRANSFER}:push", payload)
         return
-    with _file_with(cluster, payload) as path:
+    with contextlib.ExitStack() as files:
+        path = None
+        if cluster.is_local:
+            path = files.enter_context(_file_with(cluster, payload))
         if path is not None and all(call(f"{_TRANSFER}:push_file", str(path))):
             return
     with _in_parts(cluster, "push", len(payload), ranks) as progress:
@@ -69,7 +73,9 @@ def pull(
         )
     file = cluster.folder / f"pull-{uuid.uuid4().hex}"
     begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
-    sizes = (FILE_BYTES, MEMORY_BYTES, PART_BYTES)
+    # A file of another host's has a name here too, and is another file.
+    file_bytes = FILE_BYTES if cluster.is_local else sys.maxsize
+    sizes = (file_bytes, MEMORY_BYTES, PART_BYTES)
     begin = partial(begin, str(file), *sizes, timeout_s=None)
     try:
         if full and _is_sharded(group, name, having, ranks):

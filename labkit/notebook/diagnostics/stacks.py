@@ -49,7 +49,9 @@ class Stacks:
         absent: Mapping[int, str],
         *,
         is_full: bool = False,
+        is_local: bool = True,
     ) -> None:
+        self._is_local = is_local
         self.positions = sorted(positions, key=lambda each: each.rank)
         self.absent = dict(absent)
         self.mismatches = mismatched_collectives(self.positions)
@@ -71,7 +73,8 @@ class Stacks:
         heads = [head for head, _ in self._blocks(is_brief=True)]
         if in_cell is not None:
             heads = [head.replace(f"Cell In[{in_cell}], ", "") for head in heads]
-        return heads + self.mismatches + shared_memory_lines(self.positions)
+        memory = shared_memory_lines(self.positions) if self._is_local else []
+        return heads + self.mismatches + memory
 
     def _blocks(self, *, is_brief: bool = False) -> Iterable[tuple[str, list[str]]]:
         """Where ranks stand in a line, and unless `is_brief` their stack."""
@@ -186,7 +189,9 @@ class StackRequest:
             else:
                 found = Position.from_message(answer.result())
                 positions.append(replace(found, rank=rank))  # in a part, another
-        return Stacks(positions, absent, is_full=self._is_full)
+        return Stacks(
+            positions, absent, is_full=self._is_full, is_local=self._cluster.is_local
+        )
 
 
 def read_dump(text: str) -> list[Frame]:

@@ -41,6 +41,8 @@ def status_table(
             **facts.get(rank, {}),
             "cause": cause,
         }
+        if placement.host:  # as the user calls it
+            row["host"] = placement.host
         if run is not None:
             row.update(run=run, step=steps.get(rank))
         rows.append(row)

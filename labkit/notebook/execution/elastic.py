@@ -114,7 +114,7 @@ class Elastic:
         plan = replace(self._plan, resume_from=str(checkpoint) if checkpoint else None)
         return replace(
             self._spec,
-            folder=None if run.folder is None else str(persistence.journals_of(run)),
+            folder=self._spec.folder and str(persistence.journals_of(run)),
             checkpoints=asdict(plan),
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from labkit import serialization
@@ -140,6 +141,26 @@ class Training:
             self._code = request.work if request.work.strip() else "pass"
             self._source = request.work
         self._first_step = first_step_of(request.checkpoints)
+        if request.checkpoints is not None:
+            self._check_shared("checkpoint", Path(request.checkpoints.directory))
+        if request.options.profile:
+            self._check_shared("profile", persistence.runs_folder())
+
+    def _check_shared(self, option: str, folder: Path) -> None:
+        """ValueError unless all hosts that write into a folder share it."""
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        try:
+            without = self._group.cluster.hosts_without(there)
+        except OSError as error:
+            raise ValueError(
+                f"--{option}: {there} cannot be written to: {error}"
+            ) from None
+        if without:
+            how = "name one" if option == "checkpoint" else "LABKIT_RUNS names one"
+            raise ValueError(
+                f"--{option}: {there} is not the same folder on {', '.join(without)}, "
+                f"and every host writes into it; {how} on a file system that all share"
+            )
 
     def begin(self, on_run: Callable[[Run], None]) -> Run:
         """Give the ranks all but the cell; the run. `on_run` gets it as soon as it is
@@ -214,7 +235,7 @@ class Training:
             call(f"{_CALLS}:receive_config", self._config)
 
     def _cell_spec(self) -> CellSpec:
-        request, folder = self._request, self.run.folder
+        request, folder = self._request, self._folder_on_ranks()
         plan = request.checkpoints
         return CellSpec(
             execution_count(),
@@ -246,6 +267,25 @@ class Training:
         assert plan is not None
         again = Elastic(self.run, self._group, self._spec, plan, self._send_work)
         return partial(again.wait, self._execution)
+
+    def _folder_on_ranks(self) -> Path | None:
+        """The run's folder, where ranks can write to it: all hosts share it."""
+        folder = self.run.folder
+        if folder is None:
+            return None
+        try:
+            without = self._group.cluster.hosts_without(folder)
+        except OSError as error:
+            without = [f"(it cannot be written to: {error})"]
+        if not without:
+            return folder
+        persistence.warn_once(
+            folder.parent,
+            f"{folder.parent} is not the same folder on {', '.join(without)}: what a "
+            "rank logs is not on disk until it is sent, and lost where the rank dies "
+            "before. LABKIT_RUNS may name a folder that all hosts share",
+        )
+        return None
 
     def _say_where_it_begins(self) -> None:
         plan = self._request.checkpoints

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from labkit import timeouts
-from labkit.notebook.cluster.placement import num_cores
+from labkit.host.devices import num_cores
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.live.render_process import GONE

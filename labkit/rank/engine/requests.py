@@ -1,12 +1,12 @@
 """What the notebook can ask of a rank at any time, also while it runs a cell."""
 
 import dataclasses
-import json
 import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
+from labkit.answers import answer_questions
 from labkit.compat.ipython import cell_numbers
 from labkit.rank.engine.console import Console
 from labkit.rank.engine.interrupts import CellInterrupts
@@ -17,7 +17,6 @@ from labkit.rank.measuring.memory import memory_total
 from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
 from labkit.rank.training.stop_point import StopPoint
-from labkit.records import KEY
 
 
 class ControlRequests:
@@ -35,8 +34,7 @@ class ControlRequests:
         self._shell = shell
         self._group = group
         self._interrupts = interrupts
-        self._console = console
-        self._answers: dict[str, Callable[..., Any]] = {
+        answers: dict[str, Callable[..., Any]] = {
             "interrupt": interrupts.request,
             "hold": lambda: stop_point().hold(),
             "stop_after": lambda num_steps: stop_point().stop_after(num_steps),
@@ -48,24 +46,7 @@ class ControlRequests:
             "stack": self._stack,
             "release": group.release,
         }
-        shell.kernel.control_handlers[f"{KEY}_request"] = self._answer
-
-    def _answer(self, stream: Any, ident: Any, parent: Any) -> None:
-        content = parent["content"]
-        if content["request"] == "listen":  # for good
-            self._console.listen(parent)
-            return
-        try:
-            answer = self._answers[content["request"]](**content["arguments"])
-            # A file or a thread may have a name that is no text.
-            text = json.dumps(answer, ensure_ascii=False).encode(errors="replace")
-            answer = json.loads(text)
-            reply = {"status": "ok", "answer": answer}
-        except Exception as error:  # the notebook waits for an answer
-            reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
-        self._shell.kernel.session.send(
-            stream, f"{KEY}_reply", reply, parent=parent, ident=ident
-        )
+        answer_questions(shell.kernel, answers, console.listen)
 
     def _describe(self) -> dict[str, Any]:
         """Host, process, device and memory of this rank, for `%dist_status`."""

@@ -13,7 +13,9 @@ from labkit.compat import c10d
 from labkit.compat import data_parallel
 from labkit.compat import ipython
 from labkit.compat import torch
+from labkit.key_server import Meeting
 from labkit.rank.engine.cell_runner import CellRunner
+from labkit.rank.group.process_group import own_key
 from labkit.rank.group.recovery import freeze_libraries
 from labkit.rank.group.recovery import recover_models
 from labkit.rank.measuring.devices import why_lost
@@ -28,9 +30,9 @@ _runner: CellRunner | None = None
 TORCH_GATES = (torch.GATE, c10d.GATE, data_parallel.GATE)
 
 
-def load() -> int:
-    """Nothing but the import of this module, and with it of torch; the process id."""
-    return os.getpid()
+def load() -> tuple[str, int]:
+    """Nothing but the import of this module, and with it of torch; the process."""
+    return own_key()
 
 
 def import_for_first_cells() -> None:
@@ -67,11 +69,12 @@ def use_working_directory() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def install(places: dict[int, tuple[Placement, str]]) -> list[str]:
+def install(places: dict[tuple[str, int], tuple[Placement, str]]) -> list[str]:
     """Make this engine a rank: which one, and where it writes its stack, if it cannot
-    answer when it is asked for it, by process id. What the user is to know of it."""
+    answer when it is asked for it, by host and
+    process id. What the user is to know of it."""
     global _runner
-    placement, stack_file = places[os.getpid()]
+    placement, stack_file = places[own_key()]
     from IPython import get_ipython
 
     for gate in (ipython.GATE, ipython.KERNEL_GATE, *TORCH_GATES):
@@ -96,9 +99,11 @@ def lost_device() -> str:
     return why_lost(runner().group.device)
 
 
-def join_group(store: str, port: int, places: dict[int, Placement]) -> float:
-    """Enter the next group, of ranks in these places by process id; the sum of all,
-    all-reduced over it."""
+def join_group(
+    store: Meeting, port: int, places: dict[tuple[str, int], Placement]
+) -> float:
+    """Enter the next group, of ranks in these places by host and process id; the sum
+    of all, all-reduced over it."""
     runner().group.leave()
     return runner().group.join(store, port, places)
 

@@ -1,6 +1,7 @@
 """This process's TCP sockets: shutting them frees what waits in a collective."""
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -32,8 +33,9 @@ class Connection:
     remote: Address
 
 
-def close_connections(peers: Collection[int]) -> None:
-    """Shut this process's TCP connections to the processes `peers`, and no others.
+def close_connections(peers: Collection[int], hosts: Collection[str] = ()) -> None:
+    """Shut this process's TCP connections to the processes `peers`, and to the
+    addresses `hosts` of others, but for those to the notebook; and no others.
 
     Those are gloo's. A peer leads a session: what it has forked, as a DataLoader's
     worker, has its connections too, and keeps them open when it has died.
@@ -47,9 +49,30 @@ def close_connections(peers: Collection[int]) -> None:
         for each in connections
         if pid != own
     }
+    addresses = {_number(each) for each in hosts}
+    kept = controller_ports() if hosts else set()
     for each in found[own]:
-        if each.remote in theirs:
+        is_elsewhere = each.remote[0] in addresses and each.remote[1] not in kept
+        if each.remote in theirs or is_elsewhere:
             _shut(each.fd, socket.socket.getpeername, each.remote[1])
+
+
+def _number(ip: str) -> str:
+    """An IPv4 address in the notation of `Address`."""
+    if sys.platform != "linux":
+        return ip
+    return f"{int.from_bytes(socket.inet_aton(ip), sys.byteorder):08X}"
+
+
+def controller_ports() -> set[int]:
+    """The ports of ipyparallel's controller, which may be on a host of other ranks."""
+    told = json.loads(os.environ.get("IPP_CONNECTION_INFO", "{}"))
+    values = [each for value in told.values() for each in _as_list(value)]
+    return {each for each in values if isinstance(each, int)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def members_of(sessions: Collection[int]) -> Iterator[int]:

@@ -28,6 +28,7 @@ from labkit.compat.c10d import reset_group_count
 from labkit.compat.c10d import reset_rpc_counts
 from labkit.compat.c10d import set_default_group
 from labkit.compat.deepspeed import forget_world_group
+from labkit.key_server import Meeting
 from labkit.rank.group.aborts import Aborts
 from labkit.rank.group.connections import close_connections
 from labkit.rank.group.connections import close_listeners
@@ -38,6 +39,7 @@ from labkit.rank.group.settings import set_variables
 from labkit.rank.group.store import LabStore
 from labkit.rank.telemetry.stack_trace import recorded_call
 from labkit.rank.telemetry.stack_trace import started_collectives
+from labkit.records import HOST_VARIABLE
 from labkit.records import Placement
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.device_mesh import mesh_of
@@ -68,11 +70,13 @@ class RankProcessGroup:
     def __init__(self, placement: Placement, variables: dict[str, Any]) -> None:
         """In `variables`, the user's, groups are put in place of former ones."""
         self.placement = placement
-        self._pid = os.getpid()
+        self._key = own_key()
         self._variables = variables
         self.device = torch.device(placement.device)
         self.peers: list[int] = []
-        """Process ids of the ranks."""
+        """Process ids of the ranks on this host."""
+        self._others: list[str] = []
+        """The addresses of the other hosts."""
         self.formed_at_ns = 0
         """When the group was, by `time.time_ns`."""
         self._store: LabStore | None = None
@@ -100,7 +104,7 @@ class RankProcessGroup:
         # after its last collective. These go later, when the workers are idle.
         self._users_groups: list[dist.ProcessGroup] = []
         self._notes: set[str] = set()
-        self._environment = environment_of(placement)
+        self._environment = environment_of(placement, placement)
 
     def install(self) -> list[str]:
         """Make this process a rank: its settings, its environment, torch's own ways
@@ -181,24 +185,29 @@ class RankProcessGroup:
             f"{self.timeout.total_seconds():g} s"
         )
 
-    def join(self, store: str, port: int, places: dict[int, Placement]) -> float:
+    def join(
+        self, store: Meeting, port: int, places: dict[tuple[str, int], Placement]
+    ) -> float:
         """Enter the group that meets at `store`; the sum of ranks over it.
 
         Collective: every rank calls it. The sum is one all-reduce over the new
-        group, so that the caller can see that it works. `port` is free, for scripts
-        that host a store of their own; `places` are the ranks' by process id, in order.
+        group, so that the caller can see that it works. `port` is free on
+        rank 0's host, for scripts that host a store of their own; `places` are the
+        ranks' by host and process id, in order.
         """
-        self.placement = placement = places[self._pid]
+        self.placement = placement = places[self._key]
         self._set_aside_others()
         self._store = LabStore(store, self.timeout)
-        self.peers = list(places)
+        self.peers = [pid for host, pid in places if host == placement.host]
+        others = {p.address for p in places.values() if p.host != placement.host}
+        self._others = sorted(others)
         self._listening = listening_ports() if self.can_abort else set()
         self.formed_at_ns = time.time_ns()
-        self._formation = store
+        self._formation = str(store)
         self._num_own_groups = self._num_meetings = 0
         self._notes.clear()
         self._is_broken = False
-        self._environment = environment_of(placement)
+        self._environment = environment_of(placement, next(iter(places.values())))
         self._environment["MASTER_PORT"] = str(port)
         self.restore_environment()
         reset_group_count()
@@ -234,7 +243,7 @@ class RankProcessGroup:
         for size, each in self._former.items():
             if size != self.placement.world_size and not each.mark:
                 each.set_aside()
-                close_connections(self.peers)
+                close_connections(self.peers, self._others)
 
     def adopt(self) -> None:
         """Take the default group of this process, which a launcher's environment has
@@ -265,7 +274,9 @@ class RankProcessGroup:
         here = self.placement
         return {
             **self._environment,
-            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"},
+            "GROUP_RANK": str(here.host_rank),
+            "GROUP_WORLD_SIZE": str(here.num_hosts),
+            "ROLE_NAME": "default",
             "ROLE_RANK": str(here.rank),
             "ROLE_WORLD_SIZE": str(here.world_size),
             "TORCHELASTIC_RESTART_COUNT": "0",
@@ -350,7 +361,10 @@ class RankProcessGroup:
     def _within(self, group: dist.ProcessGroup, num_ranks: int) -> Iterator[None]:
         """Have the cell see `group` as the whole world."""
         self._num_within = num_ranks
-        os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+        here = self.placement
+        first = max(here.rank - here.local_rank, 0)  # of the ranks on this host
+        num_local = min(here.num_local, max(num_ranks - first, 1))
+        os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_local))
         set_default_group(group)
         count = num_groups_made()
         try:
@@ -385,7 +399,7 @@ class RankProcessGroup:
             elif self.can_abort:
                 # Within ncclCommInit, which waits for the others to connect.
                 close_listeners(self._listening)
-            close_connections(self.peers)
+            close_connections(self.peers, self._others)
 
     def _init_process_group_as_user(
         self,
@@ -460,7 +474,7 @@ class RankProcessGroup:
         here = self.placement
         query = dict(parse_qsl(urlparse(url).query))
         found = int(query.get("rank", -1)), int(query.get("world_size", -1))
-        if os.getpid() != self._pid or found != (here.rank, here.world_size):
+        if own_key() != self._key or found != (here.rank, here.world_size):
             yield from _torch_rendezvous(url, timeout=timeout, **more)
             return
         assert self._store is not None
@@ -481,14 +495,21 @@ class RankProcessGroup:
             print(f"labkit: {text}", file=sys.stderr)
 
 
-def environment_of(placement: Placement) -> dict[str, str]:
-    """The environment variables of torchrun, for code that reads them."""
+def own_key() -> tuple[str, int]:
+    """By which the notebook tells this process from all others of the lab: the name of
+    its host, "" on the notebook's own, and the process id."""
+    return os.environ.get(HOST_VARIABLE, ""), os.getpid()
+
+
+def environment_of(placement: Placement, first: Placement) -> dict[str, str]:
+    """The environment variables of torchrun, for code that reads them; `first` is the
+    place of rank 0."""
     return {
         "RANK": str(placement.rank),
         "LOCAL_RANK": str(placement.local_rank),
         "WORLD_SIZE": str(placement.world_size),
-        "LOCAL_WORLD_SIZE": str(placement.world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(placement.num_local),
+        "MASTER_ADDR": first.address,
         # By which Lightning knows that its processes are there.
         "TORCHELASTIC_RUN_ID": "labkit",
     }

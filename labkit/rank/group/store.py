@@ -1,13 +1,13 @@
-"""The store at which the ranks of a group meet, on one host: the notebook serves it."""
+"""The store at which the ranks of a group meet: the notebook serves it."""
 
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from labkit.key_server import KeyConnection
+from labkit.key_server import Meeting
 
 
 class LabStore(dist.Store):
@@ -21,13 +21,13 @@ class LabStore(dist.Store):
 
     timeout: timedelta
 
-    def __init__(self, path: str, timeout: timedelta) -> None:
-        """`path` is the socket of the notebook's `KeyServer`."""
+    def __init__(self, meeting: Meeting, timeout: timedelta) -> None:
+        """`meeting` is where the notebook's `KeyServer` is."""
         super().__init__()
         self.set_timeout(timeout)
-        self._path = path
+        self._meeting = meeting
         self._using = threading.Lock()
-        self._connection: KeyConnection | None = KeyConnection(Path(path))
+        self._connection: KeyConnection | None = KeyConnection(meeting)
         self._is_closed = False
         self._was_cut_short = False
         self._clones: list[LabStore] = []  # torch alone would not keep them alive
@@ -49,7 +49,7 @@ class LabStore(dist.Store):
         with self._using:
             try:
                 if self._connection is None:
-                    self._connection = KeyConnection(Path(self._path))
+                    self._connection = KeyConnection(self._meeting)
                 if self._is_closed:
                     raise ConnectionError("this process group has been left")
                 return self._connection.call(operation, *arguments)
@@ -65,7 +65,7 @@ class LabStore(dist.Store):
     # ---- what torch calls ----
 
     def clone(self) -> "LabStore":
-        clone = LabStore(self._path, self.timeout)
+        clone = LabStore(self._meeting, self.timeout)
         self._clones.append(clone)
         if self._is_closed:
             clone.close()

@@ -1,0 +1,161 @@
+"""An ipyparallel engine that is no rank: it does on another host what `Host` does here.
+
+`python -m labkit.host.agent` is started there by one of ipyparallel's launchers. Its
+folder is its profile; `AGENT_VARIABLE` has what else it is told. Questions are answered
+in its control thread; what takes time is called, as any function on an engine.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from labkit import timeouts
+from labkit.answers import answer_questions
+from labkit.host.exit_cause import EngineProcess
+from labkit.host.processes import Host
+from labkit.records import AGENT_VARIABLE
+from labkit.records import HOST_VARIABLE
+from labkit.records import SAFE_PATH
+
+NUM_MISSES = 30
+"""Heartbeats of the controller, three quarters of a second each, that may be missed."""
+
+_agent: "Agent | None" = None
+
+
+class Agent:
+    """A lab's processes on this host, for the notebook on another."""
+
+    def __init__(self, folder: Path, told: dict[str, Any]) -> None:
+        folder.chmod(0o700)
+        for each in told["former"]:  # of agents that have died with their host
+            shutil.rmtree(each, ignore_errors=True)
+        self.host = Host(folder, told["environment"])
+        self.host.start_fork_server()
+        self._engines: dict[int, EngineProcess] = {}
+        self.answers: dict[str, Callable[..., Any]] = {
+            "look": self.look,
+            "kill": self.kill,
+            "signal": lambda pid, signum: self._engines[pid].send(signum),
+            "log": lambda pid: self._engines[pid].log(),
+            "ask_for_dump": lambda pid: self._engines[pid].ask_for_dump(),
+            "dumped_stack": lambda pid: self._engines[pid].dumped_stack(),
+            "stall_reason": lambda pid: self._engines[pid].stall_reason(),
+            "fork_log": self.host.fork_log,
+            "free_port": free_port,
+            "end_sessions": self.host.end_sessions,
+            "has": lambda path: Path(path).exists(),
+            "exit": lambda: os._exit(0),
+        }
+
+    def look(self) -> dict[int, Any]:
+        """How those engines have ended that have: a `Death` by process id."""
+        return {
+            pid: asdict(each.death())
+            for pid, each in list(self._engines.items())
+            if not each.is_alive
+        }
+
+    def kill(self, pid: int, why: str) -> None:
+        """End an engine at once; `why` is then the cause of its death."""
+        self._engines[pid].expected_cause = why
+        self._engines[pid].kill()
+
+    def fork(self, names: Sequence[str]) -> list[tuple[int, str]]:
+        """An engine for each of `names`; its process id, and its file for its stack."""
+        self.host.prepare_to_fork()
+        environment = {**os.environ, **self.host.environment}
+        environment.pop(AGENT_VARIABLE, None)
+        if not os.environ.get("PYTHONSAFEPATH"):
+            environment.update(SAFE_PATH)
+        return [self._fork(name, environment) for name in names]
+
+    def _fork(self, name: str, environment: dict[str, str]) -> tuple[int, str]:
+        log_file = str(self.host.folder / f"engine-{name}.log")
+        arguments = ["--IPEngine.enable_nanny=False"]
+        process = self.host.fork(arguments, environment, log_file)
+        waiter = threading.Thread(
+            target=process.wait, name=f"labkit-{process.pid}", daemon=True
+        )
+        waiter.start()
+        engine = EngineProcess(process, waiter, log_file)
+        self._engines[engine.pid] = engine
+        self.host.watch(engine)
+        return engine.pid, engine.stack_file
+
+
+def free_port() -> int:
+    """A port on which nobody listens on this host."""
+    with socket.socket() as own:
+        own.bind(("", 0))
+        port: int = own.getsockname()[1]
+    return port
+
+
+# ---- what the notebook calls ----
+
+
+def load() -> tuple[str, int]:
+    """Which host this is, by the name that the notebook has for it, and the process
+    id."""
+    return os.environ[HOST_VARIABLE], os.getpid()
+
+
+def fork(names: Sequence[str]) -> list[tuple[int, str]]:
+    """As `Agent.fork`."""
+    return agent().fork(names)
+
+
+def end() -> None:
+    """End every process of the lab's on this host, and wait until they have ended;
+    this one a moment after it has said so."""
+    agent().host.end()
+    leaving = threading.Timer(timeouts.LEAVE_HOST_S, os._exit, [0])
+    leaving.daemon = True
+    leaving.start()
+
+
+def agent() -> Agent:
+    """This process's."""
+    assert _agent is not None, "serve() comes first"
+    return _agent
+
+
+def serve() -> None:
+    """Be an agent from now on, in an engine."""
+    global _agent
+    from IPython import get_ipython
+
+    told = json.loads(os.environ[AGENT_VARIABLE])
+    _agent = Agent(Path(os.environ["IPP_PROFILE_DIR"]), told)
+    kernel: Any = get_ipython().kernel
+    answer_questions(kernel, _agent.answers)
+
+
+def main() -> None:
+    """Run an engine that serves until the controller or the notebook is gone."""
+    told = json.loads(os.environ[AGENT_VARIABLE])
+    with contextlib.suppress(OSError):  # this host has no such folder
+        os.chdir(told["directory"])
+    sys.argv += [
+        "--IPEngine.enable_nanny=False",
+        f"--IPEngine.max_heartbeat_misses={NUM_MISSES}",
+        f"--IPEngine.startup_command=import {__spec__.name} as it; it.serve()",
+    ]
+    app = importlib.import_module("ipyparallel.engine.app")
+    app.IPEngine.launch_instance()
+    os._exit(0)  # whatever threads are left; the watchdog ends what it has started
+
+
+if __name__ == "__main__":
+    main()

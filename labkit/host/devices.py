@@ -1,0 +1,63 @@
+"""The GPUs and cores of this host, without a CUDA context in this process."""
+
+import ctypes
+import os
+import runpy
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from labkit.checks import UserError
+
+
+def count_gpus() -> int:
+    """How many GPUs torch would see, without a CUDA context in this process.
+
+    A process of its own asks torch, which knows what CUDA_VISIBLE_DEVICES and its like
+    hide, and how a GPU is divided.
+    """
+    if "torch" in sys.modules:
+        return sys.modules["torch"].cuda.device_count()
+    if not has_driver(*torch_build()):
+        return 0
+    code = "import torch; print(torch.cuda.device_count())"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:]
+        raise UserError(
+            f"torch cannot count the GPUs: {''.join(reason)}; fix that, or leave the "
+            "GPUs unused with --device cpu"
+        )
+    return int(done.stdout)
+
+
+def torch_build() -> tuple[str | None, str | None]:
+    """The versions of CUDA and of HIP (ROCm) that torch was built for, without the
+    second or two that it takes to import it."""
+    try:
+        file = metadata.distribution("torch").locate_file("torch/version.py")
+        version = runpy.run_path(str(file))
+    except (metadata.PackageNotFoundError, OSError):
+        return None, None
+    return version.get("cuda"), version.get("hip")
+
+
+def has_driver(cuda: str | None, hip: str | None) -> bool:
+    """Whether a torch that was built for these can find a GPU at all: CUDA loads its
+    driver by this name, and HIP opens this file."""
+    if cuda is not None:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False
+        return True
+    return hip is not None and Path("/dev/kfd").exists()
+
+
+def num_cores() -> int:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # on macOS

@@ -1,0 +1,252 @@
+"""The hosts that `--hosts` names: what each has, before anything is started there."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labkit import timeouts
+from labkit.checks import UserError
+from labkit.checks import short_repr
+from labkit.host.facts import MARK
+from labkit.host.facts import HostFacts
+from labkit.host.facts import address_of
+from labkit.host.facts import own_address
+from labkit.host.facts import versions
+from labkit.notebook.kernel import interrupts
+
+SSH_OPTIONS = [
+    *("-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeouts.CONNECT_S:.0f}"),
+]
+"""It asks for no password and for no word on a key: nobody could answer."""
+_HOST = re.compile(r"((?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(:(?P<num>[^:]*))?")
+_PASSED_ON = ("PYTHON", "OMP_", "NCCL_", "GLOO_", "TORCH", "CUDA_", "LABKIT_RUNS")
+"""Prefixes of variables that ranks on other hosts have as they are here."""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One host of `--hosts`."""
+
+    name: str
+    """As ssh takes it."""
+    num_ranks: int | None
+    """None for one rank for each GPU."""
+
+
+@dataclass(frozen=True)
+class FoundHost:
+    """A host that answers, and has what is here."""
+
+    spec: HostSpec
+    facts: HostFacts
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a lab, and where they find the notebook."""
+
+    own_address: str
+    found: tuple[FoundHost, ...]
+
+
+def parse_hosts(text: Any) -> list[HostSpec]:
+    """The hosts that `--hosts` names; ValueError for what names none."""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"hosts is {short_repr(text)}; it names hosts and their ranks, as "
+            '"node1:2,node2:2"'
+        )
+    found: list[HostSpec] = []
+    for each in text.split(","):
+        match = _HOST.fullmatch(each.strip())
+        if match is None:
+            raise ValueError(
+                f"--hosts {short_repr(text)}: {each.strip()!r} is no host; write "
+                "HOST:N,HOST:N, as node1:2,node2:2, where HOST is what ssh takes (a "
+                "port goes into ~/.ssh/config)"
+            )
+        num = match["num"]
+        if num is not None and not (num.isdecimal() and int(num)):
+            raise ValueError(
+                f"--hosts {short_repr(text)}: {num!r} ranks on {match['name']}; choose "
+                "1 or more, as in node1:2"
+            )
+        name = each.strip().partition(":")[0]
+        if name in [other.name for other in found]:
+            raise ValueError(
+                f"--hosts {short_repr(text)} names {name} twice; name it once, with "
+                "all of its ranks"
+            )
+        found.append(HostSpec(name, None if num is None else int(num)))
+    return found
+
+
+def check_hosts(what: str, value: Any) -> None:
+    """ValueError unless it names hosts."""
+    parse_hosts(value)
+
+
+def check_interface(what: str, value: Any) -> None:
+    """ValueError unless this host has such a network interface."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {short_repr(value)}; it is a name, as eth0")
+    address_of(value)
+
+
+def find_hosts(
+    specs: Sequence[HostSpec], *, interface: str | None, device: str
+) -> Hosts:
+    """Ask every host, over ssh, what it has. Nothing is started, and nothing changed.
+
+    UserError, which names the hosts, where one cannot be reached, or has another
+    version of what has to be the same everywhere.
+    """
+    if shutil.which("ssh") is None:
+        raise UserError("there is no ssh here; install OpenSSH's client")
+    here = address_of(interface) if interface else _address_towards(specs)
+    facts = _ask(specs, [here, interface or "", device])
+    ours = versions()
+    wrong = [
+        f"{name} has {_named(library, found.versions.get(library, ''))}, and here is "
+        f"{version}"
+        for name, found in facts.items()
+        for library, version in ours.items()
+        if found.versions.get(library) != version
+    ]
+    if wrong:
+        raise UserError(
+            "; ".join(wrong) + "; all hosts need the same versions. Nothing was started"
+        )
+    return Hosts(here, tuple(FoundHost(spec, facts[spec.name]) for spec in specs))
+
+
+def _named(library: str, version: str) -> str:
+    return f"{library} {version}".strip()
+
+
+def _address_towards(specs: Sequence[HostSpec]) -> str:
+    """The address of this host at which the others reach it."""
+    found = {}
+    for spec in specs:
+        told = subprocess.run(
+            ["ssh", "-G", spec.name], capture_output=True, text=True, check=False
+        )
+        names = re.findall(r"(?m)^hostname (.*)$", told.stdout)
+        try:
+            found[spec.name] = own_address(socket.gethostbyname(names[0]))
+        except (OSError, IndexError) as error:
+            raise UserError(
+                f"{spec.name} has no address that is known here ({error}), so it is "
+                "not known which of this host's it reaches: name the network interface "
+                "with --interface. Nothing was started"
+            ) from error
+    others = {each for each in found.values() if not each.startswith("127.")}
+    if len(others) > 1:
+        ways = ", ".join(f"{name} from {each}" for name, each in found.items())
+        raise UserError(
+            f"the hosts are reached from several addresses of this one ({ways}); name "
+            "the network interface with --interface. Nothing was started"
+        )
+    return next(iter(others), "127.0.0.1")
+
+
+def _ask(specs: Sequence[HostSpec], arguments: Sequence[str]) -> dict[str, HostFacts]:
+    """What each host says, by its name."""
+    passed = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] * ("PYTHONPATH" in os.environ)
+    words = ["env", *passed, sys.executable, "-P", "-m", "labkit.host.facts"]
+    command = shlex.join([*words, *arguments])
+    with contextlib.ExitStack() as files:
+        asked = {spec.name: _Question(spec.name, command, files) for spec in specs}
+        deadline = time.monotonic() + timeouts.SSH_S
+        while any(each.code is None for each in asked.values()):
+            interrupts.check()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(timeouts.POLL_S)
+        found, wrong = {}, []
+        for name, question in asked.items():
+            line = re.search(rf"(?m)^{MARK} (.*)$", question.said())
+            if question.code == 0 and line is not None:
+                found[name] = HostFacts(**json.loads(line[1]))
+            else:
+                wrong.append(f"{name}: {_why(question.code, question.errors())}")
+    if wrong:
+        raise UserError("; ".join(wrong) + ". Nothing was started")
+    return found
+
+
+class _Question:
+    """A command on a host, over ssh, under way."""
+
+    def __init__(self, name: str, command: str, files: contextlib.ExitStack) -> None:
+        """It is ended, where it has not yet, with `files`."""
+        # What fills no pipe: nobody reads it meanwhile.
+        self._said, self._errors = (
+            files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            for _ in range(2)
+        )
+        self._process = subprocess.Popen(
+            ["ssh", *SSH_OPTIONS, name, "--", command],
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._errors,
+        )
+        files.callback(self._end)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def said(self) -> str:
+        """What it wrote to its output."""
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")
+
+    def errors(self) -> str:
+        """What it wrote to the other one."""
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+
+def _why(code: int | None, errors: str) -> str:
+    """Why a host did not say what it has."""
+    last = "".join(errors.strip().splitlines()[-1:])
+    if code is None:
+        return f"it has not answered over ssh within {timeouts.SSH_S:g} s"
+    if code == 255:
+        return (
+            f"ssh cannot reach it ({last}); `ssh HOST true` has to work without a "
+            "password"
+        )
+    if "No module named labkit" in errors or "env:" in errors:
+        return (
+            f"it has no labkit at {sys.executable} ({last}); install the same "
+            "environment at the same path"
+        )
+    return last or f"python there ended with exit code {code}"
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process that ranks on other hosts have too."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_PASSED_ON) and name != "CUDA_VISIBLE_DEVICES"
+    }

@@ -1,0 +1,85 @@
+"""Starts a lab's engines on this host, by ipyparallel's local launcher."""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labkit.compat import ipyparallel as compat
+from labkit.host.exit_cause import EngineProcess
+from labkit.host.processes import Host
+
+
+class LocalEngines:
+    """Starts engines on the notebook's own host."""
+
+    def __init__(self, host: Host, environment: dict[str, str]) -> None:
+        """Begins to start what forks them; they have `environment` besides the
+        notebook's."""
+        self._host = host
+        self._environment = environment
+        host.start_fork_server()
+
+    def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
+        """Wait until engines can be forked."""
+        on_progress("loading torch")
+        self._host.prepare_to_fork()
+
+    @contextlib.contextmanager
+    def starting(self, cluster: Any, ranks: Sequence[int]) -> Iterator[list[Any]]:
+        """An `EngineProcess` for each of `ranks`, of ipyparallel's `cluster`; they are
+        ended where what is done with them fails."""
+        sets = set(cluster.engines)
+        try:
+            engine_set = cluster.start_engines_sync(
+                len(ranks), environment=self._environment, delay=0
+            )
+            launchers = cluster.engines[engine_set].launchers
+            yield [watched(self._host, launchers[str(i)]) for i in range(len(ranks))]
+        except BaseException:
+            for engine_set in set(cluster.engines) - sets:
+                launchers = cluster.engines[engine_set].launchers
+                for launcher in list(launchers.values()):
+                    if launcher.process is not None:  # it was forked
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            launcher.process.kill()
+            raise
+
+    def log(self) -> str:
+        """What was printed by what forks engines."""
+        return self._host.fork_log()
+
+    def look(self) -> None:
+        """Nothing: the host looks at its own."""
+
+    def end_sessions(self, engines: Sequence[Any]) -> None:
+        """End what is left of what engines have started."""
+        self._host.end_sessions({each.pid for each in engines})
+
+    def free_port(self, rank: int) -> int:
+        """A port of the loopback address on which nobody listens."""
+        with socket.socket() as own:
+            own.bind(("127.0.0.1", 0))
+            port: int = own.getsockname()[1]
+        return port
+
+    def hosts_without(self, folder: Path) -> list[str]:
+        """The hosts that do not share a folder of this one: there is no other."""
+        return []
+
+    def end(self) -> None:
+        """Nothing: the host ends all of its own."""
+
+
+def watched(host: Host, launcher: Any) -> EngineProcess:
+    """What one of ipyparallel's launchers has started here, looked at by `host`."""
+    process = EngineProcess(
+        launcher.process, compat.waiter_of(launcher), launcher.output_file
+    )
+    host.watch(process)
+    return process

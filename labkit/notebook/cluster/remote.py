@@ -1,0 +1,371 @@
+"""Engines on another host, by way of the agent there: with the face of those here."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from concurrent.futures import Future
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+from typing import Protocol
+
+from labkit import timeouts
+from labkit.checks import UserError
+from labkit.compat import ipyparallel as compat
+from labkit.host.exit_cause import Death
+from labkit.notebook.cluster.hosts import SSH_OPTIONS
+from labkit.notebook.cluster.hosts import Hosts
+from labkit.notebook.cluster.hosts import passed_on
+from labkit.notebook.kernel.output import working_directory
+from labkit.records import AGENT_VARIABLE
+from labkit.records import HOST_VARIABLE
+from labkit.records import Placement
+
+AGENT = "labkit.host.agent"
+Ask = Callable[..., "Future[Any]"]
+"""Asks an agent: the name of a question, and its arguments."""
+
+
+class Reach(Protocol):
+    """How agents are reached: by their numbers as engines."""
+
+    def known(self) -> set[int]:
+        """The numbers of all engines that the controller knows now."""
+
+    def register(
+        self, started: Sequence[Any], load: str, known: set[int]
+    ) -> list[tuple[tuple[str, int], int]]:
+        """Wait until the controller knows all that was started, besides those that it
+        had `known`; what "module:name" at
+        `load` gives on each, and its number."""
+
+    def ask_engine(
+        self, engine_id: int, who: str, question: str, **arguments: Any
+    ) -> "Future[Any]":
+        """Send a question that it answers also while a call runs."""
+
+    def begin_on(self, engine_id: int, function: str, *args: Any) -> Any:
+        """Call "module:name"(*args): ipyparallel's AsyncResult."""
+
+    def wait_for(self, call: Any, who: str, timeout_s: float) -> Any:
+        """What a call gives; UserError, with the name of `who`, where it fails."""
+
+
+class RemoteHost:
+    """What a lab has on another host, whose agent answers questions."""
+
+    def __init__(self, name: str, engine_id: int, ask: Ask) -> None:
+        """`name` is as `--hosts` has it, `engine_id` the agent's."""
+        self.name = name
+        self.engine_id = engine_id
+        self.ask = ask
+        self._engines: dict[int, RemoteEngine] = {}
+        self._asked: list[Future[Any]] = []
+        self._asked_at = self._looked_at = time.monotonic()
+        self._silent_s = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has not answered for long: its ranks count as dead."""
+        return self._silent_s > timeouts.LOST_S
+
+    def engine(self, pid: int, stack_file: str) -> "RemoteEngine":
+        """The engine that the agent has forked as this process."""
+        self._engines[pid] = RemoteEngine(self, pid, stack_file)
+        return self._engines[pid]
+
+    def look(self) -> None:
+        """Take in what the agent has said of its engines, and ask it again; to be
+        called now and then, which does not wait."""
+        for each in [each for each in self._asked if each.done()]:
+            self._asked.remove(each)
+            with contextlib.suppress(CancelledError, RuntimeError):
+                self._take(each.result())
+        now = time.monotonic()
+        # Of a notebook that was stopped, or held the GIL, one look counts for no more
+        # than one question does.
+        self._silent_s += min(now - self._looked_at, timeouts.ASK_S)
+        self._looked_at = now
+        if self._asked and now - self._asked_at < timeouts.ASK_S:
+            return
+        # What was asked while it could not be reached is never answered.
+        del self._asked[: -int(timeouts.LOST_S)]
+        self._asked.append(self.ask("look"))
+        self._asked_at = now
+        if self.is_lost:
+            for engine in self._engines.values():
+                engine.set_ended(
+                    f"its host {self.name} is gone or cut off, and has not answered "
+                    f"for {timeouts.LOST_S:g} s"
+                )
+
+    def _take(self, deaths: dict[str, Any]) -> None:
+        self._silent_s = 0.0
+        for pid, engine in list(self._engines.items()):
+            if (death := deaths.get(str(pid))) is not None:
+                engine.set_death(Death(**death))
+                del self._engines[pid]
+            elif not engine.is_alive:  # it was given up, with its host, which is back
+                engine.kill()
+
+    def answer(self, question: str, **arguments: Any) -> Any:
+        """What the agent says to a question, which takes it no time."""
+        try:
+            return self.ask(question, **arguments).result(timeouts.ANSWER_S)
+        except (CancelledError, TimeoutError) as error:
+            raise UserError(f"{self.name} does not answer") from error
+
+
+class RemoteEngine:
+    """An engine on another host: as `EngineProcess`."""
+
+    def __init__(self, host: RemoteHost, pid: int, stack_file: str) -> None:
+        self.host = host
+        self.pid = pid
+        self.key = host.name, pid
+        self.stack_file = stack_file
+        """There: where it writes its Python stack when it is sent `DUMP_SIGNAL`."""
+        self.expected_cause = ""
+        """Why it is about to end, where that is known beforehand."""
+        self._death: Death | None = None
+        self._has_ended = threading.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._has_ended.is_set()
+
+    def set_death(self, death: Death) -> None:
+        """Note how it has ended; the first word counts."""
+        if self._death is None:
+            self._death = death
+        self._has_ended.set()
+
+    def set_ended(self, cause: str) -> None:
+        """Note that it has ended, as far as is known."""
+        self.set_death(Death(self.pid, cause, time.time(), None))
+
+    def send(self, signum: int) -> None:
+        """Send it a signal, if it is there still."""
+        self.host.ask("signal", pid=self.pid, signum=int(signum))
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        why = self.expected_cause or "ended by labkit"
+        self.host.ask("kill", pid=self.pid, why=why)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended, or this time is over."""
+        self._has_ended.wait(timeout_s)
+
+    def death(self) -> Death:
+        """How it ended. Waits 2 s at most for its host to say so."""
+        self.wait(timeouts.REAP_S)
+        if self._death is None:
+            why = "no longer known to the controller"
+            return Death(self.pid, why, time.time(), None)
+        return self._death
+
+    def stall_reason(self) -> str:
+        """Why it does not answer although it is there, in words."""
+        with contextlib.suppress(RuntimeError):
+            return str(self.host.answer("stall_reason", pid=self.pid))
+        return f"its host {self.host.name} does not answer either"
+
+    def ask_for_dump(self) -> None:
+        """Have it write its stack; native code that holds the GIL or not."""
+        self.host.ask("ask_for_dump", pid=self.pid)
+
+    def dumped_stack(self) -> str:
+        """What it wrote then."""
+        with contextlib.suppress(RuntimeError):
+            return str(self.host.answer("dumped_stack", pid=self.pid))
+        return ""
+
+    def log(self) -> str:
+        """What it printed outside of cells; "" where that was nothing."""
+        with contextlib.suppress(RuntimeError):
+            return str(self.host.answer("log", pid=self.pid))
+        return ""
+
+
+class RemoteEngines:
+    """Starts engines on other hosts, by way of an agent on each, which ipyparallel's
+    own launcher starts over ssh."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        placements: Sequence[Placement],
+        environment: dict[str, str],
+        reach: Reach,
+    ) -> None:
+        """`environment` is what engines have besides their host's own."""
+        self._facts = {each.spec.name: each.facts for each in hosts.found}
+        self._host_of = {each.rank: each.host for each in placements}
+        self._environment = environment
+        self._reach = reach
+        self._hosts: dict[str, RemoteHost] = {}
+        self._folders: dict[str, list[str]] = {}
+        """Of all agents on each."""
+        self._numbers = itertools.count(1)
+
+    def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
+        """Start an agent on each host that has none, or is lost; it begins to load
+        torch."""
+        names = [
+            name
+            for name in self._facts
+            if name not in self._hosts or self._hosts[name].is_lost
+        ]
+        if not names:
+            return
+        on_progress(f"starting an agent on {', '.join(names)}")
+        for name in names:
+            if name in self._hosts:  # where it lives, it is of no use any more
+                self._hosts[name].ask("exit")
+        folders = {
+            name: str(Path(self._facts[name].folder, f"labkit-{uuid.uuid4().hex}"))
+            for name in names
+        }
+        common = passed_on(os.environ)
+        environments = {name: {**self._own(name), **common} for name in names}
+        for name, folder in folders.items():
+            self._folders.setdefault(name, []).append(folder)
+        known = self._reach.known()
+        with compat.starting_agents(
+            cluster,
+            folders,
+            command=[sys.executable, "-P", "-m", AGENT],
+            ssh_options=SSH_OPTIONS,
+            environments=environments,
+        ) as launchers:
+            begun = [StartingAgent(each) for each in launchers]
+            found = self._reach.register(begun, f"{AGENT}:load", known)
+            for (name, _), engine_id in found:
+                ask = functools.partial(
+                    self._reach.ask_engine, engine_id, f"host {name}"
+                )
+                self._hosts[name] = RemoteHost(name, engine_id, ask)
+
+    def _own(self, name: str) -> dict[str, str]:
+        """The variables that only the processes on this host have."""
+        interface = self._facts[name].interface
+        told = {
+            "directory": working_directory() or "/",
+            "environment": self._environment,
+            "former": self._folders.get(name, []),
+        }
+        return {
+            HOST_VARIABLE: name,
+            AGENT_VARIABLE: json.dumps(told),
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+        }
+
+    @contextlib.contextmanager
+    def starting(self, cluster: Any, ranks: Sequence[int]) -> Iterator[list[Any]]:
+        """A `RemoteEngine` for each of `ranks`; they are ended where what is done with
+        them fails."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._host_of[rank], []).append(rank)
+        started: dict[int, RemoteEngine] = {}
+        try:
+            calls = []
+            for name, here in by_host.items():
+                names = [f"{next(self._numbers)}" for _ in here]
+                engine_id = self._hosts[name].engine_id
+                calls.append(self._reach.begin_on(engine_id, f"{AGENT}:fork", names))
+            for (name, here), call in zip(by_host.items(), calls, strict=True):
+                host = self._hosts[name]
+                forked = self._reach.wait_for(call, f"host {name}", timeouts.START_S)
+                for rank, (pid, stack_file) in zip(here, forked, strict=True):
+                    started[rank] = host.engine(pid, stack_file)
+            yield [started[rank] for rank in ranks]
+        except BaseException:
+            for engine in started.values():
+                engine.kill()
+            raise
+
+    def log(self) -> str:
+        """What was printed by what forks engines."""
+        said = []
+        for host in self._hosts.values():
+            with contextlib.suppress(RuntimeError):
+                said.append(host.answer("fork_log"))
+        return "\n".join(filter(None, said))
+
+    def look(self) -> None:
+        """Ask every agent how its engines are."""
+        for host in list(self._hosts.values()):
+            # The controller has just ended, or the user has closed the client.
+            with contextlib.suppress(OSError, RuntimeError):
+                host.look()
+
+    def end_sessions(self, engines: Sequence[Any]) -> None:
+        """End what is left of what engines have started."""
+        pids: dict[str, list[int]] = {}
+        for each in engines:
+            pids.setdefault(each.host.name, []).append(each.pid)
+        for name, ended in pids.items():
+            if not self._hosts[name].is_lost:
+                self._hosts[name].answer("end_sessions", pids=ended)
+
+    def free_port(self, rank: int) -> int:
+        """A port on which nobody listens, on the host of a rank."""
+        return int(self._hosts[self._host_of[rank]].answer("free_port"))
+
+    def hosts_without(self, folder: Path) -> list[str]:
+        """The hosts that do not share a folder of this one: a file that is written
+        here is not there. OSError where none can be written."""
+        with tempfile.NamedTemporaryFile(prefix=".labkit-", dir=folder) as file:
+            asked = {
+                name: self._hosts[name].ask("has", path=file.name)
+                for name in self._facts
+            }
+            wait(asked.values(), timeouts.ANSWER_S)
+            return [
+                name
+                for name, answer in asked.items()
+                if not answer.done() or answer.cancelled() or not answer.result()
+            ]
+
+    def end(self) -> None:
+        """End everything on every host that answers, and its agent. On one that does
+        not, an agent ends by itself when it hears no more of the controller."""
+        calls = [
+            self._reach.begin_on(host.engine_id, f"{AGENT}:end")
+            for host in self._hosts.values()
+            if not host.is_lost
+        ]
+        for call in calls:
+            call.wait(timeouts.END_HOST_S)
+        self._hosts.clear()
+
+
+class StartingAgent:
+    """An agent that has yet to register, as `EngineProcess`."""
+
+    is_alive = True
+    """As far as is known: it registers, or does not."""
+
+    def __init__(self, launcher: Any) -> None:
+        self.launcher = launcher
+
+    def log(self) -> str:
+        """What it printed."""
+        with contextlib.suppress(Exception):  # the host is gone
+            file = self.launcher.remote_output_file
+            return str(self.launcher.ssh_sender.check_output(["cat", file]))
+        return ""

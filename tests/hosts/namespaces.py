@@ -1,0 +1,185 @@
+"""Hosts for tests: network namespaces on a bridge, with an address and an sshd each.
+
+They share this machine's files and process ids, and nothing of its network: what is
+meant for another host and asks for this one's loopback finds nothing there.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+BRIDGE = "labkit0"
+SUBNET = "10.213.77"
+"""The first three numbers of all addresses; the last one of this host's is 254."""
+PRIVATE = "private"
+"""In the folder of the test: what is in it on one host is not there on another."""
+_PORT = 22
+_CONFIG = """\
+Port {port}
+ListenAddress {address}
+HostKey {folder}/host-key
+PidFile none
+AuthorizedKeysFile {folder}/user-key.pub
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+StrictModes no
+UsePAM no
+AcceptEnv LABKIT_TEST
+"""
+_CLIENT = """\
+Host {name}
+  HostName {address}
+  IdentityFile {folder}/user-key
+  UserKnownHostsFile {folder}/known-hosts
+  IdentitiesOnly yes
+"""
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; "" where they can."""
+    if os.geteuid():
+        return "network namespaces take root"
+    for program in ("ip", "ssh", "ssh-keygen"):
+        if shutil.which(program) is None:
+            return f"there is no {program}: apt-get install openssh-server iproute2"
+    if not Path("/usr/sbin/sshd").exists():
+        return "there is no sshd: apt-get install openssh-server"
+    done = _try("ip", "netns", "add", "labkit-try")
+    if done.returncode:
+        return f"network namespaces cannot be made here: {done.stderr.strip()}"
+    _try("ip", "netns", "delete", "labkit-try")
+    return ""
+
+
+@dataclass
+class Namespace:
+    """One host."""
+
+    name: str
+    address: str
+    sshd: subprocess.Popen[bytes]
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs on it, besides sshd that listens."""
+        told = _run("ip", "netns", "pids", self.name).split()
+        found = []
+        for pid in map(int, told):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if pid != self.sshd.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def programs(self) -> list[str]:
+        """The command lines of those."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found.append(" ".join(process.cmdline()))
+        return found
+
+    def die(self) -> None:
+        """All at once: nothing on it answers any more, or says good-bye."""
+        self.set_link("down")
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def set_link(self, state: str) -> None:
+        """Connect it ("up") or cut it off ("down")."""
+        _run("ip", "link", "set", f"lk-{self.name}", state)
+
+    def listening(self) -> list[str]:
+        """The TCP ports that are open on it, but for sshd's."""
+        told = _run("ip", "netns", "exec", self.name, "ss", "-Htln")
+        addresses = [line.split()[3] for line in told.splitlines()]
+        return [each for each in addresses if each != f"{self.address}:{_PORT}"]
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, num_hosts: int) -> Iterator[list[Namespace]]:
+    """Hosts named lk1, lk2, ..., which `ssh` reaches by the program of that name in
+    `folder / "bin"`."""
+    names = [f"lk{number}" for number in range(1, num_hosts + 1)]
+    for key in ("host-key", "user-key"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # for sshd, on Debian
+    made: list[Namespace] = []
+    _remove(names)
+    try:
+        _run("ip", "link", "add", BRIDGE, "type", "bridge")
+        _run("ip", "address", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
+        _run("ip", "link", "set", BRIDGE, "up")
+        for number, name in enumerate(names, 1):
+            made.append(_make(folder, name, f"{SUBNET}.{number}"))
+        key = (folder / "host-key.pub").read_text()
+        (folder / "known-hosts").write_text("".join(f"{e.address} {key}" for e in made))
+        config = folder / "ssh-config"
+        config.write_text(
+            "".join(_CLIENT.format(folder=folder, **vars(each)) for each in made)
+        )
+        (folder / "bin").mkdir()
+        ssh = folder / "bin" / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
+        ssh.chmod(0o755)
+        yield made
+    finally:
+        for each in made:
+            for process in [*each.processes(), psutil.Process(each.sshd.pid)]:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+            each.sshd.wait()
+        _remove(names)
+
+
+def _make(folder: Path, name: str, address: str) -> Namespace:
+    within = ("ip", "netns", "exec", name)
+    _run("ip", "netns", "add", name)
+    _run("ip", "link", "add", f"lk-{name}", "type", "veth", "peer", f"in-{name}")
+    _run("ip", "link", "set", f"lk-{name}", "master", BRIDGE, "up")
+    _run("ip", "link", "set", f"in-{name}", "netns", name, "name", "eth0")
+    _run(*within, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+    _run(*within, "ip", "link", "set", "lo", "up")
+    _run(*within, "ip", "link", "set", "eth0", "up")
+    config = folder / f"sshd-{name}"
+    config.write_text(_CONFIG.format(port=_PORT, address=address, folder=folder))
+    # In a mount namespace of its own, which `ip netns exec` makes.
+    private = folder / PRIVATE
+    private.mkdir(exist_ok=True)
+    script = f"mount -t tmpfs none {private} && exec /usr/sbin/sshd -D -e -f {config}"
+    sshd = subprocess.Popen(
+        [*within, "sh", "-c", script],
+        stderr=(folder / f"sshd-{name}.log").open("wb"),
+    )
+    listens = f"{address}:{_PORT}"
+    until = time.monotonic() + 10
+    while listens not in _run(*within, "ss", "-Htln"):
+        assert sshd.poll() is None, (folder / f"sshd-{name}.log").read_text()
+        assert time.monotonic() < until, "sshd does not listen"
+        time.sleep(0.05)
+    return Namespace(name, address, sshd)
+
+
+def _remove(names: list[str]) -> None:
+    for name in names:
+        _try("ip", "netns", "delete", name)
+        _try("ip", "link", "delete", f"lk-{name}")
+    _try("ip", "link", "delete", BRIDGE)
+
+
+def _try(*command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _run(*command: str) -> str:
+    done = _try(*command)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout

@@ -1,0 +1,271 @@
+"""Ranks on three hosts: network namespaces with an address and an sshd each."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import namespaces
+import pytest
+from kernels import running_kernel
+from kernels import wait_until
+from namespaces import Namespace
+
+from labkit import Lab
+from labkit import RankError
+from labkit.checks import UserError
+
+pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
+
+HOSTS = "lk1:2,lk2:1,lk3:1"
+LIMIT_S = 60
+CELL = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+dataset = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
+model, optimizer, loader = prepare(
+    model, optimizer, dataset, batch_size=12, shuffle=False
+)
+for x, y in loader:
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Iterator[list[Namespace]]:
+    if reason := namespaces.why_not():
+        pytest.skip(reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
+        patch.setenv("LABKIT_RUNS", str(folder / "runs"))
+        (folder / "tmp").mkdir()
+        patch.setenv("TMPDIR", str(folder / "tmp"))
+        with namespaces.hosts(folder, 4) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def three(four: list[Namespace]) -> list[Namespace]:
+    return four[:3]
+
+
+@pytest.fixture(scope="module")
+def lab(three: list[Namespace]) -> Iterator[Lab]:
+    with Lab(launcher="ssh", hosts=HOSTS) as lab:
+        yield lab
+
+
+@pytest.fixture
+def nothing_left(four: list[Namespace]) -> Iterator[None]:
+    """After the test there is what was there before it."""
+    before = [(each.programs(), each.listening()) for each in four]
+    temporary = leftovers()
+    yield
+    wait_until(
+        lambda: [(each.programs(), each.listening()) for each in four] == before,
+        LIMIT_S,
+        "processes or ports are left on a host",
+    )
+    wait_until(lambda: leftovers() == temporary, LIMIT_S, "a folder is left")
+
+
+def leftovers() -> set[Path]:
+    """Folders of labs, here and on the hosts, which share /tmp."""
+    return {*Path("/tmp").glob("labkit-" + "?" * 32)}
+
+
+def test_ranks_have_the_places_that_torchrun_gives(lab: Lab) -> None:
+    assert lab.hosts == ["lk1", "lk2", "lk3"]
+    assert lab.describe() == "4 ranks on the CPU of lk1, lk2, lk3, gloo"
+    lab.run(
+        "import os\nnames = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']\n"
+        "place = [int(os.environ[name]) for name in names]\n"
+        "master = os.environ['MASTER_ADDR']\n"
+        "found = torch.ones(1) * rank\ndist.all_reduce(found)\nfound = found.item()"
+    )
+    assert lab.pull("place", "all") == [
+        [0, 0, 4, 2],
+        [1, 1, 4, 2],
+        [2, 0, 4, 1],
+        [3, 0, 4, 1],
+    ]
+    assert lab.pull("found", "all") == [6.0] * 4
+    assert set(lab.pull("master", "all")) == {f"{namespaces.SUBNET}.1"}
+    assert list(lab.status()["host"]) == ["lk1", "lk1", "lk2", "lk3"]
+    assert set(lab.status()["state"]) == {"idle"}
+
+
+def test_nothing_of_a_lab_is_open_to_the_network_but_its_group(
+    lab: Lab, three: list[Namespace]
+) -> None:
+    for host in three:
+        ports = host.listening()
+        assert ports
+        addresses = {each.rpartition(":")[0] for each in ports}
+        assert addresses <= {"127.0.0.1", host.address}
+
+
+def test_losses_are_those_of_one_host(lab: Lab) -> None:
+    with Lab(num_ranks=4) as here:
+        for strategy in ("ddp", "zero2", "fsdp", "hsdp"):
+            found, expected = (
+                each.train(strategy, CELL, live=False)
+                .history.groupby("step")["loss"]
+                .mean()
+                .tolist()
+                for each in (lab, here)
+            )
+            assert len(found) == 8
+            assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_large_values_go_to_and_from_every_host(lab: Lab) -> None:
+    value = os.urandom(3 * 2**20)
+    lab.push(value=value)
+    assert lab.pull("value", "all") == [value] * 4
+
+
+def test_a_rank_that_fails_on_one_host_frees_those_on_others(lab: Lab) -> None:
+    lab.run("kept = rank")
+    with pytest.raises(RankError, match="rank 3: ZeroDivisionError"):
+        lab.run("if rank == 3: 1 / 0\nelse: dist.barrier()")
+    lab.run("dist.barrier()")
+    assert lab.pull("kept", "all") == [0, 1, 2, 3]
+
+
+def test_a_rank_that_dies_is_explained_and_brought_back(lab: Lab) -> None:
+    lab.run("kept = rank")
+    with pytest.raises(RankError, match=r"rank 2: .*killed by SIGKILL"):
+        lab.run(
+            "import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "else: dist.barrier()"
+        )
+    assert lab.restart() == [2]
+    lab.run("dist.barrier()\nhas = 'kept' in globals()")
+    assert lab.pull("has", "all") == [True, True, False, True]
+
+
+def test_a_rank_that_holds_the_gil_shows_its_stack(lab: Lab) -> None:
+    stacks: list[str] = []
+
+    def look() -> None:
+        stacks.append(repr(lab.stack()))
+
+    looking = threading.Timer(2, look)
+    looking.start()
+    lab.run("import re\nif rank == 3: re.match('(a|a)*b', 'a' * 27)")
+    looking.join()
+    assert "rank 3: does not answer: native code holds the GIL" in stacks[0]
+    assert "re.match" in stacks[0] or "line 2" in stacks[0]
+
+
+def test_a_checkpoint_where_hosts_share_no_folder_is_refused(
+    lab: Lab, folder: Path
+) -> None:
+    place = folder / namespaces.PRIVATE / "checkpoints"
+    with pytest.raises(ValueError, match="is not the same folder on lk1, lk2, lk3"):
+        lab.train("fsdp", CELL, live=False, checkpoint=place)
+    shared = folder / "shared"
+    lab.train("fsdp", CELL, live=False, checkpoint=shared, name="kept")
+    assert [*shared.iterdir()]
+
+
+def test_records_come_also_where_hosts_share_no_folder(
+    lab: Lab,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("LABKIT_RUNS", str(folder / namespaces.PRIVATE / "runs"))
+    run = lab.train("ddp", CELL, live=False)
+    assert run.num_steps == 8
+    assert "is not the same folder on lk1, lk2, lk3" in capsys.readouterr().err
+
+
+def test_another_version_is_named_by_host(
+    three: list[Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "deepspeed-9.9.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: deepspeed\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"lk1 has deepspeed \S+, and here is 9.9; lk2"):
+        Lab(launcher="ssh", hosts="lk1:1,lk2:1")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_host_that_ssh_cannot_reach_is_named(three: list[Namespace]) -> None:
+    with pytest.raises(UserError, match=r"nowhere: ssh cannot reach it|nowhere has no"):
+        Lab(launcher="ssh", hosts="lk1:1,nowhere:1")
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("ending", ["stop", "kill", "shutdown"])
+def test_nothing_is_left_on_any_host(ending: str, three: list[Namespace]) -> None:
+    start = f"%dist_start --launcher ssh --hosts {HOSTS}"
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit")
+        reply = kernel.run(start, timeout=300)
+        assert "4 ranks on the CPU of lk1, lk2, lk3" in reply.stdout
+        for host in three:
+            assert any("labkit.host.agent" in each for each in host.programs())
+        if ending == "stop":
+            assert (
+                "4 ranks on the CPU of" in kernel.run(start, timeout=300).stdout
+            )  # the same lab
+            other = kernel.run("%dist_start --launcher ssh --hosts lk1:2")
+            assert "%dist_stop it before you start one on lk1:2" in other.stderr
+            kernel.run("%dist_stop")
+        elif ending == "kill":
+            kernel.client.execute(
+                "%%dist\nif rank == 0: dist.barrier()\nelse:\n    while True: pass"
+            )
+            kernel.process.send_signal(signal.SIGKILL)
+        else:
+            kernel.manager.shutdown_kernel(now=False)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_host_that_dies_ends_the_cell_and_is_named(four: list[Namespace]) -> None:
+    with Lab(launcher="ssh", hosts="lk1:1,lk2:1,lk4:1") as lab:
+        lab.run("kept = rank")
+        dying = threading.Timer(2, four[3].die)
+        dying.start()
+        with pytest.raises(RankError, match=r"rank 2: .*its host lk4 is gone"):
+            lab.run("while True: dist.barrier()")
+        dying.join()
+        assert list(lab.status()["state"]) == ["idle", "idle", "dead"]
+        with pytest.raises(UserError, match="lk4"):
+            lab.restart()
+        four[3].set_link("up")
+        assert lab.restart() == [2]
+        lab.run("dist.barrier()\nhas = 'kept' in globals()")
+        assert lab.pull("has", "all") == [True, True, False]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_link_that_is_down_for_some_seconds_costs_no_rank(
+    three: list[Namespace],
+) -> None:
+    with Lab(launcher="ssh", hosts="lk1:1,lk2:1") as lab:
+        three[1].set_link("down")
+        up = threading.Timer(5, three[1].set_link, ["up"])
+        up.start()
+        with contextlib.suppress(RankError):
+            lab.run("kept = rank\ndist.barrier()", timeout=30)
+        up.join()
+        lab.run("dist.barrier()")
+        assert lab.pull("kept", "all") == [0, 1]
