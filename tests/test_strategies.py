@@ -464,7 +464,7 @@ def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
     assert_equals_reference(lab, run, reference("resnet"))
 
 
-@pytest.mark.timeout(100)  # 12 s, where nothing else runs
+@pytest.mark.timeout(200)  # 12 s, where nothing else runs
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
 )
@@ -481,7 +481,7 @@ def test_compile_compiles_the_blocks_and_gives_the_same(
         compile=True,
         activation_checkpointing=checkpointing,
         live=False,
-        timeout=90,
+        timeout=180,
     )
     assert_equals_reference(lab, run, reference("waves"))
     assert lab.pull("graphs") > 0
