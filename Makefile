@@ -20,7 +20,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Each of the many processes of a lab would compile labkit again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lab check test test-long test-hosts test-release test-third-party test-oldest lock lint browser
+.PHONY: help lab check test test-long test-hosts test-release test-third-party test-oldest lock lint browser sshd
 .PHONY: docs format notebooks pictures conformance bench bench-quick clean
 
 help:
@@ -73,8 +73,8 @@ test-long: .venv/installed browser
 	$(PYTEST) -m "long and not release"
 
 # Three hosts, as network namespaces: it takes root, iproute2 and OpenSSH's server.
-test-hosts: .venv/installed
-	$(BIN)/pytest -m hosts -rs --durations=20 tests/hosts
+test-hosts: .venv/installed sshd
+	$(BIN)/pytest --reruns 2 --reruns-delay 3 -m hosts -rs --durations=20 tests/hosts
 
 test-release: .venv/installed browser
 	$(PYTEST) -m release
@@ -114,21 +114,30 @@ lint: .venv/installed
 	$(BIN)/codespell
 	$(BIN)/mypy
 
-# Some tests use JupyterLab in a browser, and skip where there is none: this installs
-# one where apt-get can, and never fails.
+# $(call install,PACKAGES,WHAT FOR): where apt-get can; it never fails.
 APT := apt-get -qy -o DPkg::Lock::Timeout=120 -o Acquire::http::Timeout=30
+define install
+root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; \
+if ! command -v apt-get > /dev/null || ! $$root true 2> /dev/null; then \
+  echo "There is no right to install $(1) with apt-get: $(2) will be skipped."; exit 0; fi; \
+echo "Installing $(1) with apt-get, for $(2)."; \
+{ $$root $(APT) update && $$root env DEBIAN_FRONTEND=noninteractive \
+  $(APT) install --no-install-recommends $(1); } || \
+echo "$(1) was not installed: $(2) will be skipped."
+endef
+
+# Some tests use JupyterLab in a browser, and skip where there is none.
 browser:
 	@for name in chromium google-chrome chromium-browser; do \
 	  if command -v $$name > /dev/null; then exit 0; fi; \
 	done; \
-	root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; \
-	if ! command -v apt-get > /dev/null || ! $$root true 2> /dev/null; then \
-	  echo "No chromium here, and no right to install it with apt-get:" \
-	    "the tests in a browser will be skipped."; exit 0; fi; \
-	echo "Installing chromium with apt-get, for the tests in a browser."; \
-	{ $$root $(APT) update && $$root env DEBIAN_FRONTEND=noninteractive \
-	  $(APT) install --no-install-recommends chromium fonts-dejavu-core; } || \
-	echo "chromium was not installed: the tests in a browser will be skipped."
+	$(call install,chromium fonts-dejavu-core,the tests in a browser)
+
+# Elsewhere nobody is given a server that others can log in to.
+sshd:
+	@if [ -z "$$CI" ] || [ -x /usr/sbin/sshd ] && command -v ip > /dev/null; then \
+	  exit 0; fi; \
+	$(call install,openssh-server openssh-client iproute2,the tests on several hosts)
 
 docs: .venv/installed
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
