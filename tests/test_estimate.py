@@ -110,7 +110,7 @@ def run_and_compare(
 @pytest.mark.parametrize(
     "strategy", in_suites(WHOLE_LAYERS, test=["fsdp"], long=["zero2"])
 )
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", long_but(SETUPS, "resnet"))
 def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
     run_and_compare(lab, setup, strategy, "plain")
 

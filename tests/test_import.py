@@ -173,6 +173,7 @@ def losses_of(name: str) -> list[Any]:
 # ---- the same losses ----
 
 
+@pytest.mark.long
 def test_losses_are_those_under_torchrun_twice_in_a_row(lab: Lab, here: Path) -> None:
     write(here, HELPER, "helper.py")
     script = write(here, TRAIN)
