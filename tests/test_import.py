@@ -296,7 +296,7 @@ tracemalloc.start()
 sys.setprofile(lambda *args: None)
 os.sched_setaffinity(0, {0})
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-faulthandler.dump_traceback_later(3, exit=True, file=2)
+faulthandler.dump_traceback_later(30, exit=True, file=2)
 os.environ["TZ"] = "Asia/Tokyo"
 time.tzset()
 for stream in (1, 2):

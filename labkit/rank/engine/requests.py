@@ -34,7 +34,7 @@ class ControlRequests:
         self._shell = shell
         self._group = group
         self._interrupts = interrupts
-        answers: dict[str, Callable[..., Any]] = {
+        self._answers: dict[str, Callable[..., Any]] = {
             "interrupt": interrupts.request,
             "hold": lambda: stop_point().hold(),
             "stop_after": lambda num_steps: stop_point().stop_after(num_steps),
@@ -46,7 +46,7 @@ class ControlRequests:
             "stack": self._stack,
             "release": group.release,
         }
-        answer_questions(shell.kernel, answers, console.listen)
+        answer_questions(shell.kernel, self._answers, console.listen)
 
     def _describe(self) -> dict[str, Any]:
         """Host, process, device and memory of this rank, for `%dist_status`."""
