@@ -24,9 +24,8 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
-SHORT_NOTEBOOKS = ("00", "02", "06", "14")
-"""One of each part of the course, for `make test`; of the others those with odd numbers
-are in `make test-long`."""
+NOTEBOOKS = {"": ("00", "02", "06", "14"), "long": ("05", "09", "15", "19")}
+"""One of each part of the course in `make test`, and one in `make test-long`."""
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
 
 
@@ -46,9 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if code is None or fixtures & ENGINE_FIXTURES or STARTERS & {*code.co_names}:
             item.add_marker("engine")
         number = item.path.name[:2]
-        if item.path.suffix == ".ipynb" and number not in SHORT_NOTEBOOKS:
+        if item.path.suffix == ".ipynb" and number not in NOTEBOOKS[""]:
             item.add_marker("long")
-            if int(number) % 2 == 0:
+            if number not in NOTEBOOKS["long"]:
                 item.add_marker("release")
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)

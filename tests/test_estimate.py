@@ -117,7 +117,7 @@ def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    in_suites(["ddp", "zero2", "fsdp", "pipeline"], test=["fsdp"], long=["pipeline"]),
+    in_suites(["ddp", "zero2", "fsdp", "pipeline"], test=["fsdp"]),
 )
 @pytest.mark.parametrize(
     "options", long_but(["accumulated", "checkpointed"], "checkpointed")
@@ -128,7 +128,7 @@ def test_memory_with_options_is_as_predicted(
     run_and_compare(lab, "gpt", strategy, options)
 
 
-@pytest.mark.parametrize("options", in_suites(OPTIONS, test=["plain"], long=["both"]))
+@pytest.mark.parametrize("options", in_suites(OPTIONS, test=["plain"]))
 @pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))
 def test_memory_of_split_layers_is_as_predicted(
     lab: Lab, setup: str, options: str
@@ -137,6 +137,7 @@ def test_memory_of_split_layers_is_as_predicted(
 
 
 @pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", in_suites(OPTIONS, test=[], long=["both"]))
 @pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))

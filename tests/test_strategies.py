@@ -273,9 +273,7 @@ COMBINATIONS = {
 
 @pytest.mark.parametrize(
     "strategy",
-    in_suites(
-        WITH_SINGLE, test=["ddp", "zero3", "fsdp"], long=["zero1", "zero2", "hsdp"]
-    ),
+    in_suites(WITH_SINGLE, test=["ddp", "zero3", "fsdp"], long=["zero2"]),
 )
 @pytest.mark.parametrize("setup", COMBINATIONS)
 def test_losses_and_weights_equal_one_process(
