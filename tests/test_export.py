@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from kernels import Kernel
+from marks import in_suites
 from test_train_module import BODY
 from test_train_module import FIT
 from test_train_module import IMPORTS
@@ -124,8 +125,10 @@ CASES = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("strategy", "body", "style", "options"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "body", "style", "options"),
+    in_suites(CASES, test=[], long=[CASES[1], CASES[3], CASES[7], CASES[11]]),
+)
 def test_the_script_has_the_losses_of_the_run(
     lab: Lab, tmp_path: Path, strategy: str, body: str, style: str, options: Any
 ) -> None:

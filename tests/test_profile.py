@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import in_suites
 
 import labkit
 from labkit import Lab
@@ -914,9 +915,15 @@ fit(model, data, next_token_loss, optimizer=optimizer, batch_size=16)
 """
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "raw"])
+@pytest.mark.parametrize(
+    "strategy",
+    in_suites(
+        [name for name in STRATEGIES if name != "raw"],
+        test=[],
+        long=["zero2", "fsdp", "pipeline"],
+    ),
+)
 def test_every_strategy_is_recorded(lab: Lab, strategy: str) -> None:
     profile = profiled(lab, FIT, strategy).profile
     assert set(profile.steps["step"]) == {11, 12, 13}
