@@ -15,7 +15,7 @@ def answer_questions(
     on_listen: Callable[[Any], None] = lambda parent: None,
 ) -> None:
     """From now on `answers` has what a question, by its name, is answered by: a
-    function of its arguments. `on_listen` is told of one that has no single answer."""
+    function of its arguments. `on_listen` gets one that has no single answer."""
 
     def answer(stream: Any, ident: Any, parent: Any) -> None:
         content = parent["content"]

@@ -1,8 +1,8 @@
 """An ipyparallel engine that is no rank: it does on another host what `Host` does here.
 
 `python -m labkit.host.agent` is started there by one of ipyparallel's launchers. Its
-folder is its profile; `AGENT_VARIABLE` has what else it is told. Questions are answered
-in its control thread; what takes time is called, as any function on an engine.
+folder is its profile; `AGENT_VARIABLE` has the rest of its settings. Questions are
+answered in its control thread; what takes time is called, as any function on an engine.
 """
 
 import contextlib

@@ -47,8 +47,7 @@ class Reach(Protocol):
         self, started: Sequence[Any], load: str, known: set[int]
     ) -> list[tuple[tuple[str, int], int]]:
         """Wait until the controller knows all that was started, besides those that it
-        had `known`; what "module:name" at
-        `load` gives on each, and its number."""
+        had `known`; what "module:name" at `load` gives on each, and its number."""
 
     def ask_engine(
         self, engine_id: int, who: str, question: str, **arguments: Any

@@ -71,8 +71,8 @@ def use_working_directory() -> None:
 
 def install(places: dict[tuple[str, int], tuple[Placement, str]]) -> list[str]:
     """Make this engine a rank: which one, and where it writes its stack, if it cannot
-    answer when it is asked for it, by host and
-    process id. What the user is to know of it."""
+    answer when it is asked for it, by host and process id. What the user is to know of
+    it."""
     global _runner
     placement, stack_file = places[own_key()]
     from IPython import get_ipython
