@@ -22,7 +22,7 @@ ARTIFACTS = Path(__file__).parents[1] / "test-artifacts"
 """Where screenshots are kept."""
 
 START_S = 120
-END_S = 30
+END_S = 60
 WAIT_MS = 60_000
 PNG = "data:image/png;base64,"
 

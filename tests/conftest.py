@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import notebook_reruns
 import pytest
 from kernels import Kernel
 from kernels import running_kernel
@@ -26,7 +27,14 @@ FIRST = [
 ]
 NOTEBOOKS = {"": ("00", "02", "06", "14"), "long": ("05", "09", "15", "19")}
 """One of each part of the course in `make test`, and one in `make test-long`."""
+NOTEBOOK_S = 600
+"""For a cell, and where it runs again for all before it; nbval ends a cell sooner."""
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # By itself a hook of this file is called for tests of this folder alone.
+    config.pluginmanager.register(notebook_reruns)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,9 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if code is None or fixtures & ENGINE_FIXTURES or STARTERS & {*code.co_names}:
             item.add_marker("engine")
         number = item.path.name[:2]
-        if item.path.suffix == ".ipynb" and number not in NOTEBOOKS[""]:
-            item.add_marker("long")
-            if number not in NOTEBOOKS["long"]:
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.timeout(NOTEBOOK_S))
+            if number not in NOTEBOOKS[""]:
+                item.add_marker("long")
+            if number not in NOTEBOOKS[""] + NOTEBOOKS["long"]:
                 item.add_marker("release")
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)

@@ -1,7 +1,10 @@
 """The notebooks have what a notebook of the course has, and run on four ranks too."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import nbformat
 import pytest
 from kernels import LocalKernelManager
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+from nbformat.v4 import new_notebook
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 START = re.compile(r"%dist_start -n [23]\b")
@@ -88,3 +93,32 @@ def test_it_runs_on_four_ranks(path: Path, tmp_path: Path) -> None:
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     assert "Ready: 4 ranks" in "".join(output.text for output in start.outputs)
+
+
+def test_a_cell_that_fails_runs_again_after_those_before_it(tmp_path: Path) -> None:
+    notebook = new_notebook(
+        cells=[
+            new_code_cell("ready = True"),
+            new_code_cell(
+                "import pathlib\n"
+                "if not pathlib.Path('seen').exists():\n"
+                "    pathlib.Path('seen').touch()\n"
+                "    raise RuntimeError('this once')\n"
+                "assert ready"
+            ),
+            new_code_cell("assert ready"),
+        ]
+    )
+    nbformat.write(notebook, tmp_path / "once.ipynb")
+    tested = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "notebook_reruns", "--nbval"),
+            *("--reruns", "1", "-q", "-p", "no:cacheprovider", "once.ipynb"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=TAKES_S,
+    )
+    assert "3 passed, 1 rerun" in tested.stdout
