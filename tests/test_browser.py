@@ -271,7 +271,7 @@ def test_a_profile_opens_in_perfetto_by_a_button(
     expect(page.output(1)).to_contain_text("(raw): steps 2-4")
     page.screenshot("profile", 1)
     trace = page.open_from(1, "Open in Perfetto", "https://ui.perfetto.dev/", PERFETTO)
-    *_, path = sorted(server.notebooks.glob("runs/*/profile/*.trace.json.gz"))
+    *_, path = sorted(server.notebooks.glob("runs/*/profile/all-ranks.trace.json.gz"))
     assert trace == path.read_bytes()
     page.close()
     server.end_kernels()
