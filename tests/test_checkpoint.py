@@ -161,6 +161,7 @@ def test_the_parameters_of_a_run_in_bf16_are_saved_in_fp32(
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.timeout(240)  # 20 s, where nothing else runs
 def test_every_strategy_and_number_of_ranks_loads_what_any_other_saved(

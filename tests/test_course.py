@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from marks import LONG
 from marks import RELEASE
-from marks import long_but
+from marks import in_suites
 
 from labkit import Lab
 from labkit.course import check
@@ -60,7 +60,7 @@ def test_the_diff_takes_its_lines_from_the_notebook(notebook: Path) -> None:
         # DeepSpeed compiles an operator, once on a machine: a minute or two.
         path
         if number == 0 and "import deepspeed" not in diff_of(path)
-        else pytest.param(path, marks=LONG if number % 4 == 0 else RELEASE)
+        else pytest.param(path, marks=LONG if number % 8 == 0 else RELEASE)
         for number, path in enumerate(WITH_SCRIPT)
     ],
     ids=lambda path: path.stem,
@@ -96,7 +96,9 @@ def test_an_exercise_is_in_a_notebook_without_its_solution(exercise: str) -> Non
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise", long_but(EXERCISES, *{*EXERCISES} - {*LONG_ONES}))
+@pytest.mark.parametrize(
+    "exercise", in_suites(EXERCISES, test={*EXERCISES} - {*LONG_ONES})
+)
 def test_a_solution_solves_its_exercise(
     exercise: str, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_stop_does_not_wait_for_what_the_notebook_has_forked() -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_labs_that_come_and_go_leave_nothing_in_the_kernel() -> None:
     kernel = psutil.Process()

@@ -270,6 +270,7 @@ def test_optimizers_class_and_defaults_count() -> None:
     assert states["adam"] == pytest.approx(2 * weights, abs=99)
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_the_sentence_says_what_fits_and_what_would() -> None:
     model = GPT(256, context=64, dim=192, num_heads=8, num_layers=4)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from kernels import wait_until
-from marks import long_but
+from marks import in_suites
 from torch import nn
 
 from labkit import Lab
@@ -463,7 +463,7 @@ def test_a_flush_that_was_interrupted_is_made_up_for() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", long_but([0, 2, 5, 10], 2))
+@pytest.mark.parametrize("number", in_suites([0, 2, 5, 10], test=[2]))
 def test_a_port_that_another_process_takes_does_not_fail_the_start(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

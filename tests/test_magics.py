@@ -418,6 +418,7 @@ def test_wrong_options_of_a_step_are_reported(
     assert message in usage_error(kernel, LOOP.format(options=options, epochs=1))
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
     kernel.run("from labkit.models import GPT\ngpt = GPT(64, context=16, dim=32)")

@@ -72,16 +72,10 @@ def test_it_is_saved_as_it_ran(path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.timeout(TAKES_S + 30)
-@pytest.mark.parametrize(
-    "path",
-    [
-        path if number % 9 == 0 else pytest.param(path, marks=pytest.mark.release)
-        for number, path in enumerate(NOTEBOOKS)
-    ],
-    ids=lambda path: path.stem,
-)
+@each_notebook
 def test_it_runs_on_four_ranks(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     start = next(cell for cell in notebook.cells if cell.cell_type == "code")

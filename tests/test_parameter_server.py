@@ -109,6 +109,7 @@ def test_equals_one_process(
     assert_equals_single(lab_of_3, cell(setup, optimizer), **options, **servers)
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_equals_one_process_on_4_ranks() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import in_suites
 from marks import long_but
 from test_strategies import BOTH
 from test_strategies import assert_equals_reference
@@ -103,7 +104,7 @@ def test_fit_equals_one_process_in_every_order(lab: Lab, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", long_but(["pp=4", "dp=2,pp=2", "dp=4,pp=1"], "dp=2,pp=2")
+    "mesh", in_suites(["pp=4", "dp=2,pp=2", "dp=4,pp=1"], test=["dp=2,pp=2"])
 )
 @pytest.mark.parametrize("make", long_but([cell, by_fit], cell), ids=["loop", "fit"])
 def test_a_grid_of_ranks_equals_one_process(

@@ -921,7 +921,7 @@ fit(model, data, next_token_loss, optimizer=optimizer, batch_size=16)
     in_suites(
         [name for name in STRATEGIES if name != "raw"],
         test=[],
-        long=["zero2", "fsdp", "pipeline"],
+        long=["fsdp"],
     ),
 )
 def test_every_strategy_is_recorded(lab: Lab, strategy: str) -> None:

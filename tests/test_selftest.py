@@ -109,6 +109,7 @@ def left_behind(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_a_notebook_shows_a_table_and_keeps_its_lab(
     kernel: Kernel, tmp_path: Path
@@ -402,6 +403,7 @@ def hang(bench: Bench) -> object:
     bench.lab.run("import time\ntime.sleep(600)", hang_after=0)
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_check_that_hangs_fails_and_an_interrupt_ends_them_all(

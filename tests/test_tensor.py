@@ -428,6 +428,7 @@ def test_a_model_that_is_called_by_parts_is_noted(lab: Lab) -> None:
 # ---- a checkpoint across grids ----
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_checkpoints_load_across_grids(lab: Lab, lab_of_4: Lab, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_losses_and_weights_equal_one_process(
     torch.testing.assert_close(weights, model.state_dict(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_an_odd_number_of_ranks_gives_the_weights_of_one_process() -> None:
     with Lab(num_ranks=3, group_timeout_s=30) as lab:
