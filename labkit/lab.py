@@ -84,6 +84,8 @@ class Lab:
     ----------
     runs : list of Run
         Training runs of this lab, newest last.
+    launcher : str
+        What has started the ranks: "local", "ssh", "slurm" or "mpi".
     placements : list of Placement
         Rank, device, backend and threads of each rank, in rank order.
 
@@ -111,12 +113,15 @@ class Lab:
         group_timeout_s: float = timeouts.GROUP_S,
         launcher: str = "local",
         hosts: str | None = None,
+        nodes: int | None = None,
+        launcher_options: str | None = None,
         interface: str | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         given = dict(locals())  # a test holds the keywords and StartOptions together
         options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
-        self.placements, found = place_on_hosts(options)
+        self.launcher = launcher
+        self.placements, self._hosts = place_on_hosts(options, on_progress=on_progress)
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
@@ -128,7 +133,7 @@ class Lab:
             with interrupts.held():
                 self._ranks = LabRanks(
                     self.placements,
-                    found,
+                    self._hosts,
                     what_is_running=self._what_is_running,
                     on_progress=on_progress,
                 )
@@ -925,6 +930,8 @@ class Lab:
             ranks, self._ranks = self._ranks, None
             if ranks is not None:
                 ranks.stop()
+            if self._hosts is not None:
+                self._hosts.launcher.close()
             for run in self.runs:
                 if run.job is not None:
                     run.job.join(timeouts.END_RUN_S)

@@ -43,13 +43,17 @@ GROUP_S = 1800.0
 # ---- other hosts ----
 
 SSH_S = 60.0
-"""A host answers over ssh, and says what it has; it may import torch to count GPUs."""
+"""A host says what it has, over ssh, say; it may import torch to count GPUs."""
 CONNECT_S = 10.0
 """ssh has connected to it, or gives it up."""
+REGISTER_S = 30.0
+"""An agent that the controller has not answered by then does not reach it, and ends."""
 END_HOST_S = 30.0
 """All of a lab has ended on a host: what tidies up has 20 s for that."""
 LEAVE_HOST_S = 1.0
 """So long after all else of a lab has ended on a host, what has said so does."""
+JOB_END_S = 60.0
+"""So long before the end of a Slurm job a run that keeps checkpoints stops with one."""
 LOST_S = 15.0
 """Of a host that has not answered for so long, all ranks count as dead."""
 

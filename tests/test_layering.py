@@ -63,7 +63,13 @@ OF_RANKS = {
 # A room may import those before it in its line.
 ROOMS = [
     [
-        *("notebook", "notebook.kernel", "notebook.cluster", "notebook.diagnostics"),
+        *(
+            "notebook",
+            "notebook.kernel",
+            "notebook.hosts",
+            "notebook.cluster",
+            "notebook.diagnostics",
+        ),
         *("notebook.history", "notebook.plots", "notebook.profile", "notebook.export"),
         *("notebook.runs", "notebook.live", "notebook.execution", "notebook.trials"),
         "notebook.tuning",

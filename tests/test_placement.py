@@ -15,9 +15,9 @@ from labkit.host import devices as host_devices
 from labkit.host.devices import count_gpus
 from labkit.host.devices import has_driver
 from labkit.notebook.cluster import placement
-from labkit.notebook.cluster.hosts import parse_hosts
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.hosts.hosts import parse_hosts
 from labkit.records import Placement
 
 

@@ -5,27 +5,20 @@ request's output, and asks an engine over the control channel while it runs a ce
 """
 
 import contextlib
+import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from signal import SIGKILL
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import psutil
 from ipyparallel.cluster.launcher import LocalEngineLauncher
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
-from ipyparallel.cluster.launcher import SSHEngineLauncher
-from ipyparallel.cluster.launcher import SSHEngineSetLauncher
-from ipyparallel.cluster.shellcmd import ShellCommandSend
 
-from labkit.checks import UserError
 from labkit.compat.gate import Gate
 
 GATE = Gate("ipyparallel")
@@ -209,87 +202,53 @@ def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
     return SetLauncher
 
 
-@GATE.needs(
-    "ipyparallel.cluster.launcher:SSHLauncher._start_waiting",
-    "ipyparallel.cluster.launcher:SSHLauncher.ssh_sender",
-    "ipyparallel.cluster.shellcmd:ShellCommandSend._check_output",
-)
 @contextlib.contextmanager
-def starting_agents(
+def starting_programs(
     cluster: Any,
     folders: Mapping[str, str],
     *,
-    command: Sequence[str],
-    ssh_options: Sequence[str],
+    command_of: Callable[[str], list[str]],
     environments: Mapping[str, Mapping[str, str]],
-) -> Iterator[list[SSHEngineLauncher]]:
-    """Have ipyparallel start one engine on each host, over ssh, in a folder of its own:
-    what started them, in order. They are ended where what is done with them fails.
+) -> Iterator[list[LocalEngineLauncher]]:
+    """Have ipyparallel start one engine on each host by the command line that
+    `command_of` gives for it, which runs here until the engine ends: what started them,
+    in order. They are ended where what is done with them fails.
 
-    `environments` has the variables of each. ipyparallel would start one after the
-    other, let what is said meanwhile through to the notebook, and keep an ssh
-    connection to each, to learn that it has ended.
+    An engine reads its variables, those in `environments` and ipyparallel's, as JSON
+    from its standard input: mpiexec passes variables on to other hosts by its command
+    line alone, which every user of a host sees.
     """
+    hosts = [*folders]
 
-    class Shell(ShellCommandSend):
-        def _check_output(self, cmd: Any, **settings: Any) -> Any:
-            return super()._check_output(cmd, stderr=subprocess.PIPE, **settings)
-
-    class Launcher(SSHEngineLauncher):
-        _shell: Shell | None = None
-
-        @property
-        def ssh_sender(self) -> ShellCommandSend:
-            if self._shell is None:
-                where = [*self.ssh_args, self.location]
-                python = self.remote_python
-                # Without an import of ipyparallel for each command.
-                self._shell = Shell(
-                    self.ssh_cmd, where, python, send_receiver_code=True, log=self.log
-                )
-            return self._shell
+    class Launcher(LocalEngineLauncher):
+        def find_args(self) -> list[str]:
+            host = hosts[int(self.identifier)]
+            told = {
+                **super().get_env(),
+                **environments[host],
+                "IPP_PROFILE_DIR": folders[host],
+            }
+            path = Path(self.output_file).with_suffix(".environment")
+            path.touch(0o600)
+            path.write_text(json.dumps(told))
+            return ["sh", "-c", 'exec "$@" < "$0"', str(path), *command_of(host)]
 
         def get_env(self) -> dict[str, str]:
-            return {**super().get_env(), **environments[self.location]}
+            return {}
 
-        def start(self, **where: Any) -> None:
-            self.begun = threads.submit(super().start, **where)
-
-        def _start_waiting(self) -> None:
-            """Who asks it learns that it has ended."""
-
-    class SetLauncher(SSHEngineSetLauncher):
+    class SetLauncher(LocalEngineSetLauncher):
         launcher_class = Launcher
 
     cluster.engine_launcher_class = SetLauncher
     sets = set(cluster.engines)
     try:
-        with ThreadPoolExecutor(len(folders)) as threads:
-            engine_set = cluster.start_engines_sync(
-                len(folders),
-                engines={
-                    host: {"n": 1, "to_send": [], "remote_profile_dir": folder}
-                    for host, folder in folders.items()
-                },
-                engine_cmd=[*command],
-                ssh_args=[*ssh_options],
-                remote_python=sys.executable,
-            )
-        launchers = [*cluster.engines[engine_set].launchers.values()]
-        for launcher in launchers:
-            if (error := launcher.begun.exception()) is not None:
-                said = getattr(error, "stderr", "") or f"{error}"
-                last = "".join(said.strip().splitlines()[-1:])
-                raise UserError(
-                    f"{launcher.location}: no agent was started there: {last}"
-                ) from error
-        yield launchers
+        engine_set = cluster.start_engines_sync(len(hosts), delay=0)
+        launchers = cluster.engines[engine_set].launchers
+        yield [launchers[str(number)] for number in range(len(hosts))]
     except BaseException:
         for name in set(cluster.engines) - sets:
-            for launcher in cluster.engines[name].launchers.values():
-                with contextlib.suppress(Exception):  # the host is gone
-                    if launcher.pid > 0:
-                        launcher.ssh_sender.cmd_kill(launcher.pid, SIGKILL)
-                    command = ["rm", "-rf", launcher.remote_profile_dir]
-                    launcher.ssh_sender.check_output(command)
+            for launcher in [*cluster.engines[name].launchers.values()]:
+                if launcher.process is not None:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        launcher.process.terminate()
         raise

@@ -1,8 +1,9 @@
 """An ipyparallel engine that is no rank: it does on another host what `Host` does here.
 
-`python -m labkit.host.agent` is started there by one of ipyparallel's launchers. Its
-folder is its profile; `AGENT_VARIABLE` has the rest of its settings. Questions are
-answered in its control thread; what takes time is called, as any function on an engine.
+`python -m labkit.host.agent` is started there over ssh, or by srun or mpiexec, and
+reads its variables from its standard input: its folder is its profile, and
+`AGENT_VARIABLE` has the rest of its settings. Questions are answered in its control
+thread; what takes time is called, as any function on an engine.
 """
 
 import contextlib
@@ -27,6 +28,10 @@ from labkit.records import AGENT_VARIABLE
 from labkit.records import HOST_VARIABLE
 from labkit.records import SAFE_PATH
 
+_OF_THE_LAUNCHER = ("SLURM_", "OMPI_", "PMI", "PRTE_", "MPI_LOCAL")
+"""Prefixes of variables that say that this process is the only one of its program:
+libraries on a rank would take that for the rank's place."""
+_OF_THE_JOB = ("SLURM_JOB_", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_")
 NUM_MISSES = 30
 """Heartbeats of the controller, three quarters of a second each, that may be missed."""
 
@@ -78,7 +83,15 @@ class Agent:
         environment.pop(AGENT_VARIABLE, None)
         if not os.environ.get("PYTHONSAFEPATH"):
             environment.update(SAFE_PATH)
-        return [self._fork(name, environment) for name in names]
+        forked: list[tuple[int, str]] = []
+        try:
+            for name in names:
+                forked.append(self._fork(name, environment))
+        except BaseException:
+            for pid, _ in forked:
+                self.kill(pid, "another engine could not be started")
+            raise
+        return forked
 
     def _fork(self, name: str, environment: dict[str, str]) -> tuple[int, str]:
         log_file = str(self.host.folder / f"engine-{name}.log")
@@ -137,24 +150,49 @@ def serve() -> None:
     from IPython import get_ipython
 
     told = json.loads(os.environ[AGENT_VARIABLE])
+    leave_launcher(Path(os.environ["IPP_PROFILE_DIR"]))
     _agent = Agent(Path(os.environ["IPP_PROFILE_DIR"]), told)
     kernel: Any = get_ipython().kernel
     answer_questions(kernel, _agent.answers)
 
 
+def leave_launcher(folder: Path) -> None:
+    """Print to a file from now on: what has started this may end, as ssh does with its
+    connection."""
+    with (folder / "agent.log").open("ab") as log, Path(os.devnull).open("rb") as none:
+        os.dup2(none.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
 def main() -> None:
     """Run an engine that serves until the controller or the notebook is gone."""
+    os.environ.update(json.load(sys.stdin))
+    Path(os.environ["IPP_PROFILE_DIR"]).mkdir(mode=0o700)  # nobody else has made it
+    for name in list(os.environ):
+        if name.startswith(_OF_THE_LAUNCHER) and not name.startswith(_OF_THE_JOB):
+            del os.environ[name]
     told = json.loads(os.environ[AGENT_VARIABLE])
     with contextlib.suppress(OSError):  # this host has no such folder
         os.chdir(told["directory"])
     sys.argv += [
         "--IPEngine.enable_nanny=False",
         f"--IPEngine.max_heartbeat_misses={NUM_MISSES}",
+        f"--IPEngine.timeout={timeouts.REGISTER_S:g}",
         f"--IPEngine.startup_command=import {__spec__.name} as it; it.serve()",
     ]
-    app = importlib.import_module("ipyparallel.engine.app")
-    app.IPEngine.launch_instance()
-    os._exit(0)  # whatever threads are left; the watchdog ends what it has started
+    try:
+        app = importlib.import_module("ipyparallel.engine.app")
+        app.IPEngine.launch_instance()
+    finally:
+        # Slurm ends what a step leaves, the watchdog too. IPEngine has imported this
+        # module under its name.
+        served = importlib.import_module(__spec__.name)._agent
+        if served is not None:
+            served.host.end()
+        else:
+            shutil.rmtree(os.environ["IPP_PROFILE_DIR"], ignore_errors=True)
+        os._exit(0)  # whatever threads are left
 
 
 if __name__ == "__main__":

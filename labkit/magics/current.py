@@ -8,8 +8,8 @@ from typing import Any
 
 from labkit.checks import UserError
 from labkit.lab import Lab
-from labkit.notebook.cluster.hosts import parse_hosts
 from labkit.notebook.cluster.placement import StartOptions
+from labkit.notebook.hosts.hosts import parse_hosts
 
 if TYPE_CHECKING:
     from labkit.notebook.runs.run import Run
@@ -99,14 +99,17 @@ def start_lab(
     is_other = options.backend not in ("auto", lab.backend)
     if is_other or options.device not in ("auto", lab.device):
         raise ValueError(f"{running}another kind")
-    if options.hosts is not None or options.launcher != "local":
-        asked = options.hosts or f"--launcher {options.launcher}"
-        wanted = [] if options.hosts is None else parse_hosts(options.hosts)
+    if options.hosts is not None:
+        wanted = parse_hosts(options.hosts)
         ranks = Counter(each.host for each in lab.placements)
         if [each.name for each in wanted] != lab.hosts or any(
             each.num_ranks not in (None, ranks[each.name]) for each in wanted
         ):
-            raise ValueError(f"{running}one on {asked}")
+            raise ValueError(f"{running}one on {options.hosts}")
+    if options.launcher not in ("local", lab.launcher):
+        raise ValueError(f"{running}one with --launcher {options.launcher}")
+    if options.nodes not in (None, len(lab.hosts)):
+        raise ValueError(f"{running}one with --nodes {options.nodes}")
     if options.threads not in (None, place.num_threads):
         raise ValueError(
             f"a lab is running whose ranks have {place.num_threads} torch "

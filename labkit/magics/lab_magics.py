@@ -87,7 +87,7 @@ class LabMagics(Magics):
     @options(
         StartOptions,
         *("num_ranks", "backend", "device", "threads"),
-        *("launcher", "hosts", "interface"),
+        *("launcher", "hosts", "nodes", "launcher_options", "interface"),
     )
     @line_magic
     @parsed

@@ -35,7 +35,7 @@ UsePAM no
 AcceptEnv LABKIT_TEST
 """
 _CLIENT = """\
-Host {name}
+Host {name} {address}
   HostName {address}
   IdentityFile {folder}/user-key
   UserKnownHostsFile {folder}/known-hosts

@@ -26,7 +26,6 @@ from labkit.host.exit_cause import EngineProcess
 from labkit.host.processes import Host
 from labkit.key_server import KeyServer
 from labkit.key_server import Meeting
-from labkit.notebook.cluster.hosts import Hosts
 from labkit.notebook.cluster.local import LocalEngines
 from labkit.notebook.cluster.local import watched
 from labkit.notebook.cluster.reach import Engine
@@ -34,8 +33,11 @@ from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import OnLateOutput
 from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.cluster.reach import ask_engine
-from labkit.notebook.cluster.remote import RemoteEngines
+from labkit.notebook.hosts.hosts import Hosts
+from labkit.notebook.hosts.remote import RemoteEngines
+from labkit.notebook.hosts.remote import RemoteHost
 from labkit.notebook.kernel import interrupts
+from labkit.records import HOST_VARIABLE
 from labkit.records import KEY
 from labkit.records import SAFE_PATH
 from labkit.records import Placement
@@ -114,6 +116,8 @@ class Cluster(Engines):
         self._starter: LocalEngines | RemoteEngines
         if hosts is None:
             own = {**self.host.environment, **safe_path()}
+            if HOST_VARIABLE in os.environ:  # on a rank of another lab
+                own[HOST_VARIABLE] = ""
             self._starter = LocalEngines(self.host, own)
         else:
             self._starter = RemoteEngines(hosts, placements, environment, self)
@@ -276,14 +280,19 @@ class Cluster(Engines):
         return ask_engine(self._client, engine_id, who, question, arguments)
 
     def begin_on(self, engine_id: int, function: str, *args: Any) -> Any:
-        return self._client[engine_id].apply_async(call_by_name, function, args)
-
-    def wait_for(self, call: Any, who: str, timeout_s: float) -> Any:
         try:
-            self._wait(call, [], timeout_s)
+            return self._client[engine_id].apply_async(call_by_name, function, args)
+        except (IndexError, ipyparallel.error.NoEnginesRegistered) as error:
+            raise UserError("a host has told the controller that it is gone") from error
+
+    def wait_for(self, call: Any, host: RemoteHost) -> Any:
+        try:
+            self._wait(call, [host], timeouts.START_S)
             return call.get()
+        except RankDiedError as error:
+            raise UserError(f"{self.unreachable_reason() or host.death()}") from error
         except (TimeoutError, ipyparallel.error.IPythonError) as error:
-            raise UserError(f"{who}: {error}") from error
+            raise UserError(f"host {host.name}: {error}") from error
 
     # ---- as Engines ----
 
@@ -353,6 +362,10 @@ class Cluster(Engines):
     def is_local(self) -> bool:
         return isinstance(self._starter, LocalEngines)
 
+    @property
+    def ends_at(self) -> float | None:
+        return self._starter.ends_at
+
     def end_engines(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self.kill(rank)
@@ -369,14 +382,16 @@ class Cluster(Engines):
         self._is_ending.set()
         self._on_late_output = lambda rank, kind, content: None
         self.host.stop_looking()
-        if self._client is not None:
-            if self._controller is not None and self._controller.is_alive:
-                self._starter.end()
-            self._client.close(linger=0)
-            self._client = None
-        self.host.end()
-        self._store.close()
-        compat.end_loop(self._cluster)
+        try:
+            if self._client is not None:
+                if self._controller is not None and self._controller.is_alive:
+                    self._starter.end()
+                self._client.close(linger=0)
+                self._client = None
+        finally:
+            self.host.end()
+            self._store.close()
+            compat.end_loop(self._cluster)
 
 
 class Part(Engines):
@@ -434,6 +449,10 @@ class Part(Engines):
     @property
     def is_local(self) -> bool:
         return self._cluster.is_local
+
+    @property
+    def ends_at(self) -> float | None:
+        return self._cluster.ends_at
 
     def close(self) -> None:
         """It is used no more; its engines stay."""

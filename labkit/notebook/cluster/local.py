@@ -72,6 +72,9 @@ class LocalEngines:
         """The hosts that do not share a folder of this one: there is no other."""
         return []
 
+    ends_at = None
+    """This host is not taken back."""
+
     def end(self) -> None:
         """Nothing: the host ends all of its own."""
 

@@ -1,6 +1,8 @@
 """Decides which rank gets which device, before anything is started."""
 
 import os
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -16,11 +18,15 @@ from labkit.checks import is_number
 from labkit.checks import short_repr
 from labkit.host.devices import count_gpus
 from labkit.host.devices import num_cores
-from labkit.notebook.cluster.hosts import Hosts
-from labkit.notebook.cluster.hosts import check_hosts
-from labkit.notebook.cluster.hosts import check_interface
-from labkit.notebook.cluster.hosts import find_hosts
-from labkit.notebook.cluster.hosts import parse_hosts
+from labkit.notebook.hosts.hosts import Hosts
+from labkit.notebook.hosts.hosts import check_hosts
+from labkit.notebook.hosts.hosts import check_interface
+from labkit.notebook.hosts.hosts import find_hosts
+from labkit.notebook.hosts.hosts import parse_hosts
+from labkit.notebook.hosts.launcher import HostLauncher
+from labkit.notebook.hosts.mpi import Mpi
+from labkit.notebook.hosts.slurm import Slurm
+from labkit.notebook.hosts.ssh import Ssh
 from labkit.options import check_values
 from labkit.options import option
 from labkit.records import Placement
@@ -29,7 +35,8 @@ from labkit.records import format_bytes
 DEFAULT_CPU_RANKS = 2
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")
-LAUNCHERS = ("local", "ssh")
+LAUNCHERS = ("local", "ssh", "slurm", "mpi")
+MAX_HOSTS = 4096
 MAX_THREADS = 1024
 MAX_TIMEOUT_S = 1e7
 RANK_BYTES = 200 * 2**20
@@ -52,6 +59,16 @@ def check_memory(num_ranks: int, memory: int) -> None:
             f"machine hold {most} at most, of {format_bytes(RANK_BYTES)} each when "
             "they are idle; choose fewer, as -n 2"
         )
+
+
+def check_words(what: str, value: Any) -> None:
+    """ValueError unless a shell would take it apart into words."""
+    try:
+        shlex.split(value if isinstance(value, str) else "'")
+    except ValueError as error:
+        raise ValueError(
+            f"{what} is {short_repr(value)}; it is a line of options: {error}"
+        ) from None
 
 
 def check_group_timeout(what: str, value: Any) -> None:
@@ -104,21 +121,37 @@ class StartOptions:
     )
     launcher: str = option(
         "local",
-        "what starts the ranks: ssh starts them on the hosts that --hosts names",
+        "what starts the ranks: ssh and mpi start them on the hosts that --hosts "
+        "names, slurm on those of a Slurm job: the one that the notebook runs in, or "
+        "one of its own",
         partial(check_choice, choices=LAUNCHERS),
         choices=LAUNCHERS,
     )
     hosts: str | None = option(
         None,
-        "with --launcher ssh: the hosts, each as ssh takes it, and how many ranks it "
-        "has; one per GPU, or 2 on the CPU, where no number is given",
+        "with --launcher ssh or mpi: the hosts, and how many ranks each has; one per "
+        "GPU, or 2 on the CPU, where no number is given",
         check_hosts,
         metavar="HOST:N,HOST:N",
     )
+    nodes: int | None = option(
+        None,
+        "with --launcher slurm: on how many hosts; by default all of the job's, and 1 "
+        "in a job of its own",
+        partial(check_count, meaning="hosts of a Slurm job", most=MAX_HOSTS),
+        metavar="K",
+    )
+    launcher_options: str | None = option(
+        None,
+        "what salloc or mpiexec is given besides, in quotes, as "
+        '"--partition=gpu --time=1:00:00"',
+        check_words,
+        metavar="OPTIONS",
+    )
     interface: str | None = option(
         None,
-        "with --launcher ssh: the network interface by which hosts reach each other; "
-        "by default that of the route to them",
+        "the network interface by which hosts reach each other; by default that of the "
+        "route to them",
         check_interface,
         metavar="NAME",
     )
@@ -185,22 +218,32 @@ def _place_on_host(
     ]
 
 
-def place_on_hosts(options: StartOptions) -> tuple[list[Placement], Hosts | None]:
-    """One placement a rank, and the hosts that they are on, unless it is this one.
+_GOES_WITH = {
+    "hosts": ("ssh", "mpi"),
+    "nodes": ("slurm",),
+    "launcher_options": ("slurm", "mpi"),
+    "interface": ("ssh", "slurm", "mpi"),
+}
+"""The launchers of each option that is not for all."""
 
-    With the launcher ssh every host is asked what it has. Raises ValueError for what
-    cannot be, and UserError for a host that is not as it has to be; nothing was
-    started.
-    """
-    check_values(options)
-    if options.launcher == "local":
-        for name in ("hosts", "interface"):
-            if (value := getattr(options, name)) is not None:
-                raise ValueError(
-                    f"--{name} {value} goes with --launcher ssh; without it all ranks "
-                    "are on this host"
-                )
-        return place_ranks(options), None
+
+def check_launcher(options: StartOptions) -> None:
+    """ValueError unless the options go with the launcher."""
+    for name, launchers in _GOES_WITH.items():
+        value = getattr(options, name)
+        if value is not None and options.launcher not in launchers:
+            flag = name.replace("_", "-")
+            without = (
+                "without it all ranks are on this host"
+                if options.launcher == "local"
+                else f"this is --launcher {options.launcher}"
+            )
+            raise ValueError(
+                f"--{flag} {value} goes with --launcher {' or '.join(launchers)}; "
+                f"{without}"
+            )
+    if options.launcher not in _GOES_WITH["hosts"]:
+        return
     if options.hosts is None:
         raise ValueError(
             f"--launcher {options.launcher} needs --hosts HOST:N,HOST:N: where ranks "
@@ -211,9 +254,46 @@ def place_on_hosts(options: StartOptions) -> tuple[list[Placement], Hosts | None
             f"-n {options.num_ranks}: --hosts says how many ranks each host has, as in "
             "--hosts node1:2,node2:2; leave -n out"
         )
-    hosts = find_hosts(
-        parse_hosts(options.hosts), interface=options.interface, device=options.device
-    )
+
+
+def place_on_hosts(
+    options: StartOptions, *, on_progress: Callable[[str], None] = lambda text: None
+) -> tuple[list[Placement], Hosts | None]:
+    """One placement a rank, and the hosts that they are on, unless it is this one.
+
+    Every host is asked what it has. Raises ValueError for what cannot be, and UserError
+    for a host that is not as it has to be; nothing was started.
+    """
+    check_values(options)
+    check_launcher(options)
+    if options.launcher == "local":
+        return place_ranks(options), None
+    launcher = _launcher(options, on_progress)
+    try:
+        on_progress("asking the hosts what they have")
+        hosts = find_hosts(launcher, interface=options.interface, device=options.device)
+        return _place_on(hosts, options), hosts
+    except BaseException:
+        launcher.close()
+        raise
+
+
+def _launcher(
+    options: StartOptions, on_progress: Callable[[str], None]
+) -> HostLauncher:
+    words = shlex.split(options.launcher_options or "")
+    if options.launcher == "slurm":
+        return Slurm(
+            num_ranks=options.num_ranks,
+            num_hosts=options.nodes,
+            options=words,
+            on_progress=on_progress,
+        )
+    specs = parse_hosts(options.hosts)
+    return Ssh(specs) if options.launcher == "ssh" else Mpi(specs, words)
+
+
+def _place_on(hosts: Hosts, options: StartOptions) -> list[Placement]:
     having = [each.spec.name for each in hosts.found if each.facts.num_gpus]
     device = options.device
     if device == "auto" and 0 < len(having) < len(hosts.found):
@@ -227,6 +307,7 @@ def place_on_hosts(options: StartOptions) -> tuple[list[Placement], Hosts | None
         facts = host.facts
         local = replace(options, num_ranks=host.spec.num_ranks)
         try:
+            check_memory(host.spec.num_ranks or 0, facts.memory_bytes)
             here = _place_on_host(local, facts.num_gpus, facts.num_cores)
             check_memory(len(here), facts.memory_bytes)
         except ValueError as error:
@@ -245,4 +326,4 @@ def place_on_hosts(options: StartOptions) -> tuple[list[Placement], Hosts | None
     return [
         replace(each, rank=rank, world_size=len(places))
         for rank, each in enumerate(places)
-    ], hosts
+    ]

@@ -16,11 +16,11 @@ from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import Part
 from labkit.notebook.cluster.engines import start_cluster
-from labkit.notebook.cluster.hosts import Hosts
 from labkit.notebook.cluster.reach import CallError
 from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.cluster.reach import SilentRankError
+from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.kernel import interrupts
 from labkit.records import Outcome
 from labkit.records import Placement

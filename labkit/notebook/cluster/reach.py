@@ -20,7 +20,8 @@ from labkit.host.exit_cause import Death
 from labkit.host.exit_cause import EngineProcess
 from labkit.key_server import Meeting
 from labkit.messages import is_message
-from labkit.notebook.cluster.remote import RemoteEngine
+from labkit.notebook.hosts.remote import RemoteEngine
+from labkit.notebook.hosts.remote import RemoteHost
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import KEY
@@ -107,6 +108,11 @@ class Engines(abc.ABC):
     @abc.abstractmethod
     def is_local(self) -> bool:
         """Whether all ranks are on the notebook's own host."""
+
+    @property
+    @abc.abstractmethod
+    def ends_at(self) -> float | None:
+        """When all hosts are taken back, in seconds since the epoch; None for never."""
 
     @abc.abstractmethod
     def hosts_without(self, folder: Path) -> list[str]:
@@ -217,7 +223,7 @@ class Engines(abc.ABC):
     def _wait(
         self,
         reply: Any,
-        engines: Iterable[Engine],
+        engines: Iterable[Engine | RemoteHost],
         timeout_s: float,
         is_collective: bool = False,
     ) -> None:
@@ -244,7 +250,7 @@ class Engines(abc.ABC):
             for rank in watch.silent():
                 raise SilentRankError(rank, self.engine(rank).stall_reason())
 
-    def _check(self, engines: Iterable[Engine]) -> None:
+    def _check(self, engines: Iterable[Engine | RemoteHost]) -> None:
         """RankDiedError unless these live and can be reached."""
         if reason := self.unreachable_reason():
             raise RankDiedError(reason)

@@ -1,7 +1,10 @@
 """One training run on a lab's ranks: starts it, shows it, waits for its end."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import serialization
+from labkit import timeouts
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.execution.cell_execution import CellExecution
 from labkit.notebook.execution.cell_execution import CellListener
@@ -127,6 +131,7 @@ class Training:
         self._servers = request.strategy.server_ranks(num_servers, len(self._targets))
         config = dict(request.options.config)
         self._config = serialization.dumps(config) if config else b""
+        self._said_of_job: list[str] = []
         self._function: Packed | None = None
         self._script: ScriptSpec | None = None
         if isinstance(request.work, ScriptSpec):
@@ -203,13 +208,14 @@ class Training:
     def finish(self) -> None:
         """Run the cell to its end on every rank; raises as `Lab.run` does."""
         try:
-            run_to_completion(
-                self._execution,
-                self._group,
-                self._request.options.timeout,
-                run=self.run,
-                wait=self._wait(),
-            )
+            with self._within_job():
+                run_to_completion(
+                    self._execution,
+                    self._group,
+                    self._request.options.timeout,
+                    run=self.run,
+                    wait=self._wait(),
+                )
         finally:
             if self._view:
                 self._view.close()
@@ -219,10 +225,40 @@ class Training:
             is_whole = self.run.state == "finished"
             mismatches = self.run.mismatches
             differ = [s for s in mismatches if is_whole or s.endswith(NO_LONGER_ONE)]
-            for sentence in [*self.run.notes, *differ]:
+            for sentence in [*self.run.notes, *differ, *self._said_of_job]:
                 self._request.watch.take_note(sentence)
             if self.run.has_profile:
                 show_profile(self.run)
+
+    @contextlib.contextmanager
+    def _within_job(self) -> Iterator[None]:
+        """Stop a run that keeps checkpoints in time, where its hosts are taken back at
+        the end of a Slurm job."""
+        ends_at, plan = self._group.cluster.ends_at, self._request.checkpoints
+        if ends_at is None or plan is None:
+            yield
+            return
+
+        def stop() -> None:
+            clock = time.strftime("%H:%M:%S", time.localtime(ends_at))
+            self._said_of_job.append(
+                f"the job that has the hosts ends at {clock}, so {self._name} was "
+                f"stopped {timeouts.JOB_END_S:g} s before, with a checkpoint in "
+                f"{plan.directory}; --resume continues it in the next job"
+            )
+            try:
+                self._execution.stop_at_a_step()
+            except RuntimeError:  # a rank does not answer
+                self._execution.interrupt()
+
+        left_s = ends_at - timeouts.JOB_END_S - time.time()
+        timer = threading.Timer(max(left_s, 0), stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _send_work(self) -> None:
         # A function may refer to much, and what it refers to may run code.

@@ -509,6 +509,8 @@ def environment_of(placement: Placement, first: Placement) -> dict[str, str]:
         "LOCAL_RANK": str(placement.local_rank),
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_WORLD_SIZE": str(placement.num_local),
+        "GROUP_RANK": str(placement.host_rank),
+        "GROUP_WORLD_SIZE": str(placement.num_hosts),
         "MASTER_ADDR": first.address,
         # By which Lightning knows that its processes are there.
         "TORCHELASTIC_RUN_ID": "labkit",

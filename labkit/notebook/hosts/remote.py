@@ -4,8 +4,8 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import Future
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from typing import Protocol
@@ -24,9 +25,10 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.compat import ipyparallel as compat
 from labkit.host.exit_cause import Death
-from labkit.notebook.cluster.hosts import SSH_OPTIONS
-from labkit.notebook.cluster.hosts import Hosts
-from labkit.notebook.cluster.hosts import passed_on
+from labkit.notebook.hosts.hosts import Hosts
+from labkit.notebook.hosts.hosts import passed_on
+from labkit.notebook.hosts.hosts import program
+from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.kernel.output import working_directory
 from labkit.records import AGENT_VARIABLE
 from labkit.records import HOST_VARIABLE
@@ -57,18 +59,23 @@ class Reach(Protocol):
     def begin_on(self, engine_id: int, function: str, *args: Any) -> Any:
         """Call "module:name"(*args): ipyparallel's AsyncResult."""
 
-    def wait_for(self, call: Any, who: str, timeout_s: float) -> Any:
-        """What a call gives; UserError, with the name of `who`, where it fails."""
+    def wait_for(self, call: Any, host: "RemoteHost") -> Any:
+        """What a call to an agent gives; UserError, with the name of its host, where it
+        fails."""
 
 
 class RemoteHost:
     """What a lab has on another host, whose agent answers questions."""
 
-    def __init__(self, name: str, engine_id: int, ask: Ask) -> None:
-        """`name` is as `--hosts` has it, `engine_id` the agent's."""
+    def __init__(
+        self, name: str, engine_id: int, ask: Ask, program: "StartedAgent"
+    ) -> None:
+        """`name` is as the launcher has it, `engine_id` the agent's; `program` is what
+        has started it."""
         self.name = name
         self.engine_id = engine_id
         self.ask = ask
+        self._program = program
         self._engines: dict[int, RemoteEngine] = {}
         self._asked: list[Future[Any]] = []
         self._asked_at = self._looked_at = time.monotonic()
@@ -77,7 +84,19 @@ class RemoteHost:
     @property
     def is_lost(self) -> bool:
         """Whether it has not answered for long: its ranks count as dead."""
-        return self._silent_s > timeouts.LOST_S
+        return self._silent_s > timeouts.LOST_S or self._program.has_ended
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers, or has until a moment ago."""
+        return not self.is_lost
+
+    def death(self) -> str:
+        """Why it does not, in words."""
+        return self._program.why_ended() or (
+            f"its host {self.name} is gone or cut off, and has not answered for "
+            f"{timeouts.LOST_S:g} s"
+        )
 
     def engine(self, pid: int, stack_file: str) -> "RemoteEngine":
         """The engine that the agent has forked as this process."""
@@ -100,20 +119,25 @@ class RemoteHost:
             return
         # What was asked while it could not be reached is never answered.
         del self._asked[: -int(timeouts.LOST_S)]
-        self._asked.append(self.ask("look"))
+        try:
+            self._asked.append(self.ask("look"))
+        except RuntimeError:
+            # It has ended, and has told the controller: it heard no more of it.
+            self._silent_s = math.inf
         self._asked_at = now
         if self.is_lost:
             for engine in self._engines.values():
-                engine.set_ended(
-                    f"its host {self.name} is gone or cut off, and has not answered "
-                    f"for {timeouts.LOST_S:g} s"
-                )
+                engine.set_ended(self.death())
 
     def _take(self, deaths: dict[str, Any]) -> None:
         self._silent_s = 0.0
         for pid, engine in list(self._engines.items()):
-            if (death := deaths.get(str(pid))) is not None:
-                engine.set_death(Death(**death))
+            if (told := deaths.get(str(pid))) is not None:
+                death = Death(**told)
+                # As Slurm ends all of a job.
+                if "SIGTERM" in death.cause and (why := self._program.why_gone()):
+                    death = replace(death, cause=why)
+                engine.set_death(death)
                 del self._engines[pid]
             elif not engine.is_alive:  # it was given up, with its host, which is back
                 engine.kill()
@@ -199,8 +223,7 @@ class RemoteEngine:
 
 
 class RemoteEngines:
-    """Starts engines on other hosts, by way of an agent on each, which ipyparallel's
-    own launcher starts over ssh."""
+    """Starts engines on other hosts, by way of an agent on each."""
 
     def __init__(
         self,
@@ -210,6 +233,7 @@ class RemoteEngines:
         reach: Reach,
     ) -> None:
         """`environment` is what engines have besides their host's own."""
+        self._launcher = hosts.launcher
         self._facts = {each.spec.name: each.facts for each in hosts.found}
         self._host_of = {each.rank: each.host for each in placements}
         self._environment = environment
@@ -222,6 +246,7 @@ class RemoteEngines:
     def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
         """Start an agent on each host that has none, or is lost; it begins to load
         torch."""
+        self._launcher.check()
         names = [
             name
             for name in self._facts
@@ -232,30 +257,34 @@ class RemoteEngines:
         on_progress(f"starting an agent on {', '.join(names)}")
         for name in names:
             if name in self._hosts:  # where it lives, it is of no use any more
-                self._hosts[name].ask("exit")
+                with contextlib.suppress(RuntimeError):
+                    self._hosts[name].ask("exit")
         folders = {
             name: str(Path(self._facts[name].folder, f"labkit-{uuid.uuid4().hex}"))
             for name in names
         }
         common = passed_on(os.environ)
-        environments = {name: {**self._own(name), **common} for name in names}
+        environments = {name: {**common, **self._own(name)} for name in names}
         for name, folder in folders.items():
             self._folders.setdefault(name, []).append(folder)
         known = self._reach.known()
-        with compat.starting_agents(
+        command = program(AGENT)
+        with compat.starting_programs(
             cluster,
             folders,
-            command=[sys.executable, "-P", "-m", AGENT],
-            ssh_options=SSH_OPTIONS,
+            command_of=lambda name: self._launcher.command(name, command),
             environments=environments,
         ) as launchers:
-            begun = [StartingAgent(each) for each in launchers]
-            found = self._reach.register(begun, f"{AGENT}:load", known)
+            begun = {
+                name: StartedAgent(name, each, self._launcher)
+                for name, each in zip(names, launchers, strict=True)
+            }
+            found = self._reach.register([*begun.values()], f"{AGENT}:load", known)
             for (name, _), engine_id in found:
                 ask = functools.partial(
                     self._reach.ask_engine, engine_id, f"host {name}"
                 )
-                self._hosts[name] = RemoteHost(name, engine_id, ask)
+                self._hosts[name] = RemoteHost(name, engine_id, ask, begun[name])
 
     def _own(self, name: str) -> dict[str, str]:
         """The variables that only the processes on this host have."""
@@ -269,7 +298,8 @@ class RemoteEngines:
             HOST_VARIABLE: name,
             AGENT_VARIABLE: json.dumps(told),
             "GLOO_SOCKET_IFNAME": interface,
-            "NCCL_SOCKET_IFNAME": interface,
+            "TP_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": f"={interface}",  # and none that begins like it
         }
 
     @contextlib.contextmanager
@@ -281,16 +311,21 @@ class RemoteEngines:
             by_host.setdefault(self._host_of[rank], []).append(rank)
         started: dict[int, RemoteEngine] = {}
         try:
-            calls = []
+            calls, failed = [], []
             for name, here in by_host.items():
                 names = [f"{next(self._numbers)}" for _ in here]
                 engine_id = self._hosts[name].engine_id
                 calls.append(self._reach.begin_on(engine_id, f"{AGENT}:fork", names))
             for (name, here), call in zip(by_host.items(), calls, strict=True):
-                host = self._hosts[name]
-                forked = self._reach.wait_for(call, f"host {name}", timeouts.START_S)
+                try:
+                    forked = self._reach.wait_for(call, self._hosts[name])
+                except UserError as error:  # the others have forked theirs all the same
+                    failed.append(error)
+                    continue
                 for rank, (pid, stack_file) in zip(here, forked, strict=True):
-                    started[rank] = host.engine(pid, stack_file)
+                    started[rank] = self._hosts[name].engine(pid, stack_file)
+            if failed:
+                raise failed[0]
             yield [started[rank] for rank in ranks]
         except BaseException:
             for engine in started.values():
@@ -343,28 +378,59 @@ class RemoteEngines:
     def end(self) -> None:
         """End everything on every host that answers, and its agent. On one that does
         not, an agent ends by itself when it hears no more of the controller."""
-        calls = [
-            self._reach.begin_on(host.engine_id, f"{AGENT}:end")
-            for host in self._hosts.values()
-            if not host.is_lost
-        ]
+        calls = []
+        for host in self._hosts.values():
+            with contextlib.suppress(UserError):  # it is gone
+                if not host.is_lost:
+                    calls.append(self._reach.begin_on(host.engine_id, f"{AGENT}:end"))
+        deadline = time.monotonic() + timeouts.END_HOST_S
         for call in calls:
-            call.wait(timeouts.END_HOST_S)
+            call.wait(max(deadline - time.monotonic(), 0))
         self._hosts.clear()
 
+    @property
+    def ends_at(self) -> float | None:
+        """When all hosts are taken back, in seconds since the epoch; None for never."""
+        return self._launcher.ends_at
 
-class StartingAgent:
-    """An agent that has yet to register, as `EngineProcess`."""
 
-    is_alive = True
-    """As far as is known: it registers, or does not."""
+class StartedAgent:
+    """The command line here that has started an agent, as `EngineProcess`."""
 
-    def __init__(self, launcher: Any) -> None:
-        self.launcher = launcher
+    def __init__(self, host: str, launcher: Any, launches: HostLauncher) -> None:
+        """`launcher` is ipyparallel's, of a command line that `launches` has made."""
+        self._host = host
+        self._waiter = compat.waiter_of(launcher)
+        self._output = Path(launcher.output_file)
+        self._launches = launches
+        self._why_ended = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self._waiter.is_alive()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the agent has ended, as far as the command line says."""
+        return self._launches.ends_with_program and not self.is_alive
+
+    def why_ended(self) -> str:
+        """Why it has ended; "" where it has not, as far as is known."""
+        if self.has_ended and not self._why_ended:
+            self._why_ended = self.why_gone() or (
+                f"its host {self._host} is gone, or its agent was ended there"
+            )
+        return self._why_ended
+
+    def why_gone(self) -> str:
+        """Why all hosts are gone at once; "" where they are not, as far as is known."""
+        return self._launches.why_gone(self._said())
 
     def log(self) -> str:
-        """What it printed."""
-        with contextlib.suppress(Exception):  # the host is gone
-            file = self.launcher.remote_output_file
-            return str(self.launcher.ssh_sender.check_output(["cat", file]))
+        """What it printed, with the name of its host."""
+        return f"{self._host}: {self._said() or '(nothing)'}"
+
+    def _said(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._output.read_text(errors="replace").strip()
         return ""

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from labkit import timeouts
 from labkit.checks import UserError
 from labkit.checks import short_repr
@@ -24,25 +24,13 @@ from labkit.host.facts import HostFacts
 from labkit.host.facts import address_of
 from labkit.host.facts import own_address
 from labkit.host.facts import versions
+from labkit.notebook.hosts.launcher import HostLauncher
+from labkit.notebook.hosts.launcher import HostSpec
 from labkit.notebook.kernel import interrupts
 
-SSH_OPTIONS = [
-    *("-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeouts.CONNECT_S:.0f}"),
-]
-"""It asks for no password and for no word on a key: nobody could answer."""
 _HOST = re.compile(r"((?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(:(?P<num>[^:]*))?")
 _PASSED_ON = ("PYTHON", "OMP_", "NCCL_", "GLOO_", "TORCH", "CUDA_", "LABKIT_RUNS")
 """Prefixes of variables that ranks on other hosts have as they are here."""
-
-
-@dataclass(frozen=True)
-class HostSpec:
-    """One host of `--hosts`."""
-
-    name: str
-    """As ssh takes it."""
-    num_ranks: int | None
-    """None for one rank for each GPU."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,8 @@ class Hosts:
 
     own_address: str
     found: tuple[FoundHost, ...]
+    launcher: HostLauncher
+    """What starts programs on them; to be closed when they are used no more."""
 
 
 def parse_hosts(text: Any) -> list[HostSpec]:
@@ -105,48 +95,53 @@ def check_interface(what: str, value: Any) -> None:
     address_of(value)
 
 
-def find_hosts(
-    specs: Sequence[HostSpec], *, interface: str | None, device: str
-) -> Hosts:
-    """Ask every host, over ssh, what it has. Nothing is started, and nothing changed.
+def find_hosts(launcher: HostLauncher, *, interface: str | None, device: str) -> Hosts:
+    """Ask every host of a launcher what it has. Nothing is started, or changed.
 
     UserError, which names the hosts, where one cannot be reached, or has another
     version of what has to be the same everywhere.
     """
-    if shutil.which("ssh") is None:
-        raise UserError("there is no ssh here; install OpenSSH's client")
-    here = address_of(interface) if interface else _address_towards(specs)
-    facts = _ask(specs, [here, interface or "", device])
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface is None and gloo in psutil.net_if_addrs():
+        interface = gloo
+    here = address_of(interface) if interface else _address_towards(launcher)
+    told = _ask(launcher, [here, interface or "", device])
     ours = versions()
     wrong = [
-        f"{name} has {_named(library, found.versions.get(library, ''))}, and here is "
-        f"{version}"
-        for name, found in facts.items()
+        f"{name} has {_named(library, found['versions'].get(library, ''))}, and here "
+        f"is {version}"
+        for name, found in told.items()
         for library, version in ours.items()
-        if found.versions.get(library) != version
+        if found["versions"].get(library) != version
     ]
     if wrong:
         raise UserError(
             "; ".join(wrong) + "; all hosts need the same versions. Nothing was started"
         )
-    return Hosts(here, tuple(FoundHost(spec, facts[spec.name]) for spec in specs))
+    facts = {name: HostFacts(**each) for name, each in told.items()}
+    names: dict[str, str] = {}
+    for name, each in facts.items():
+        if (other := names.setdefault(each.address, name)) != name:
+            raise UserError(
+                f"{other} and {name} have the same address, {each.address}; name a "
+                "host once, with all of its ranks. Nothing was started"
+            )
+    found = tuple(FoundHost(spec, facts[spec.name]) for spec in launcher.specs)
+    return Hosts(here, found, launcher)
 
 
 def _named(library: str, version: str) -> str:
     return f"{library} {version}".strip()
 
 
-def _address_towards(specs: Sequence[HostSpec]) -> str:
+def _address_towards(launcher: HostLauncher) -> str:
     """The address of this host at which the others reach it."""
     found = {}
-    for spec in specs:
-        told = subprocess.run(
-            ["ssh", "-G", spec.name], capture_output=True, text=True, check=False
-        )
-        names = re.findall(r"(?m)^hostname (.*)$", told.stdout)
+    for spec in launcher.specs:
         try:
-            found[spec.name] = own_address(socket.gethostbyname(names[0]))
-        except (OSError, IndexError) as error:
+            there = socket.gethostbyname(launcher.address(spec.name))
+            found[spec.name] = own_address(there)
+        except OSError as error:
             raise UserError(
                 f"{spec.name} has no address that is known here ({error}), so it is "
                 "not known which of this host's it reaches: name the network interface "
@@ -162,13 +157,20 @@ def _address_towards(specs: Sequence[HostSpec]) -> str:
     return next(iter(others), "127.0.0.1")
 
 
-def _ask(specs: Sequence[HostSpec], arguments: Sequence[str]) -> dict[str, HostFacts]:
-    """What each host says, by its name."""
+def program(module: str) -> list[str]:
+    """The words that run one of labkit's modules on a host."""
     passed = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] * ("PYTHONPATH" in os.environ)
-    words = ["env", *passed, sys.executable, "-P", "-m", "labkit.host.facts"]
-    command = shlex.join([*words, *arguments])
+    return ["env", *passed, sys.executable, "-P", "-m", module]
+
+
+def _ask(launcher: HostLauncher, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The facts that each host says, by its name."""
+    words = program("labkit.host.facts")
     with contextlib.ExitStack() as files:
-        asked = {spec.name: _Question(spec.name, command, files) for spec in specs}
+        asked = {
+            spec.name: _Question(launcher, spec.name, [*words, *arguments], files)
+            for spec in launcher.specs
+        }
         deadline = time.monotonic() + timeouts.SSH_S
         while any(each.code is None for each in asked.values()):
             interrupts.check()
@@ -177,28 +179,35 @@ def _ask(specs: Sequence[HostSpec], arguments: Sequence[str]) -> dict[str, HostF
             time.sleep(timeouts.POLL_S)
         found, wrong = {}, []
         for name, question in asked.items():
-            line = re.search(rf"(?m)^{MARK} (.*)$", question.said())
+            line = re.search(rf"(?m){MARK} (.*)$", question.said())
             if question.code == 0 and line is not None:
-                found[name] = HostFacts(**json.loads(line[1]))
+                found[name] = json.loads(line[1])
             else:
-                wrong.append(f"{name}: {_why(question.code, question.errors())}")
+                wrong.append(f"{name}: {question.why()}")
     if wrong:
         raise UserError("; ".join(wrong) + ". Nothing was started")
     return found
 
 
 class _Question:
-    """A command on a host, over ssh, under way."""
+    """A program on a host under way."""
 
-    def __init__(self, name: str, command: str, files: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        launcher: HostLauncher,
+        name: str,
+        words: Sequence[str],
+        files: contextlib.ExitStack,
+    ) -> None:
         """It is ended, where it has not yet, with `files`."""
+        self._launcher = launcher
         # What fills no pipe: nobody reads it meanwhile.
         self._said, self._errors = (
             files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
             for _ in range(2)
         )
         self._process = subprocess.Popen(
-            ["ssh", *SSH_OPTIONS, name, "--", command],
+            launcher.command(name, words),
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._errors,
@@ -219,28 +228,23 @@ class _Question:
         self._said.seek(0)
         return self._said.read().decode(errors="replace")
 
-    def errors(self) -> str:
-        """What it wrote to the other one."""
+    def why(self) -> str:
+        """Why it did not say what the host has."""
+        if self.code is None:
+            return f"it has not answered within {timeouts.SSH_S:g} s"
         self._errors.seek(0)
-        return self._errors.read().decode(errors="replace")
-
-
-def _why(code: int | None, errors: str) -> str:
-    """Why a host did not say what it has."""
-    last = "".join(errors.strip().splitlines()[-1:])
-    if code is None:
-        return f"it has not answered over ssh within {timeouts.SSH_S:g} s"
-    if code == 255:
+        errors = self._errors.read().decode(errors="replace")
+        last = "".join(errors.strip().splitlines()[-1:])
+        if "No module named labkit" in errors or "env:" in errors:
+            return (
+                f"it has no labkit at {sys.executable} ({last}); install the same "
+                "environment at the same path"
+            )
         return (
-            f"ssh cannot reach it ({last}); `ssh HOST true` has to work without a "
-            "password"
+            self._launcher.cannot_reach(self.code, last)
+            or last
+            or f"python there ended with exit code {self.code}"
         )
-    if "No module named labkit" in errors or "env:" in errors:
-        return (
-            f"it has no labkit at {sys.executable} ({last}); install the same "
-            "environment at the same path"
-        )
-    return last or f"python there ended with exit code {code}"
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,75 @@
+"""What starts programs on hosts, and says why they are gone."""
+
+import abc
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labkit.checks import UserError
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One host, and how many ranks it is to have."""
+
+    name: str
+    """As the launcher takes it."""
+    num_ranks: int | None
+    """None for one rank for each GPU."""
+
+
+class HostLauncher(abc.ABC):
+    """Starts programs on hosts: that of a `--launcher`."""
+
+    ends_with_program = True
+    """Whether a command line that has ended says that the program has."""
+
+    def __init__(self, specs: Sequence[HostSpec]) -> None:
+        self.specs = list(specs)
+
+    @abc.abstractmethod
+    def command(self, host: str, words: Sequence[str]) -> list[str]:
+        """The command line that runs a program on a host, and ends when that does."""
+
+    @abc.abstractmethod
+    def address(self, host: str) -> str:
+        """An address or a name that the resolver of this host knows."""
+
+    @abc.abstractmethod
+    def cannot_reach(self, code: int, last: str) -> str:
+        """Why a program was not started, from the exit code and the last line of the
+        command line; "" where it was, and failed by itself."""
+
+    def check(self) -> None:
+        """UserError where nothing can be started on the hosts any more."""
+        if why := self.why_gone():
+            raise UserError(f"{why}; %dist_stop, then %dist_start, starts another lab")
+
+    def why_gone(self, said: str = "") -> str:
+        """Why all hosts are gone at once; "" where they are not, as far as is known.
+        `said` is what a command line printed that has ended."""
+        return ""
+
+    @property
+    def ends_at(self) -> float | None:
+        """When all hosts are taken back, in seconds since the epoch; None where nothing
+        limits the time."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what was taken to use the hosts."""
+
+
+def output_of(command: Sequence[str]) -> str:
+    """What a short command prints; UserError, with its last line, where it fails."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        raise UserError(f"{command[0]} failed: {last or f'exit {done.returncode}'}")
+    return done.stdout

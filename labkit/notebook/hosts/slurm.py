@@ -1,0 +1,238 @@
+"""Programs on the hosts of a Slurm job: the one around this process, or its own."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labkit import timeouts
+from labkit.checks import UserError
+from labkit.notebook.hosts.launcher import HostLauncher
+from labkit.notebook.hosts.launcher import HostSpec
+from labkit.notebook.hosts.launcher import output_of
+from labkit.notebook.kernel import interrupts
+
+_MARK = "labkit-job:"
+_TELL = (
+    f'echo {_MARK} "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" "$SLURM_TASKS_PER_NODE"; '
+    "read -r _"
+)
+"""What runs in an allocation of labkit's own, and ends with the pipe to it: so that a
+notebook that is killed leaves no job."""
+_SAID = {
+    "DUE TO TIME LIMIT": "has reached its time limit",
+    "DUE TO PREEMPTION": "was preempted",
+    "DUE TO JOB REQUEUE": "was requeued",
+}
+"""What slurmstepd prints as it ends a step, before the job's state is final."""
+_OVER = {
+    "CANCELLED": "was cancelled",
+    "TIMEOUT": "has reached its time limit",
+    "NODE_FAIL": "has lost a node",
+    "PREEMPTED": "was preempted",
+    "REQUEUED": "was requeued",
+}
+"""What the states of a job that has ended mean."""
+_ENDED = {"COMPLETED", "FAILED", "DEADLINE", "OUT_OF_MEMORY", "BOOT_FAIL"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, as Slurm's variables have it."""
+
+    number: str
+    nodes: str
+    """As "node[1-2]"."""
+    tasks_per_node: str
+    """As "2(x2),1"; "" where nobody asked for tasks."""
+
+
+class Slurm(HostLauncher):
+    """`srun` starts one process on each host of a job."""
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int | None,
+        num_hosts: int | None,
+        options: Sequence[str],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """Outside of a job it waits for one of its own, with `options` of salloc's."""
+        for program in ("srun", "salloc", "scontrol"):
+            if shutil.which(program) is None:
+                raise UserError(f"there is no {program} here: is Slurm installed?")
+        super().__init__([])
+        self._holder: subprocess.Popen[str] | None = None
+        around = job_around(os.environ)
+        if around is not None and options:
+            raise ValueError(
+                f"--launcher-options {' '.join(options)}: this notebook runs in Slurm "
+                f"job {around.number}, whose hosts are used as they are; leave them out"
+            )
+        self._job = around or self._allocate(num_ranks, num_hosts, options, on_progress)
+        try:
+            self.specs = self._place(num_ranks, num_hosts)
+            self._ends_at = self._end_of_job()
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(
+        self,
+        num_ranks: int | None,
+        num_hosts: int | None,
+        options: Sequence[str],
+        on_progress: Callable[[str], None],
+    ) -> Job:
+        wanted = [] if num_ranks is None else [f"--ntasks={num_ranks}"]
+        if num_hosts is not None or num_ranks is None:
+            wanted.append(f"--nodes={num_hosts or 1}")
+        # Ranks on the hosts that are left keep their variables when one fails.
+        command = ["salloc", "--job-name=labkit", "--no-kill", *wanted, *options]
+        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as log:
+            self._holder = subprocess.Popen(
+                [*command, "sh", "-c", _TELL],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # the user's Ctrl-C is the notebook's
+            )
+            try:
+                while True:
+                    interrupts.check()
+                    ended = self._holder.poll() is not None
+                    said.seek(0)
+                    found = re.search(rf"(?m)^{_MARK} (\S+) (\S+) (\S*)$", said.read())
+                    log.seek(0)
+                    last = "".join(log.read().strip().splitlines()[-1:])
+                    last = last.removeprefix("salloc: ").removeprefix("error: ")
+                    if found:
+                        tasks = "" if num_ranks is None else found[3]
+                        return Job(found[1], found[2], tasks)
+                    if ended:
+                        raise UserError(
+                            f"salloc got no job ({last or 'it said nothing'}); "
+                            "--launcher-options takes options of salloc, as "
+                            '--launcher-options "--partition=NAME --time=1:00:00"'
+                        )
+                    on_progress(f"Slurm: {last or 'asking for a job'}")
+                    time.sleep(timeouts.POLL_S)
+            except BaseException:
+                self.close()
+                raise
+
+    def _place(self, num_ranks: int | None, num_hosts: int | None) -> list[HostSpec]:
+        """The hosts of the job that are used, and the ranks of each."""
+        listed = ["scontrol", "show", "hostnames", self._job.nodes]
+        names = output_of(listed).split()
+        if num_hosts is not None and num_hosts > len(names):
+            raise ValueError(
+                f"--nodes {num_hosts}: Slurm job {self._job.number} has {len(names)}, "
+                f"{self._job.nodes}"
+            )
+        tasks = tasks_of(self._job.tasks_per_node)
+        if len(tasks) != len(names) or num_hosts not in (None, len(names)):
+            tasks = []
+        names = names[:num_hosts]
+        if num_ranks is not None and sum(tasks) != num_ranks:
+            if num_ranks < len(names):
+                raise ValueError(
+                    f"-n {num_ranks}: fewer ranks than the {len(names)} hosts; name "
+                    f"fewer with --nodes {num_ranks}"
+                )
+            least, more = divmod(num_ranks, len(names))
+            tasks = [least + (number < more) for number in range(len(names))]
+        return [
+            HostSpec(name, tasks[number] if tasks else None)
+            for number, name in enumerate(names)
+        ]
+
+    def command(self, host: str, words: Sequence[str]) -> list[str]:
+        # Variables of the job, and of a step of it, are options of srun.
+        names = [e for e in os.environ if e.startswith("SLURM_") and e != "SLURM_CONF"]
+        without = [word for name in names for word in ("-u", name)]
+        # It shares all that the job has with what else runs in it, as a notebook.
+        step = ["--overlap", "--cpu-bind=none", "--mpi=none", "--quiet"]
+        one = ["--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+        srun = ["srun", f"--jobid={self._job.number}", *step, *one]
+        return ["env", *without, *srun, *words]
+
+    def address(self, host: str) -> str:
+        return self._ask("node", host).get("NodeAddr", host)
+
+    def cannot_reach(self, code: int, last: str) -> str:
+        return f"srun cannot start a program there ({last})" if "srun:" in last else ""
+
+    def why_gone(self, said: str = "") -> str:
+        for words, what in _SAID.items():
+            if words in said:
+                return f"Slurm job {self._job.number} {what}"
+        try:
+            job = self._ask("job", self._job.number)
+        except UserError as error:
+            # Slurm forgets a job some minutes after its end; a controller of Slurm's
+            # that does not answer for a while has ended nothing.
+            if "Invalid job id" in str(error):
+                return f"Slurm job {self._job.number} has ended"
+            return ""
+        state = job.get("JobState", "")
+        if state == "COMPLETING":  # it is being ended, and this hides its state
+            state = "TIMEOUT" if job.get("Reason") == "TimeLimit" else "CANCELLED"
+        if state in _OVER:
+            return f"Slurm job {self._job.number} {_OVER[state]}"
+        if state in _ENDED:
+            return f"Slurm job {self._job.number} has ended ({state})"
+        return ""
+
+    @property
+    def ends_at(self) -> float | None:
+        return self._ends_at
+
+    def close(self) -> None:
+        holder, self._holder = self._holder, None
+        if holder is None:
+            return
+        with contextlib.suppress(OSError):  # it is gone
+            holder.stdin.close()  # type: ignore[union-attr]
+        if holder.poll() is None:
+            try:  # where it has a job it ends by itself, and where it waits for one
+                holder.wait(timeouts.END_S)
+            except subprocess.TimeoutExpired:
+                holder.terminate()  # it gives up the job that it has asked for
+                holder.wait()
+
+    def _end_of_job(self) -> float | None:
+        end = self._ask("job", self._job.number).get("EndTime", "")
+        return float(end) if end.isdecimal() else None
+
+    def _ask(self, what: str, name: str) -> dict[str, str]:
+        """What `scontrol show` says of it, by field; times are since the epoch."""
+        asked = ["scontrol", "--oneliner", "show", what, name]
+        told = output_of(["env", "SLURM_TIME_FORMAT=%s", *asked])
+        return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", told))
+
+
+def job_around(environment: Mapping[str, str]) -> Job | None:
+    """The job that this process runs in; None outside of one."""
+    number = environment.get("SLURM_JOB_ID")
+    nodes = environment.get("SLURM_JOB_NODELIST")
+    if not number or not nodes:
+        return None
+    # Without tasks asked for, Slurm has one for each core.
+    asked = "SLURM_NTASKS" in environment
+    return Job(number, nodes, environment.get("SLURM_TASKS_PER_NODE", "") * asked)
+
+
+def tasks_of(text: str) -> list[int]:
+    """The numbers that Slurm writes as "2(x2),1"."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text)
+    return [int(num) for num, times in found for _ in range(int(times or 1))]
