@@ -74,7 +74,8 @@ test-long: .venv/installed browser
 
 # Three hosts, as network namespaces: it takes root, iproute2 and OpenSSH's server.
 test-hosts: .venv/installed sshd
-	$(BIN)/pytest --reruns 2 --reruns-delay 3 -m hosts -rs --durations=20 tests/hosts
+	$(BIN)/pytest --reruns 2 --reruns-delay 3 -m "hosts and not release" -rs \
+	  --durations=20 tests/hosts
 
 test-release: .venv/installed browser
 	$(PYTEST) -m release
@@ -135,9 +136,10 @@ browser:
 
 # Elsewhere nobody is given a server that others can log in to.
 sshd:
-	@if [ -z "$$CI" ] || [ -x /usr/sbin/sshd ] && command -v ip > /dev/null; then \
-	  exit 0; fi; \
-	$(call install,openssh-server openssh-client iproute2,the tests on several hosts)
+	@if [ -z "$$CI" ] || [ -x /usr/sbin/sshd ] && [ -x /usr/sbin/slurmd ] && \
+	  command -v ip mpiexec > /dev/null; then exit 0; fi; \
+	$(call install,openssh-server openssh-client iproute2 slurmctld slurmd \
+	  slurm-client munge openmpi-bin,the tests on several hosts)
 
 docs: .venv/installed
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html

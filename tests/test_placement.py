@@ -18,6 +18,9 @@ from labkit.notebook.cluster import placement
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.notebook.hosts.hosts import parse_hosts
+from labkit.notebook.hosts.slurm import Job
+from labkit.notebook.hosts.slurm import job_around
+from labkit.notebook.hosts.slurm import tasks_of
 from labkit.records import Placement
 
 
@@ -271,6 +274,16 @@ def test_hosts_are_read(text: str, found: list[tuple[str, int | None]]) -> None:
         ({"hosts": "node1:2", "interface": "no0"}, "no network interface 'no0'"),
         ({"hosts": "node1:2", "launcher": "local"}, "goes with --launcher ssh"),
         ({"interface": "lo", "launcher": "local"}, "goes with --launcher ssh"),
+        ({"hosts": "node1:2", "nodes": 1}, "--nodes 1 goes with --launcher slurm"),
+        ({"hosts": "node1:2", "launcher": "slurm"}, "with --launcher ssh or mpi; this"),
+        (
+            {"hosts": "node1:2", "launcher_options": "-v"},
+            "--launcher-options -v goes with --launcher slurm or mpi; this is",
+        ),
+        ({"launcher": "mpi", "launcher_options": "'"}, "No closing quotation"),
+        ({"launcher": "mpi", "launcher_options": 3}, "launcher_options is 3"),
+        ({"launcher": "mpi"}, "--launcher mpi needs --hosts"),
+        ({"launcher": "slurm", "nodes": 0}, "nodes is 0"),
         ({"launcher": "rsh"}, "rsh"),
     ],
 )
@@ -279,3 +292,21 @@ def test_hosts_that_cannot_be_are_refused(options: dict[str, Any], words: str) -
     with pytest.raises(ValueError, match=re.escape(words)):
         Lab(**{"launcher": "ssh", **options})
     assert psutil.Process().children(recursive=True) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("2", [2]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("4,1(x2)", [4, 1, 1])],
+)
+def test_tasks_of_slurm_are_read(text: str, found: list[int]) -> None:
+    assert tasks_of(text) == found
+
+
+def test_a_job_around_is_known_with_the_tasks_that_were_asked_for() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    tasks = {"SLURM_TASKS_PER_NODE": "2(x2)"}
+    assert job_around({}) is None
+    # One for each core, of which nobody has said a word.
+    assert job_around({**job, **tasks}) == Job("7", "n[1-2]", "")
+    asked = {**job, **tasks, "SLURM_NTASKS": "4"}
+    assert job_around(asked) == Job("7", "n[1-2]", "2(x2)")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+LIMIT_S = 60
+"""By then nothing is left on a host."""
 BRIDGE = "labkit0"
 SUBNET = "10.213.77"
 """The first three numbers of all addresses; the last one of this host's is 254."""

@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import namespaces
+import psutil
 import pytest
 from kernels import running_kernel
 from kernels import wait_until
+from namespaces import LIMIT_S
 from namespaces import Namespace
 
 from labkit import Lab
@@ -20,7 +23,6 @@ from labkit.checks import UserError
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
 
 HOSTS = "lk1:2,lk2:1,lk3:1"
-LIMIT_S = 60
 CELL = """
 torch.manual_seed(0)
 model = torch.nn.Sequential(
@@ -40,51 +42,9 @@ for x, y in loader:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path) -> Iterator[list[Namespace]]:
-    if reason := namespaces.why_not():
-        pytest.skip(reason)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
-        patch.setenv("LABKIT_RUNS", str(folder / "runs"))
-        (folder / "tmp").mkdir()
-        patch.setenv("TMPDIR", str(folder / "tmp"))
-        with namespaces.hosts(folder, 4) as found:
-            yield found
-
-
-@pytest.fixture(scope="module")
-def three(four: list[Namespace]) -> list[Namespace]:
-    return four[:3]
-
-
-@pytest.fixture(scope="module")
 def lab(three: list[Namespace]) -> Iterator[Lab]:
     with Lab(launcher="ssh", hosts=HOSTS) as lab:
         yield lab
-
-
-@pytest.fixture
-def nothing_left(four: list[Namespace]) -> Iterator[None]:
-    """After the test there is what was there before it."""
-    before = [(each.programs(), each.listening()) for each in four]
-    temporary = leftovers()
-    yield
-    wait_until(
-        lambda: [(each.programs(), each.listening()) for each in four] == before,
-        LIMIT_S,
-        "processes or ports are left on a host",
-    )
-    wait_until(lambda: leftovers() == temporary, LIMIT_S, "a folder is left")
-
-
-def leftovers() -> set[Path]:
-    """Folders of labs, here and on the hosts, which share /tmp."""
-    return {*Path("/tmp").glob("labkit-" + "?" * 32)}
 
 
 def test_ranks_have_the_places_that_torchrun_gives(lab: Lab) -> None:
@@ -254,6 +214,56 @@ def test_a_host_that_dies_ends_the_cell_and_is_named(four: list[Namespace]) -> N
         assert lab.restart() == [2]
         lab.run("dist.barrier()\nhas = 'kept' in globals()")
         assert lab.pull("has", "all") == [True, True, False]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_agents_that_heard_nothing_for_long_are_started_again(
+    three: list[Namespace],
+) -> None:
+    with Lab(launcher="ssh", hosts="lk1:1,lk2:1") as lab:
+        [controller] = [
+            each
+            for each in psutil.Process().children(recursive=True)
+            if "ipyparallel.controller" in " ".join(each.cmdline())
+        ]
+        controller.suspend()  # as all here where a laptop is closed
+
+        def have_ended() -> bool:
+            return not any("host.agent" in e for h in three[:2] for e in h.programs())
+
+        wait_until(have_ended, LIMIT_S, "agents wait for ever")
+        controller.resume()
+        wait_until(
+            lambda: set(lab.status()["state"]) == {"dead"}, LIMIT_S, "they are not dead"
+        )
+        assert lab.restart() == [0, 1]
+        lab.run("dist.barrier()")
+
+
+@pytest.mark.usefixtures("nothing_left", "three")
+def test_one_host_under_two_names_is_refused() -> None:
+    with pytest.raises(UserError, match="lk1 and root@lk1 have the same address"):
+        Lab(launcher="ssh", hosts="lk1:1,root@lk1:1")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_mpiexec_starts_ranks(
+    three: list[Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("mpiexec") is None:
+        pytest.skip("there is no mpiexec: apt-get install openmpi-bin")
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    hosts = ",".join(f"{each.address}:1" for each in three[:2])
+    with Lab(launcher="mpi", hosts=hosts) as lab:
+        lab.run(
+            "import os\nfound = torch.ones(1) * rank\ndist.all_reduce(found)\n"
+            "found = found.item(), len(os.sched_getaffinity(0))\n"
+            "of_mpi = [name for name in os.environ if name.startswith('OMPI')]"
+        )
+        num_cores = len(os.sched_getaffinity(0))
+        assert lab.pull("found", "all") == [(1.0, num_cores)] * 2
+        assert lab.pull("of_mpi", "all") == [[], []]
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -1,0 +1,161 @@
+"""Ranks in Slurm jobs: a real Slurm, with two of the hosts as its nodes."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slurm
+from kernels import wait_until
+from namespaces import LIMIT_S
+from namespaces import Namespace
+from test_hosts import CELL
+
+from labkit import Lab
+from labkit import RankError
+from labkit.checks import UserError
+
+pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
+
+FOREVER = "import time\nwhile True:\n    time.sleep(0.1)\n    dist.barrier()"
+
+
+@pytest.fixture(scope="module")
+def nodes(four: list[Namespace], folder: Path) -> Iterator[list[Namespace]]:
+    """The hosts of Slurm's nodes, lk1 and lk2."""
+    if reason := slurm.why_not():
+        pytest.skip(reason)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        slurm.running(folder / "slurm", four[:2]) as config,
+    ):
+        patch.setenv("SLURM_CONF", str(config))
+        yield four[:2]
+
+
+@pytest.fixture
+def no_job_left(nodes: list[Namespace]) -> Iterator[None]:
+    yield
+    wait_until(lambda: jobs() == [], LIMIT_S, "a job is left")
+
+
+def jobs() -> list[str]:
+    told = subprocess.run(
+        ["squeue", "--noheader", "--format=%i"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return told.stdout.split()
+
+
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_job_of_its_own_has_the_ranks() -> None:
+    said: list[str] = []
+    with Lab(3, launcher="slurm", nodes=2, on_progress=said.append) as lab:
+        assert len(jobs()) == 1
+        assert any(line.startswith("Slurm: ") for line in said)
+        assert [each.host for each in lab.placements] == ["lk1", "lk1", "lk2"]
+        lab.run(
+            "import os\nnames = [n for n in os.environ if n.startswith('SLURM')]\n"
+            "place = os.environ['LOCAL_RANK'], os.environ['GROUP_RANK']"
+        )
+        assert lab.pull("place", "all") == [("0", "0"), ("1", "0"), ("0", "1")]
+        # What a library would take for the place of the rank.
+        assert "SLURM_JOB_ID" in lab.pull("names", 0)
+        assert not {"SLURM_PROCID", "SLURM_NTASKS"} & set(lab.pull("names", 0))
+        found = losses(lab)
+    with Lab(num_ranks=3) as here:
+        assert found == pytest.approx(losses(here), rel=1e-6)
+
+
+def losses(lab: Lab) -> list[float]:
+    run = lab.train("fsdp", CELL, live=False)
+    mean: list[float] = run.history.groupby("step")["loss"].mean().tolist()
+    assert len(mean) == 8
+    return mean
+
+
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_in_an_allocation_its_hosts_are_used(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        from labkit import Lab
+
+        for settings in ({}, {"num_ranks": 2, "nodes": 1}):
+            with Lab(launcher="slurm", **settings) as lab:
+                lab.run("dist.barrier()")
+                print([each.host for each in lab.placements])
+        """)
+    )
+    command = ["salloc", "--nodes=2", "--ntasks=3", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first in ("['lk1', 'lk1', 'lk2']", "['lk1', 'lk2', 'lk2']")
+    assert second == "['lk1', 'lk1']"
+
+
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_job_that_is_cancelled_is_named() -> None:
+    with Lab(2, launcher="slurm", nodes=2) as lab:
+        [job] = jobs()
+        cancel = threading.Timer(2, subprocess.run, [["scancel", job]])
+        cancel.start()
+        with pytest.raises(RankError, match=f"Slurm job {job} was cancelled"):
+            lab.run(FOREVER)
+        cancel.join()
+        with pytest.raises(UserError, match=rf"job {job} .*; %dist_stop, then"):
+            lab.restart()
+
+
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_kernel_that_is_killed_leaves_no_job(tmp_path: Path) -> None:
+    script = (
+        "from labkit import Lab\nimport time\n"
+        "lab = Lab(2, launcher='slurm', nodes=2)\nprint('ready', flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.usefixtures("no_job_left")
+def test_what_slurm_does_not_give_is_said() -> None:
+    with pytest.raises(UserError, match=r"salloc got no job .*Invalid partition"):
+        Lab(2, launcher="slurm", launcher_options="--partition=none")
+    with pytest.raises(UserError, match="salloc got no job"):
+        Lab(launcher="slurm", nodes=3)
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_run_stops_with_a_checkpoint_before_the_job_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm counts in minutes."""
+    endless = CELL.replace("for x, y in loader", "for x, y in every_batch(loader)")
+    steps = "def every_batch(loader):\n    while True:\n        yield from loader\n"
+    with Lab(2, launcher="slurm", nodes=2, launcher_options="--time=2") as lab:
+        run = lab.train("fsdp", steps + endless, live=False, checkpoint=tmp_path)
+        assert run.state == "interrupted"
+        assert (
+            "was stopped 60 s before, with a checkpoint in" in capsys.readouterr().out
+        )
+        saved = run.num_steps
+        with pytest.raises(RankError, match="has reached its time limit"):
+            lab.run(FOREVER)
+    with Lab(2, launcher="slurm", nodes=2) as lab:
+        again = lab.train("fsdp", CELL, live=False, checkpoint=tmp_path, resume=True)
+        assert f"resumed from step {saved}" in capsys.readouterr().out
+        assert again.state == "finished"
