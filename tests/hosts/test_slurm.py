@@ -134,7 +134,7 @@ def test_a_kernel_that_is_killed_leaves_no_job(tmp_path: Path) -> None:
 def test_what_slurm_does_not_give_is_said() -> None:
     with pytest.raises(UserError, match=r"salloc got no job .*Invalid partition"):
         Lab(2, launcher="slurm", launcher_options="--partition=none")
-    with pytest.raises(UserError, match="salloc got no job"):
+    with pytest.raises(UserError, match=r"salloc got no job \(PartitionNodeLimit"):
         Lab(launcher="slurm", nodes=3)
 
 

@@ -159,7 +159,8 @@ def _address_towards(launcher: HostLauncher) -> str:
 
 def program(module: str) -> list[str]:
     """The words that run one of labkit's modules on a host."""
-    passed = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] * ("PYTHONPATH" in os.environ)
+    path = os.environ.get("PYTHONPATH")
+    passed = [f"PYTHONPATH={path}"] if path else []
     return ["env", *passed, sys.executable, "-P", "-m", module]
 
 

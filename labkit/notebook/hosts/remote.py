@@ -349,6 +349,7 @@ class RemoteEngines:
 
     def end_sessions(self, engines: Sequence[Any]) -> None:
         """End what is left of what engines have started."""
+        self._launcher.check()
         pids: dict[str, list[int]] = {}
         for each in engines:
             pids.setdefault(each.host.name, []).append(each.pid)

@@ -40,6 +40,11 @@ _OVER = {
     "REQUEUED": "was requeued",
 }
 """What the states of a job that has ended mean."""
+_NEVER = {
+    *("BadConstraints", "InvalidAccount", "InvalidQOS"),
+    *("PartitionNodeLimit", "PartitionTimeLimit"),
+}
+"""Reasons for which a job waits that no other job's end changes."""
 _ENDED = {"COMPLETED", "FAILED", "DEADLINE", "OUT_OF_MEMORY", "BOOT_FAIL"}
 
 
@@ -71,6 +76,8 @@ class Slurm(HostLauncher):
                 raise UserError(f"there is no {program} here: is Slurm installed?")
         super().__init__([])
         self._holder: subprocess.Popen[str] | None = None
+        self._has_job = False
+        self._reason, self._ask_at = "", time.monotonic() + timeouts.ASK_S
         around = job_around(os.environ)
         if around is not None and options:
             raise ValueError(
@@ -109,26 +116,43 @@ class Slurm(HostLauncher):
             try:
                 while True:
                     interrupts.check()
-                    ended = self._holder.poll() is not None
+                    has_ended = self._holder.poll() is not None
                     said.seek(0)
                     found = re.search(rf"(?m)^{_MARK} (\S+) (\S+) (\S*)$", said.read())
-                    log.seek(0)
-                    last = "".join(log.read().strip().splitlines()[-1:])
-                    last = last.removeprefix("salloc: ").removeprefix("error: ")
                     if found:
                         tasks = "" if num_ranks is None else found[3]
+                        self._has_job = True
                         return Job(found[1], found[2], tasks)
-                    if ended:
+                    log.seek(0)
+                    words = log.read()
+                    last = "".join(words.strip().splitlines()[-1:])
+                    last = last.removeprefix("salloc: ").removeprefix("error: ")
+                    reason = self._waits_for(words)
+                    if has_ended or reason in _NEVER:
+                        why = f"{reason}: it would wait for ever" if reason else last
                         raise UserError(
-                            f"salloc got no job ({last or 'it said nothing'}); "
+                            f"salloc got no job ({why or 'it said nothing'}); "
                             "--launcher-options takes options of salloc, as "
                             '--launcher-options "--partition=NAME --time=1:00:00"'
                         )
-                    on_progress(f"Slurm: {last or 'asking for a job'}")
+                    state = f"{last} ({reason})" if reason else last
+                    on_progress(f"Slurm: {state or 'asking for a job'}")
                     time.sleep(timeouts.POLL_S)
             except BaseException:
                 self.close()
                 raise
+
+    def _waits_for(self, said: str) -> str:
+        """Why Slurm has not started the job yet, in its own word; "" where it has not
+        said. It is asked every few seconds."""
+        pending = re.search(r"job (?:allocation )?(\d+)", said)
+        if pending and time.monotonic() > self._ask_at:
+            self._ask_at = time.monotonic() + timeouts.PROGRESS_S
+            asked = ["squeue", "--noheader", "--format=%r", f"--jobs={pending[1]}"]
+            with contextlib.suppress(UserError):  # it has just ended
+                reason = output_of(asked).strip()
+                self._reason = "" if reason == "None" else reason
+        return self._reason
 
     def _place(self, num_ranks: int | None, num_hosts: int | None) -> list[HostSpec]:
         """The hosts of the job that are used, and the ranks of each."""
@@ -203,12 +227,13 @@ class Slurm(HostLauncher):
             return
         with contextlib.suppress(OSError):  # it is gone
             holder.stdin.close()  # type: ignore[union-attr]
-        if holder.poll() is None:
-            try:  # where it has a job it ends by itself, and where it waits for one
-                holder.wait(timeouts.END_S)
-            except subprocess.TimeoutExpired:
-                holder.terminate()  # it gives up the job that it has asked for
-                holder.wait()
+        if not self._has_job:
+            holder.terminate()  # it gives up the job that it has asked for
+        try:
+            holder.wait(timeouts.END_S)
+        except subprocess.TimeoutExpired:
+            holder.kill()
+            holder.wait()
 
     def _end_of_job(self) -> float | None:
         end = self._ask("job", self._job.number).get("EndTime", "")
