@@ -216,20 +216,26 @@ def test_a_host_that_dies_ends_the_cell_and_is_named(four: list[Namespace]) -> N
         assert lab.pull("has", "all") == [True, True, False]
 
 
+def controllers() -> set[psutil.Process]:
+    """ipyparallel's, of all labs of this process."""
+    return {
+        each
+        for each in psutil.Process().children(recursive=True)
+        if "ipyparallel.controller" in " ".join(each.cmdline())
+    }
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_agents_that_heard_nothing_for_long_are_started_again(
     three: list[Namespace],
 ) -> None:
+    before, others = [each.programs() for each in three], controllers()
     with Lab(launcher="ssh", hosts="lk1:1,lk2:1") as lab:
-        [controller] = [
-            each
-            for each in psutil.Process().children(recursive=True)
-            if "ipyparallel.controller" in " ".join(each.cmdline())
-        ]
+        [controller] = controllers() - others
         controller.suspend()  # as all here where a laptop is closed
 
         def have_ended() -> bool:
-            return not any("host.agent" in e for h in three[:2] for e in h.programs())
+            return [each.programs() for each in three] == before
 
         wait_until(have_ended, LIMIT_S, "agents wait for ever")
         controller.resume()
