@@ -45,6 +45,8 @@ class Death:
     """When it was found out, in seconds since the epoch."""
     line: int | None
     """Of the cell, at which native code crashed."""
+    remedy: str = "%dist_restart brings it back"
+    """What to do about it."""
 
     def __str__(self) -> str:
         return f"pid {self.pid}, {self.cause}"

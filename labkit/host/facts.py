@@ -83,6 +83,16 @@ def interface_of(address: str) -> str:
     raise ValueError(f"no network interface has the address {address}")
 
 
+def _writable_folder() -> str:
+    for each in (os.environ.get("TMPDIR", ""), "/tmp", str(Path.home())):
+        if each and os.access(each, os.W_OK):
+            return each
+    raise UserError(
+        "no folder for temporary files can be written to: TMPDIR, /tmp and the home "
+        "folder were tried; set TMPDIR"
+    )
+
+
 def read_facts(towards: str, interface: str | None, device: str) -> HostFacts:
     """The facts of this host, as seen on the way to the address of another."""
     address = address_of(interface) if interface else own_address(towards)
@@ -93,11 +103,7 @@ def read_facts(towards: str, interface: str | None, device: str) -> HostFacts:
         memory_bytes=psutil.virtual_memory().total,
         address=address,
         interface=interface_of(address),
-        folder=next(
-            each
-            for each in (os.environ.get("TMPDIR", ""), "/tmp", str(Path.home()))
-            if each and os.access(each, os.W_OK)
-        ),
+        folder=_writable_folder(),
     )
 
 

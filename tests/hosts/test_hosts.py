@@ -162,13 +162,13 @@ def test_another_version_is_named_by_host(
     package.mkdir()
     (package / "METADATA").write_text("Name: deepspeed\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"lk1 has deepspeed \S+, and here is 9.9; lk2"):
+    with pytest.raises(UserError, match=r"deepspeed is \S+ on lk1 and 9.9 here; deep"):
         Lab(launcher="ssh", hosts="lk1:1,lk2:1")
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_that_ssh_cannot_reach_is_named(three: list[Namespace]) -> None:
-    with pytest.raises(UserError, match=r"nowhere: ssh cannot reach it|nowhere has no"):
+    with pytest.raises(UserError, match=r"nowhere: ssh failed|address of nowhere is"):
         Lab(launcher="ssh", hosts="lk1:1,nowhere:1")
 
 

@@ -107,7 +107,9 @@ def test_a_job_that_is_cancelled_is_named() -> None:
         [job] = jobs()
         cancel = threading.Timer(2, subprocess.run, [["scancel", job]])
         cancel.start()
-        with pytest.raises(RankError, match=f"Slurm job {job} was cancelled"):
+        with pytest.raises(
+            RankError, match=f"Slurm job {job} was cancelled; %dist_stop"
+        ):
             lab.run(FOREVER)
         cancel.join()
         with pytest.raises(UserError, match=rf"job {job} .*; %dist_stop, then"):
@@ -132,9 +134,9 @@ def test_a_kernel_that_is_killed_leaves_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_job_left")
 def test_what_slurm_does_not_give_is_said() -> None:
-    with pytest.raises(UserError, match=r"salloc got no job .*Invalid partition"):
+    with pytest.raises(UserError, match=r"salloc got no job: .*Invalid partition"):
         Lab(2, launcher="slurm", launcher_options="--partition=none")
-    with pytest.raises(UserError, match=r"salloc got no job \(PartitionNodeLimit"):
+    with pytest.raises(UserError, match="no job: PartitionNodeLimit, so Slurm"):
         Lab(launcher="slurm", nodes=3)
 
 
@@ -150,7 +152,7 @@ def test_a_run_stops_with_a_checkpoint_before_the_job_ends(
         run = lab.train("fsdp", steps + endless, live=False, checkpoint=tmp_path)
         assert run.state == "interrupted"
         assert (
-            "was stopped 60 s before, with a checkpoint in" in capsys.readouterr().out
+            "was stopped after a step, 60 s before the job" in capsys.readouterr().out
         )
         saved = run.num_steps
         with pytest.raises(RankError, match="has reached its time limit"):

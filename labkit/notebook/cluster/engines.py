@@ -283,7 +283,7 @@ class Cluster(Engines):
         try:
             return self._client[engine_id].apply_async(call_by_name, function, args)
         except (IndexError, ipyparallel.error.NoEnginesRegistered) as error:
-            raise UserError("a host has told the controller that it is gone") from error
+            raise UserError("an agent on another host has ended") from error
 
     def wait_for(self, call: Any, host: RemoteHost) -> Any:
         try:

@@ -44,10 +44,9 @@ RANK_BYTES = 200 * 2**20
 
 
 def check_num_ranks(what: str, num_ranks: Any) -> None:
-    """ValueError unless it is a number of ranks that this machine's memory holds."""
+    """ValueError unless it is a number of ranks."""
     if not is_int(num_ranks) or num_ranks < 1:
         raise ValueError(f"{short_repr(num_ranks)} ranks; choose 1 or more, as -n 2")
-    check_memory(num_ranks, psutil.virtual_memory().total)
 
 
 def check_memory(num_ranks: int, memory: int) -> None:
@@ -67,7 +66,7 @@ def check_words(what: str, value: Any) -> None:
         shlex.split(value if isinstance(value, str) else "'")
     except ValueError as error:
         raise ValueError(
-            f"{what} is {short_repr(value)}; it is a line of options: {error}"
+            f"{what} is {short_repr(value)}; write options as in a shell ({error})"
         ) from None
 
 
@@ -121,9 +120,9 @@ class StartOptions:
     )
     launcher: str = option(
         "local",
-        "what starts the ranks: ssh and mpi start them on the hosts that --hosts "
-        "names, slurm on those of a Slurm job: the one that the notebook runs in, or "
-        "one of its own",
+        "where ranks start: local, on this host; ssh or mpi, on the hosts that --hosts "
+        "names; slurm, on those of the Slurm job that the notebook runs in, or else of "
+        "a new job",
         partial(check_choice, choices=LAUNCHERS),
         choices=LAUNCHERS,
     )
@@ -136,22 +135,22 @@ class StartOptions:
     )
     nodes: int | None = option(
         None,
-        "with --launcher slurm: on how many hosts; by default all of the job's, and 1 "
-        "in a job of its own",
+        "with --launcher slurm: the number of hosts; by default all of the job around "
+        "the notebook; a new job has 1, or what Slurm needs for -n",
         partial(check_count, meaning="hosts of a Slurm job", most=MAX_HOSTS),
         metavar="K",
     )
     launcher_options: str | None = option(
         None,
-        "what salloc or mpiexec is given besides, in quotes, as "
+        "more options for salloc or mpiexec, in quotes, as "
         '"--partition=gpu --time=1:00:00"',
         check_words,
         metavar="OPTIONS",
     )
     interface: str | None = option(
         None,
-        "the network interface by which hosts reach each other; by default that of the "
-        "route to them",
+        "the network interface that connects the hosts, by the same name on all of "
+        "them and here; by default the one with the route to them",
         check_interface,
         metavar="NAME",
     )
@@ -166,12 +165,14 @@ def place_ranks(
     cannot be.
     """
     check_values(options)
+    check_memory(options.num_ranks or 0, psutil.virtual_memory().total)
     return _place_on_host(options, num_gpus, num_cores())
 
 
 def _place_on_host(
-    options: StartOptions, num_gpus: int | None, cores: int
+    options: StartOptions, num_gpus: int | None, cores: int, fewer: str = "-n "
 ) -> list[Placement]:
+    """`fewer` is what names a smaller number of ranks, before that number."""
     num_ranks, threads = options.num_ranks, options.threads
     backend, device = options.backend, options.device
     if num_gpus is None:
@@ -195,7 +196,7 @@ def _place_on_host(
         gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are"
         raise ValueError(
             f"{num_ranks} ranks, but {gpus} visible and NCCL needs one for each rank; "
-            f"use -n {num_gpus}, or --backend gloo to let several ranks share a GPU, "
+            f"use {fewer}{num_gpus}, or --backend gloo to let several ranks share a GPU, "
             "or --backend gloo --device cpu to leave it alone"
         )
     if threads is None:
@@ -234,20 +235,19 @@ def check_launcher(options: StartOptions) -> None:
         if value is not None and options.launcher not in launchers:
             flag = name.replace("_", "-")
             without = (
-                "without it all ranks are on this host"
+                "the default, local, starts all ranks on this host"
                 if options.launcher == "local"
                 else f"this is --launcher {options.launcher}"
             )
             raise ValueError(
-                f"--{flag} {value} goes with --launcher {' or '.join(launchers)}; "
-                f"{without}"
+                f"--{flag} {value} needs --launcher {' or '.join(launchers)}; {without}"
             )
     if options.launcher not in _GOES_WITH["hosts"]:
         return
     if options.hosts is None:
         raise ValueError(
-            f"--launcher {options.launcher} needs --hosts HOST:N,HOST:N: where ranks "
-            "are started, and how many"
+            f"--launcher {options.launcher} needs --hosts, as in --hosts "
+            "node1:8,node2:8 (without a number: one rank per GPU, or 2 on the CPU)"
         )
     if options.num_ranks is not None:
         raise ValueError(
@@ -299,8 +299,8 @@ def _place_on(hosts: Hosts, options: StartOptions) -> list[Placement]:
     if device == "auto" and 0 < len(having) < len(hosts.found):
         without = [e.spec.name for e in hosts.found if e.spec.name not in having]
         raise ValueError(
-            f"{', '.join(having)} have GPUs, and {', '.join(without)} have none; use "
-            "--device cpu, or hosts that are alike"
+            f"GPUs on {', '.join(having)}, none on {', '.join(without)}; use --device "
+            "cpu, or only hosts with GPUs"
         )
     places = []
     for number, host in enumerate(hosts.found):
@@ -308,7 +308,8 @@ def _place_on(hosts: Hosts, options: StartOptions) -> list[Placement]:
         local = replace(options, num_ranks=host.spec.num_ranks)
         try:
             check_memory(host.spec.num_ranks or 0, facts.memory_bytes)
-            here = _place_on_host(local, facts.num_gpus, facts.num_cores)
+            fewer = f"--hosts {host.spec.name}:" if options.hosts else "-n "
+            here = _place_on_host(local, facts.num_gpus, facts.num_cores, fewer)
             check_memory(len(here), facts.memory_bytes)
         except ValueError as error:
             raise ValueError(f"{host.spec.name}: {error}") from None

@@ -342,7 +342,7 @@ class CellExecution:
             rank=rank,
             status="died",
             ename="the process died",
-            evalue=f"{death}; %dist_restart brings it back",
+            evalue=f"{death}; {death.remedy}",
             where=where,
             group_in_place=False,
         )

@@ -239,13 +239,10 @@ class Training:
             yield
             return
 
+        asked_at: list[float] = []
+
         def stop() -> None:
-            clock = time.strftime("%H:%M:%S", time.localtime(ends_at))
-            self._said_of_job.append(
-                f"the job that has the hosts ends at {clock}, so {self._name} was "
-                f"stopped {timeouts.JOB_END_S:g} s before, with a checkpoint in "
-                f"{plan.directory}; --resume continues it in the next job"
-            )
+            asked_at.append(time.time())
             try:
                 self._execution.stop_at_a_step()
             except RuntimeError:  # a rank does not answer
@@ -259,6 +256,23 @@ class Training:
             yield
         finally:
             timer.cancel()
+            if asked_at and self.run.state != "finished":
+                self._said_of_job = self._job_ended(ends_at, plan, asked_at[0])
+
+    def _job_ended(self, ends_at: float, plan: CheckpointPlan, at: float) -> list[str]:
+        clock = time.strftime("%H:%M:%S", time.localtime(ends_at))
+        if self._execution.is_stopping and self.run.state == "interrupted":
+            return [
+                f"{self._name} was stopped after a step, {ends_at - at:.0f} s before "
+                f"the job that has the hosts ends (at {clock}); its checkpoint is in "
+                f"{plan.directory}. To continue, start a lab in another job and run "
+                "the cell with --resume"
+            ]
+        return [
+            f"{self._name} did not reach the end of a step before the job that has the "
+            f"hosts ended (at {clock}); --resume continues from the last checkpoint in "
+            f"{plan.directory}"
+        ]
 
     def _send_work(self) -> None:
         # A function may refer to much, and what it refers to may run code.

@@ -26,6 +26,7 @@ from labkit.host.facts import own_address
 from labkit.host.facts import versions
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
+from labkit.notebook.hosts.launcher import last_line
 from labkit.notebook.kernel import interrupts
 
 _HOST = re.compile(r"((?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(:(?P<num>[^:]*))?")
@@ -63,9 +64,9 @@ def parse_hosts(text: Any) -> list[HostSpec]:
         match = _HOST.fullmatch(each.strip())
         if match is None:
             raise ValueError(
-                f"--hosts {short_repr(text)}: {each.strip()!r} is no host; write "
-                "HOST:N,HOST:N, as node1:2,node2:2, where HOST is what ssh takes (a "
-                "port goes into ~/.ssh/config)"
+                f"--hosts {short_repr(text)}: {each.strip()!r} is not a host; write "
+                "HOST:N,HOST:N, as node1:2,node2:2. HOST is a name, an IPv4 address or "
+                "user@name (a port goes into ~/.ssh/config)"
             )
         num = match["num"]
         if num is not None and not (num.isdecimal() and int(num)):
@@ -101,22 +102,24 @@ def find_hosts(launcher: HostLauncher, *, interface: str | None, device: str) ->
     UserError, which names the hosts, where one cannot be reached, or has another
     version of what has to be the same everywhere.
     """
-    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interface is None and gloo in psutil.net_if_addrs():
-        interface = gloo
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(name, "").removeprefix("=")
+        if interface is None and value in psutil.net_if_addrs():
+            interface = value
     here = address_of(interface) if interface else _address_towards(launcher)
     told = _ask(launcher, [here, interface or "", device])
     ours = versions()
     wrong = [
-        f"{name} has {_named(library, found['versions'].get(library, ''))}, and here "
-        f"is {version}"
+        f"{library} is {found['versions'].get(library, 'unknown')} on {name} and "
+        f"{version} here"
         for name, found in told.items()
         for library, version in ours.items()
         if found["versions"].get(library) != version
     ]
     if wrong:
         raise UserError(
-            "; ".join(wrong) + "; all hosts need the same versions. Nothing was started"
+            "; ".join(wrong) + "; install the same versions on all hosts. Nothing was "
+            "started"
         )
     facts = {name: HostFacts(**each) for name, each in told.items()}
     names: dict[str, str] = {}
@@ -130,10 +133,6 @@ def find_hosts(launcher: HostLauncher, *, interface: str | None, device: str) ->
     return Hosts(here, found, launcher)
 
 
-def _named(library: str, version: str) -> str:
-    return f"{library} {version}".strip()
-
-
 def _address_towards(launcher: HostLauncher) -> str:
     """The address of this host at which the others reach it."""
     found = {}
@@ -143,16 +142,16 @@ def _address_towards(launcher: HostLauncher) -> str:
             found[spec.name] = own_address(there)
         except OSError as error:
             raise UserError(
-                f"{spec.name} has no address that is known here ({error}), so it is "
-                "not known which of this host's it reaches: name the network interface "
-                "with --interface. Nothing was started"
+                f"the address of {spec.name} is unknown here ({error}), so labkit "
+                "cannot choose the network between it and this host: name the network "
+                "interface with --interface. Nothing was started"
             ) from error
     others = {each for each in found.values() if not each.startswith("127.")}
     if len(others) > 1:
         ways = ", ".join(f"{name} from {each}" for name, each in found.items())
         raise UserError(
-            f"the hosts are reached from several addresses of this one ({ways}); name "
-            "the network interface with --interface. Nothing was started"
+            f"this host reaches the hosts by several networks ({ways}); name the one "
+            "that all of them share with --interface. Nothing was started"
         )
     return next(iter(others), "127.0.0.1")
 
@@ -202,6 +201,7 @@ class _Question:
     ) -> None:
         """It is ended, where it has not yet, with `files`."""
         self._launcher = launcher
+        self._host = name
         # What fills no pipe: nobody reads it meanwhile.
         self._said, self._errors = (
             files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
@@ -235,16 +235,16 @@ class _Question:
             return f"it has not answered within {timeouts.SSH_S:g} s"
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace")
-        last = "".join(errors.strip().splitlines()[-1:])
+        last = last_line(errors)
         if "No module named labkit" in errors or "env:" in errors:
             return (
-                f"it has no labkit at {sys.executable} ({last}); install the same "
-                "environment at the same path"
+                f"labkit cannot be imported with {sys.executable} there ({last}); "
+                "install the same environment at the same path"
             )
         return (
-            self._launcher.cannot_reach(self.code, last)
+            self._launcher.cannot_reach(self._host, self.code, last)
             or last
-            or f"python there ended with exit code {self.code}"
+            or f"Python there ended with exit code {self.code}"
         )
 
 

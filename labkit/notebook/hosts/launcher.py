@@ -1,11 +1,14 @@
 """What starts programs on hosts, and says why they are gone."""
 
 import abc
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labkit.checks import UserError
+
+ANOTHER_LAB = "%dist_stop, then %dist_start, starts another lab"
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,14 @@ class HostLauncher(abc.ABC):
         """An address or a name that the resolver of this host knows."""
 
     @abc.abstractmethod
-    def cannot_reach(self, code: int, last: str) -> str:
+    def cannot_reach(self, host: str, code: int, last: str) -> str:
         """Why a program was not started, from the exit code and the last line of the
         command line; "" where it was, and failed by itself."""
 
     def check(self) -> None:
         """UserError where nothing can be started on the hosts any more."""
         if why := self.why_gone():
-            raise UserError(f"{why}; %dist_stop, then %dist_start, starts another lab")
+            raise UserError(f"{why}; {ANOTHER_LAB}")
 
     def why_gone(self, said: str = "") -> str:
         """Why all hosts are gone at once; "" where they are not, as far as is known.
@@ -70,6 +73,12 @@ def output_of(command: Sequence[str]) -> str:
         stdin=subprocess.DEVNULL,
     )
     if done.returncode:
-        last = "".join(done.stderr.strip().splitlines()[-1:])
+        last = last_line(done.stderr)
         raise UserError(f"{command[0]} failed: {last or f'exit {done.returncode}'}")
     return done.stdout
+
+
+def last_line(text: str) -> str:
+    """The last line with a letter in it: Open MPI frames its errors in dashes."""
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
+    return "".join(lines[-1:])

@@ -1,4 +1,4 @@
-"""Programs on hosts by mpiexec: OpenMPI's, MPICH's or Intel's."""
+"""Programs on hosts by mpiexec: Open MPI's, MPICH's or Intel's."""
 
 import shutil
 from collections.abc import Sequence
@@ -26,5 +26,6 @@ class Mpi(HostLauncher):
     def address(self, host: str) -> str:
         return host
 
-    def cannot_reach(self, code: int, last: str) -> str:
-        return ""  # its exit code does not say whether the program was started
+    def cannot_reach(self, host: str, code: int, last: str) -> str:
+        # Its exit code does not say whether the program was started.
+        return f"{last}; try: mpiexec -n 1 --host {host} true"

@@ -28,6 +28,7 @@ from labkit.host.exit_cause import Death
 from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.hosts.hosts import passed_on
 from labkit.notebook.hosts.hosts import program
+from labkit.notebook.hosts.launcher import ANOTHER_LAB
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.kernel.output import working_directory
 from labkit.records import AGENT_VARIABLE
@@ -94,7 +95,7 @@ class RemoteHost:
     def death(self) -> str:
         """Why it does not, in words."""
         return self._program.why_ended() or (
-            f"its host {self.name} is gone or cut off, and has not answered for "
+            f"its host {self.name} is gone or cut off: it has not answered for "
             f"{timeouts.LOST_S:g} s"
         )
 
@@ -125,9 +126,12 @@ class RemoteHost:
             # It has ended, and has told the controller: it heard no more of it.
             self._silent_s = math.inf
         self._asked_at = now
-        if self.is_lost:
-            for engine in self._engines.values():
-                engine.set_ended(self.death())
+        alive = [each for each in self._engines.values() if each.is_alive]
+        if self.is_lost and alive:
+            gone = self._program.why_gone() if self._program.has_ended else ""
+            remedy = {"remedy": ANOTHER_LAB} if gone else {}
+            for engine in alive:
+                engine.set_ended(gone or self.death(), **remedy)
 
     def _take(self, deaths: dict[str, Any]) -> None:
         self._silent_s = 0.0
@@ -136,7 +140,7 @@ class RemoteHost:
                 death = Death(**told)
                 # As Slurm ends all of a job.
                 if "SIGTERM" in death.cause and (why := self._program.why_gone()):
-                    death = replace(death, cause=why)
+                    death = replace(death, cause=why, remedy=ANOTHER_LAB)
                 engine.set_death(death)
                 del self._engines[pid]
             elif not engine.is_alive:  # it was given up, with its host, which is back
@@ -147,7 +151,9 @@ class RemoteHost:
         try:
             return self.ask(question, **arguments).result(timeouts.ANSWER_S)
         except (CancelledError, TimeoutError) as error:
-            raise UserError(f"{self.name} does not answer") from error
+            raise UserError(
+                f"host {self.name} has not answered within {timeouts.ANSWER_S:g} s"
+            ) from error
 
 
 class RemoteEngine:
@@ -174,9 +180,9 @@ class RemoteEngine:
             self._death = death
         self._has_ended.set()
 
-    def set_ended(self, cause: str) -> None:
-        """Note that it has ended, as far as is known."""
-        self.set_death(Death(self.pid, cause, time.time(), None))
+    def set_ended(self, cause: str, **remedy: str) -> None:
+        """Note that it has ended, as far as is known, and what to do about it."""
+        self.set_death(Death(self.pid, cause, time.time(), None, **remedy))
 
     def send(self, signum: int) -> None:
         """Send it a signal, if it is there still."""

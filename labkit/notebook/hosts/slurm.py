@@ -73,7 +73,10 @@ class Slurm(HostLauncher):
         """Outside of a job it waits for one of its own, with `options` of salloc's."""
         for program in ("srun", "salloc", "scontrol"):
             if shutil.which(program) is None:
-                raise UserError(f"there is no {program} here: is Slurm installed?")
+                raise UserError(
+                    f"no {program} on the PATH; load Slurm's module, or run the "
+                    "notebook on a host that has Slurm, or use --launcher ssh"
+                )
         super().__init__([])
         self._holder: subprocess.Popen[str] | None = None
         self._has_job = False
@@ -81,8 +84,9 @@ class Slurm(HostLauncher):
         around = job_around(os.environ)
         if around is not None and options:
             raise ValueError(
-                f"--launcher-options {' '.join(options)}: this notebook runs in Slurm "
-                f"job {around.number}, whose hosts are used as they are; leave them out"
+                f"--launcher-options {' '.join(options)}: options of salloc have no "
+                f"effect inside a job, and this notebook runs in Slurm job "
+                f"{around.number}; leave them out"
             )
         self._job = around or self._allocate(num_ranks, num_hosts, options, on_progress)
         try:
@@ -129,9 +133,9 @@ class Slurm(HostLauncher):
                     last = last.removeprefix("salloc: ").removeprefix("error: ")
                     reason = self._waits_for(words)
                     if has_ended or reason in _NEVER:
-                        why = f"{reason}: it would wait for ever" if reason else last
+                        why = f"{reason}, so Slurm would never start it" * bool(reason)
                         raise UserError(
-                            f"salloc got no job ({why or 'it said nothing'}); "
+                            f"salloc got no job: {why or last or 'it said nothing'}; "
                             "--launcher-options takes options of salloc, as "
                             '--launcher-options "--partition=NAME --time=1:00:00"'
                         )
@@ -160,8 +164,8 @@ class Slurm(HostLauncher):
         names = output_of(listed).split()
         if num_hosts is not None and num_hosts > len(names):
             raise ValueError(
-                f"--nodes {num_hosts}: Slurm job {self._job.number} has {len(names)}, "
-                f"{self._job.nodes}"
+                f"--nodes {num_hosts}: Slurm job {self._job.number} has {len(names)} "
+                f"hosts ({self._job.nodes}); use --nodes {len(names)} at most"
             )
         tasks = tasks_of(self._job.tasks_per_node)
         if len(tasks) != len(names) or num_hosts not in (None, len(names)):
@@ -193,7 +197,7 @@ class Slurm(HostLauncher):
     def address(self, host: str) -> str:
         return self._ask("node", host).get("NodeAddr", host)
 
-    def cannot_reach(self, code: int, last: str) -> str:
+    def cannot_reach(self, host: str, code: int, last: str) -> str:
         return f"srun cannot start a program there ({last})" if "srun:" in last else ""
 
     def why_gone(self, said: str = "") -> str:

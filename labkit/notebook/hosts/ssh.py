@@ -41,10 +41,10 @@ class Ssh(HostLauncher):
         names = re.findall(r"(?m)^hostname (.*)$", told.stdout)
         return names[0] if names else host
 
-    def cannot_reach(self, code: int, last: str) -> str:
+    def cannot_reach(self, host: str, code: int, last: str) -> str:
         if code != _FAILED:
             return ""
         return (
-            f"ssh cannot reach it ({last}); `ssh HOST true` has to work without a "
-            "password"
+            f"ssh failed ({last}); run `ssh {host} true` in a terminal: it has to "
+            "succeed without a password or a question"
         )
