@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.execution.training_run import RunWatch
+    from labkit.notebook.hosts.hosts import Hosts
     from labkit.notebook.plots.estimate_plot import Forecast
     from labkit.notebook.plots.figure import RunFigure
     from labkit.notebook.runs.run import Run
@@ -121,12 +122,20 @@ class Lab:
         given = dict(locals())  # a test holds the keywords and StartOptions together
         options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
         self.launcher = launcher
-        self.placements, self._hosts = place_on_hosts(options, on_progress=on_progress)
+        from labkit.notebook.cluster.rank_group import LabRanks
+
+        self._hosts: Hosts | None = None
+        try:
+            with interrupts.held():
+                self.placements, self._hosts = place_on_hosts(
+                    options, on_progress=on_progress
+                )
+        except BaseException:
+            self._give_hosts_back()
+            raise
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
-        from labkit.notebook.cluster.rank_group import LabRanks
-
         self._ranks: LabRanks | None = None
         _labs.add(self)
         try:
@@ -928,14 +937,19 @@ class Lab:
             for run in self.runs:
                 run.interrupt(timeout=timeouts.END_RUN_S)
             ranks, self._ranks = self._ranks, None
-            if ranks is not None:
-                ranks.stop()
-            if self._hosts is not None:
-                self._hosts.launcher.close()
+            try:
+                if ranks is not None:
+                    ranks.stop()
+            finally:
+                self._give_hosts_back()
             for run in self.runs:
                 if run.job is not None:
                     run.job.join(timeouts.END_RUN_S)
             render_process.close()
+
+    def _give_hosts_back(self) -> None:
+        if self._hosts is not None:
+            self._hosts.launcher.close()
 
     # ---- one cell ----
 

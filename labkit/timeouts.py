@@ -52,6 +52,8 @@ END_HOST_S = 30.0
 """All of a lab has ended on a host: what tidies up has 20 s for that."""
 LEAVE_HOST_S = 1.0
 """So long after all else of a lab has ended on a host, what has said so does."""
+END_JOB_S = 30.0
+"""salloc has given its job back; a busy controller of Slurm's may take its time."""
 JOB_END_S = 60.0
 """So long before the end of a Slurm job a run that keeps checkpoints stops with one."""
 LOST_S = 15.0

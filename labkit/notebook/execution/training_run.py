@@ -234,30 +234,42 @@ class Training:
     def _within_job(self) -> Iterator[None]:
         """Stop a run that keeps checkpoints in time, where its hosts are taken back at
         the end of a Slurm job."""
-        ends_at, plan = self._group.cluster.ends_at, self._request.checkpoints
-        if ends_at is None or plan is None:
+        cluster, plan = self._group.cluster, self._request.checkpoints
+        known = None if plan is None else cluster.ends_at
+        if plan is None or known is None:
             yield
             return
+        ends_at = known
+        if ends_at - time.time() < timeouts.JOB_END_S:
+            self._said_of_job = [
+                f"{self._name} began less than {timeouts.JOB_END_S:g} s before the job "
+                "that has the hosts ends: it is not stopped in time"
+            ]
+            yield
+            return
+        is_over, asked_at = threading.Event(), 0.0
 
-        asked_at: list[float] = []
-
-        def stop() -> None:
-            asked_at.append(time.time())
+        def watch() -> None:
+            nonlocal ends_at, asked_at
+            # Somebody may change the time limit meanwhile.
+            while (left_s := ends_at - timeouts.JOB_END_S - time.time()) > 0:
+                if is_over.wait(min(left_s, timeouts.JOB_END_S)):
+                    return
+                ends_at = cluster.ends_at or ends_at
+            asked_at = time.time()
             try:
                 self._execution.stop_at_a_step()
             except RuntimeError:  # a rank does not answer
                 self._execution.interrupt()
 
-        left_s = ends_at - timeouts.JOB_END_S - time.time()
-        timer = threading.Timer(max(left_s, 0), stop)
-        timer.daemon = True
-        timer.start()
+        thread = threading.Thread(target=watch, name="labkit-job-end", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            timer.cancel()
+            is_over.set()
             if asked_at and self.run.state != "finished":
-                self._said_of_job = self._job_ended(ends_at, plan, asked_at[0])
+                self._said_of_job = self._job_ended(ends_at, plan, asked_at)
 
     def _job_ended(self, ends_at: float, plan: CheckpointPlan, at: float) -> list[str]:
         clock = time.strftime("%H:%M:%S", time.localtime(ends_at))

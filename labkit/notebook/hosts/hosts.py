@@ -231,11 +231,12 @@ class _Question:
 
     def why(self) -> str:
         """Why it did not say what the host has."""
-        if self.code is None:
-            return f"it has not answered within {timeouts.SSH_S:g} s"
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace")
         last = last_line(errors)
+        if self.code is None:
+            said = f" ({last})" if last else ""
+            return f"it has not answered within {timeouts.SSH_S:g} s{said}"
         if "No module named labkit" in errors or "env:" in errors:
             return (
                 f"labkit cannot be imported with {sys.executable} there ({last}); "

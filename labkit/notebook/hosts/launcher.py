@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from labkit import timeouts
 from labkit.checks import UserError
 
 ANOTHER_LAB = "%dist_stop, then %dist_start, starts another lab"
@@ -65,13 +66,17 @@ class HostLauncher(abc.ABC):
 
 def output_of(command: Sequence[str]) -> str:
     """What a short command prints; UserError, with its last line, where it fails."""
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=timeouts.ANSWER_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{error}") from error
     if done.returncode:
         last = last_line(done.stderr)
         raise UserError(f"{command[0]} failed: {last or f'exit {done.returncode}'}")

@@ -407,8 +407,8 @@ class StartedAgent:
     def __init__(self, host: str, launcher: Any, launches: HostLauncher) -> None:
         """`launcher` is ipyparallel's, of a command line that `launches` has made."""
         self._host = host
+        self._launcher = launcher
         self._waiter = compat.waiter_of(launcher)
-        self._output = Path(launcher.output_file)
         self._launches = launches
         self._why_ended = ""
 
@@ -438,6 +438,8 @@ class StartedAgent:
         return f"{self._host}: {self._said() or '(nothing)'}"
 
     def _said(self) -> str:
-        with contextlib.suppress(OSError):
-            return self._output.read_text(errors="replace").strip()
-        return ""
+        try:
+            file = Path(self._launcher.output_file)
+            return file.read_text(errors="replace").strip()
+        except OSError:  # it has ended, and ipyparallel has taken what it printed
+            return str(self._launcher.get_output()).strip()

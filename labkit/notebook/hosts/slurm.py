@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -21,11 +22,17 @@ from labkit.notebook.kernel import interrupts
 
 _MARK = "labkit-job:"
 _TELL = (
-    f'echo {_MARK} "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" "$SLURM_TASKS_PER_NODE"; '
-    "read -r _"
+    f'echo {_MARK} "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" '
+    '"${SLURM_NTASKS:+$SLURM_TASKS_PER_NODE}"; exec sleep infinity'
 )
-"""What runs in an allocation of labkit's own, and ends with the pipe to it: so that a
-notebook that is killed leaves no job."""
+"""What runs in an allocation of labkit's own: for as long as salloc lives."""
+_HOLD = (
+    '"$@" < /dev/null & salloc=$!; exec 3<&0; '
+    "(read -r _ <&3; kill $salloc) 2> /dev/null & reader=$!; "
+    "wait $salloc; code=$?; kill $reader 2> /dev/null; exit $code"
+)
+"""salloc, ended by a line or the end of the pipe to this, also while it waits: so that
+a notebook that is killed leaves no job."""
 _SAID = {
     "DUE TO TIME LIMIT": "has reached its time limit",
     "DUE TO PREEMPTION": "was preempted",
@@ -79,7 +86,7 @@ class Slurm(HostLauncher):
                 )
         super().__init__([])
         self._holder: subprocess.Popen[str] | None = None
-        self._has_job = False
+        self._granted: Job | None = None
         self._reason, self._ask_at = "", time.monotonic() + timeouts.ASK_S
         around = job_around(os.environ)
         if around is not None and options:
@@ -88,10 +95,20 @@ class Slurm(HostLauncher):
                 f"effect inside a job, and this notebook runs in Slurm job "
                 f"{around.number}; leave them out"
             )
+        if num_ranks is not None and num_hosts is not None and num_ranks < num_hosts:
+            raise ValueError(
+                f"-n {num_ranks} --nodes {num_hosts}: fewer ranks than hosts; use "
+                f"--nodes {num_ranks} at most"
+            )
+        if "SLURM_HET_SIZE" in os.environ:
+            raise UserError(
+                "this notebook runs in a heterogeneous Slurm job, which --launcher "
+                "slurm does not know; name its hosts: --launcher ssh --hosts HOST:N"
+            )
         self._job = around or self._allocate(num_ranks, num_hosts, options, on_progress)
         try:
             self.specs = self._place(num_ranks, num_hosts)
-            self._ends_at = self._end_of_job()
+            self._gres = self._gres_by_host()
         except BaseException:
             self.close()
             raise
@@ -107,10 +124,11 @@ class Slurm(HostLauncher):
         if num_hosts is not None or num_ranks is None:
             wanted.append(f"--nodes={num_hosts or 1}")
         # Ranks on the hosts that are left keep their variables when one fails.
-        command = ["salloc", "--job-name=labkit", "--no-kill", *wanted, *options]
+        command = ["salloc", "--job-name=labkit", "--no-kill", "--wait-all-nodes=1"]
+        command += ["--kill-command=TERM", *wanted, *options]
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as log:
             self._holder = subprocess.Popen(
-                [*command, "sh", "-c", _TELL],
+                ["sh", "-c", _HOLD, "sh", *command, "sh", "-c", _TELL],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=log,
@@ -124,16 +142,17 @@ class Slurm(HostLauncher):
                     said.seek(0)
                     found = re.search(rf"(?m)^{_MARK} (\S+) (\S+) (\S*)$", said.read())
                     if found:
-                        tasks = "" if num_ranks is None else found[3]
-                        self._has_job = True
-                        return Job(found[1], found[2], tasks)
+                        self._granted = Job(found[1], found[2], found[3])
+                        return self._granted
                     log.seek(0)
                     words = log.read()
                     last = "".join(words.strip().splitlines()[-1:])
                     last = last.removeprefix("salloc: ").removeprefix("error: ")
                     reason = self._waits_for(words)
-                    if has_ended or reason in _NEVER:
-                        why = f"{reason}, so Slurm would never start it" * bool(reason)
+                    # In one of several partitions it may start all the same.
+                    is_hopeless = reason in _NEVER and "," not in " ".join(options)
+                    if has_ended or is_hopeless:
+                        why = f"{reason}, so Slurm would not start it" * is_hopeless
                         raise UserError(
                             f"salloc got no job: {why or last or 'it said nothing'}; "
                             "--launcher-options takes options of salloc, as "
@@ -186,10 +205,13 @@ class Slurm(HostLauncher):
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         # Variables of the job, and of a step of it, are options of srun.
-        names = [e for e in os.environ if e.startswith("SLURM_") and e != "SLURM_CONF"]
+        prefixes = ("SLURM_", "SRUN_")
+        names = [e for e in os.environ if e.startswith(prefixes) and e != "SLURM_CONF"]
         without = [word for name in names for word in ("-u", name)]
         # It shares all that the job has with what else runs in it, as a notebook.
-        step = ["--overlap", "--cpu-bind=none", "--mpi=none", "--quiet"]
+        step = ["--overlap", "--cpu-bind=none", "--mpi=none"]
+        if host in self._gres:  # a step has by itself what the job asked for a task
+            step.append(f"--gres={self._gres[host] or 'none'}")
         one = ["--nodes=1", "--ntasks=1", f"--nodelist={host}"]
         srun = ["srun", f"--jobid={self._job.number}", *step, *one]
         return ["env", *without, *srun, *words]
@@ -223,31 +245,49 @@ class Slurm(HostLauncher):
 
     @property
     def ends_at(self) -> float | None:
-        return self._ends_at
+        with contextlib.suppress(UserError):
+            end = self._ask("job", self._job.number).get("EndTime", "")
+            return float(end) if end.isdecimal() else None
+        return None
 
     def close(self) -> None:
         holder, self._holder = self._holder, None
         if holder is None:
             return
+        # A child that this process forked has the pipe too: its end would tell nothing.
         with contextlib.suppress(OSError):  # it is gone
+            holder.stdin.write("\n")  # type: ignore[union-attr]
             holder.stdin.close()  # type: ignore[union-attr]
-        if not self._has_job:
-            holder.terminate()  # it gives up the job that it has asked for
-        try:
-            holder.wait(timeouts.END_S)
-        except subprocess.TimeoutExpired:
-            holder.kill()
-            holder.wait()
-
-    def _end_of_job(self) -> float | None:
-        end = self._ask("job", self._job.number).get("EndTime", "")
-        return float(end) if end.isdecimal() else None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            holder.wait(timeouts.END_JOB_S)
+            return
+        if self._granted is not None:
+            with contextlib.suppress(UserError):
+                output_of(["scancel", self._granted.number])
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
 
     def _ask(self, what: str, name: str) -> dict[str, str]:
         """What `scontrol show` says of it, by field; times are since the epoch."""
-        asked = ["scontrol", "--oneliner", "show", what, name]
+        asked = ["scontrol", "--oneliner", "--details", "show", what, name]
         told = output_of(["env", "SLURM_TIME_FORMAT=%s", *asked])
-        return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", told))
+        # Of an array or a heterogeneous job it says all parts, a line each.
+        for line in told.splitlines():
+            if what != "job" or f"JobId={name} " in line:
+                return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line))
+        return {}
+
+    def _gres_by_host(self) -> dict[str, str]:
+        """What each host's part of the job has besides cores, as --gres takes it."""
+        asked = ["scontrol", "--oneliner", "--details", "show", "job"]
+        told = output_of([*asked, self._job.number])
+        found = {}
+        for nodes, gres in re.findall(
+            r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", told
+        ):
+            for name in output_of(["scontrol", "show", "hostnames", nodes]).split():
+                found[name] = re.sub(r"\([^)]*\)", "", gres)
+        return found
 
 
 def job_around(environment: Mapping[str, str]) -> Job | None:
@@ -256,9 +296,12 @@ def job_around(environment: Mapping[str, str]) -> Job | None:
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not number or not nodes:
         return None
-    # Without tasks asked for, Slurm has one for each core.
-    asked = "SLURM_NTASKS" in environment
-    return Job(number, nodes, environment.get("SLURM_TASKS_PER_NODE", "") * asked)
+    # Without tasks asked for, Slurm has one for each core; in a step, as that of
+    # `srun --pty`, they are the step's.
+    tasks = environment.get("SLURM_TASKS_PER_NODE", "")
+    is_step = tasks == environment.get("SLURM_STEP_TASKS_PER_NODE")
+    asked = "SLURM_NTASKS" in environment and not is_step
+    return Job(number, nodes, tasks * asked)
 
 
 def tasks_of(text: str) -> list[int]:
