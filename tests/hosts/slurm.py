@@ -30,6 +30,7 @@ SelectTypeParameters=CR_CPU
 MpiDefault=none
 ReturnToService=2
 KillWait=5
+GresTypes=gpu
 SlurmdTimeout=600
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
@@ -41,7 +42,10 @@ SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverTimeLimit=0
 """
-_NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} CPUs=4 RealMemory=1000"
+_NODE = (
+    "NodeName={name} NodeHostname={name} NodeAddr={address} CPUs=4 RealMemory=1000 "
+    "Gres=gpu:2"
+)
 START_S = 60
 
 
@@ -69,6 +73,10 @@ def running(folder: Path, hosts: Sequence[Namespace]) -> Iterator[Path]:
     key.touch(0o600)
     key.write_bytes(os.urandom(128))
     config = folder / "slurm.conf"
+    # Devices that are no GPUs, but Slurm counts them, and says which a step has.
+    (folder / "gres.conf").write_text(
+        "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
+    )
     nodes = "\n".join(_NODE.format(name=e.name, address=e.address) for e in hosts)
     config.write_text(
         _CONFIG.format(

@@ -81,6 +81,39 @@ def losses(lab: Lab) -> list[float]:
 
 
 @pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_step_has_all_gpus_of_the_job() -> None:
+    options = "--gpus-per-task=1"
+    with Lab(2, launcher="slurm", nodes=1, launcher_options=options) as lab:
+        lab.run("import os\nseen = os.environ['CUDA_VISIBLE_DEVICES']")
+        assert lab.pull("seen", "all") == ["0,1", "0,1"]
+
+
+@pytest.mark.usefixtures("no_job_left")
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_a_notebook_that_ends_while_it_waits_leaves_no_job(
+    ending: signal.Signals,
+) -> None:
+    script = (
+        "from labkit import Lab\n"
+        "options = '--begin=now+3600'\n"
+        "Lab(launcher='slurm', launcher_options=options, on_progress=print)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "(BeginTime)" in line:  # what Slurm says that it waits for
+            break
+    assert len(jobs()) == 1
+    process.send_signal(ending)
+    assert process.wait(LIMIT_S)
+
+
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
 def test_in_an_allocation_its_hosts_are_used(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
