@@ -25,7 +25,7 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
-NOTEBOOKS = {"": ("00", "02", "06", "14"), "long": ("09", "15", "19")}
+NOTEBOOKS = {"": ("00", "02", "06", "14"), "long": ("15", "19")}
 """One of each part of the course in `make test`, and one in `make test-long`."""
 NOTEBOOK_S = 600
 """For a cell, and where it runs again for all before it; nbval ends a cell sooner."""

@@ -25,6 +25,7 @@ def test_a_session_survives_whatever_is_thrown_at_it() -> None:
     assert_survives([kinds[name] for name in KINDS], ["ddp", "fsdp"], num_ranks=2)
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_session_with_servers_survives_it_as_well() -> None:

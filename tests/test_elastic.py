@@ -219,6 +219,7 @@ def test_a_model_in_parts_resumes_as_if_nothing_had_happened(
     outlives_a_death(lab, case, IN_PARTS[case], cell, options)
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.parametrize("case", IN_GRIDS)
 def test_a_grid_of_ranks_resumes_as_if_nothing_had_happened(

@@ -182,6 +182,7 @@ def test_activations_of_split_layers_are_as_in_the_paper(
     assert found == pytest.approx(whole + split_up / num_parts, rel=0.05)
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_a_grid_has_a_row_where_layers_can_be_split_so() -> None:
     model = GPT(256, context=64, dim=192, num_heads=4, num_layers=2)

@@ -127,7 +127,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("strategy", "body", "style", "options"),
-    in_suites(CASES, test=[], long=[CASES[1], CASES[3], CASES[7], CASES[11]]),
+    in_suites(CASES, test=[], long=[CASES[1], CASES[7]]),
 )
 def test_the_script_has_the_losses_of_the_run(
     lab: Lab, tmp_path: Path, strategy: str, body: str, style: str, options: Any
@@ -149,6 +149,7 @@ def style_of(script: str) -> str:
     return "labkit" if "import labkit.train" in script else "plain"
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_a_script_goes_on_where_a_cell_or_itself_has_stopped(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

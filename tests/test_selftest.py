@@ -144,6 +144,7 @@ def test_a_wrong_command_line_has_its_own_status(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_the_stop_button_shows_what_was_found(kernel: Kernel, tmp_path: Path) -> None:
     def stop_at_the_raise(message: dict[str, Any]) -> None:

@@ -250,7 +250,9 @@ def norm_of_all(tensors: Iterable[torch.Tensor]) -> float:
     return sum(tensor.square().sum().item() for tensor in tensors) ** 0.5
 
 
-@pytest.fixture(scope="module", params=long_but([1, 2, 4], 2), ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=in_suites([1, 2, 4], test=[2]), ids="{} ranks".format
+)
 def lab_of_any_size(request: pytest.FixtureRequest, shared_lab: Lab) -> Iterator[Lab]:
     if request.param == shared_lab.world_size:
         yield shared_lab

@@ -133,6 +133,7 @@ def test_a_script_has_the_losses_of_the_cell(
     assert compare(lab, tmp_path, case) == 0.0
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_a_rank_that_fails_ends_the_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
