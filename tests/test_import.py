@@ -423,6 +423,25 @@ def test_the_lab_is_whole_after_a_script(lab: Lab, here: Path, ends: str) -> Non
     lab.run("del os.environ['KEPT'], sys.modules['helper'], model, optimizer, mesh")
 
 
+def test_what_a_script_has_changed_is_put_back_before_an_interrupt(
+    lab: Lab, here: Path
+) -> None:
+    """Rank 0 has failed; rank 1 has too, and is slow to put things back."""
+    lab.run(
+        "import time\nfrom labkit.rank.scripts.torch_settings import TorchSettings\n"
+        "kept = TorchSettings.restore\n"
+        "def restore(self):\n"
+        "    if rank == 1 and torch.get_default_dtype() == torch.float64:\n"
+        "        time.sleep(2)\n"
+        "    kept(self)\n"
+        "TorchSettings.restore = restore"
+    )
+    script = write(here, "import torch\ntorch.set_default_dtype(torch.float64)\n1 / 0")
+    assert "ZeroDivisionError" in str(fails(lab, script))
+    lab.run("TorchSettings.restore = kept\ndtype = str(torch.get_default_dtype())")
+    assert lab.pull("dtype", "all") == ["torch.float32"] * 2
+
+
 def test_a_helper_that_was_edited_is_read_again(
     lab: Lab, here: Path, capsys: Captured
 ) -> None:

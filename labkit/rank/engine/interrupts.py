@@ -9,6 +9,7 @@ from typing import Any
 
 from labkit import timeouts
 from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.scripts.program import ScriptProgram
 from labkit.rank.training.stop_point import Stopped
 
 
@@ -93,7 +94,7 @@ class CellInterrupts:
             self._seen.set()
         if not self.is_running:
             return
-        is_in_cell = False
+        is_in_cell = is_script = False
         is_patient = time.monotonic() - self._stopping_since < timeouts.IMPORT_S
         while frame is not None:
             # A cell that has raised already is not to raise again while it is shown.
@@ -102,7 +103,12 @@ class CellInterrupts:
             # A module that is imported in part would stay broken: the next signal
             # will do, unless it takes too long.
             in_import = frame.f_code.co_filename == "<frozen importlib._bootstrap>"
-            if in_import and is_patient:
+            # And what a script has changed would not be put back.
+            is_script |= frame.f_code is ScriptProgram._run.__code__
+            puts_back = (
+                frame.f_code is ScriptProgram.__call__.__code__ and not is_script
+            )
+            if (in_import or puts_back) and is_patient:
                 self._signalled_at = 0.0
                 return
             is_in_cell |= frame.f_code.co_name in ("run_code", "_run_coroutine")
