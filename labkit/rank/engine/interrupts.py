@@ -104,7 +104,7 @@ class CellInterrupts:
             # will do, unless it takes too long.
             in_import = frame.f_code.co_filename == "<frozen importlib._bootstrap>"
             # And what a script has changed would not be put back.
-            is_script |= frame.f_code is ScriptProgram._run.__code__
+            is_script |= frame.f_code is ScriptProgram.run.__code__
             puts_back = (
                 frame.f_code is ScriptProgram.__call__.__code__ and not is_script
             )

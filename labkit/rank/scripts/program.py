@@ -70,14 +70,15 @@ class ScriptProgram:
                 forget_state()
                 # Without a seed of its own every process draws something else.
                 seed_everything(script.seed + self._group.rank)
-                self._run(started)
+                self.run(started)
         finally:
             sys.modules["__main__"] = main_module
             settings.restore()
             of_thread.restore()
             forget_state()
 
-    def _run(self, started: Started) -> None:
+    def run(self, started: Started) -> None:
+        """Run the source itself, with all around it as a new process has it."""
         script = self.script
         main = ModuleType("__main__")
         names = vars(main)
