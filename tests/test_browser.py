@@ -267,7 +267,7 @@ def test_a_profile_opens_in_perfetto_by_a_button(
     page = NotebookPage(browser, server, "profile.ipynb")
     for index in range(len(cells)):
         page.run(index)
-    page.wait_until_idle()
+    page.wait_until_idle(ALL_CELLS_MS)
     expect(page.output(1)).to_contain_text("(raw): steps 2-4")
     page.screenshot("profile", 1)
     trace = page.open_from(1, "Open in Perfetto", "https://ui.perfetto.dev/", PERFETTO)
