@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -98,6 +99,16 @@ class Namespace:
     def set_link(self, state: str) -> None:
         """Connect it ("up") or cut it off ("down")."""
         _run("ip", "link", "set", f"lk-{self.name}", state)
+        if state == "down":
+            return
+        until = time.monotonic() + LIMIT_S
+        while True:  # for a moment the way there is still known as one that fails
+            try:
+                socket.create_connection((self.address, _PORT), 1).close()
+                return
+            except OSError:
+                assert time.monotonic() < until, f"{self.name} is not reached"
+                time.sleep(0.1)
 
     def listening(self) -> list[str]:
         """The TCP ports that are open on it, but for sshd's."""
