@@ -185,7 +185,7 @@ def test_a_run_stops_with_a_checkpoint_before_the_job_ends(
         run = lab.train("fsdp", steps + endless, live=False, checkpoint=tmp_path)
         assert run.state == "interrupted"
         assert (
-            "was stopped after a step, 60 s before the job" in capsys.readouterr().out
+            "was stopped after a step, 60 s before the job" in capsys.readouterr().err
         )
         saved = run.num_steps
         with pytest.raises(RankError, match="has reached its time limit"):
