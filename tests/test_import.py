@@ -423,12 +423,36 @@ def test_the_lab_is_whole_after_a_script(lab: Lab, here: Path, ends: str) -> Non
     lab.run("del os.environ['KEPT'], sys.modules['helper'], model, optimizer, mesh")
 
 
+LEAVES_A_HANDLER = """
+import os
+import signal
+import sys
+import time
+import torch
+import helper
+
+class Slow:
+    @property
+    def __file__(self):
+        time.sleep(2)
+
+if os.environ["RANK"] == "1":
+    sys.modules["slow"] = Slow()
+torch.set_default_dtype(torch.float64)
+signal.signal(signal.SIGINT, lambda *args: [].pop())
+1 / 0
+"""
+
+
 def test_what_a_script_has_changed_is_put_back_before_an_interrupt(
     lab: Lab, here: Path
 ) -> None:
-    """Rank 0 has failed; rank 1 has too, and is slow to put things back."""
+    """Rank 0 has failed; rank 1 has too, and is slow to put things back. What the
+    script does with an interrupt is over by then."""
+    write(here, "", "helper.py")
     lab.run(
-        "import time\nfrom labkit.rank.scripts.torch_settings import TorchSettings\n"
+        "import sys, time, helper\nkept_helper = helper\n"
+        "from labkit.rank.scripts.torch_settings import TorchSettings\n"
         "kept = TorchSettings.restore\n"
         "def restore(self):\n"
         "    if rank == 1 and torch.get_default_dtype() == torch.float64:\n"
@@ -436,10 +460,14 @@ def test_what_a_script_has_changed_is_put_back_before_an_interrupt(
         "    kept(self)\n"
         "TorchSettings.restore = restore"
     )
-    script = write(here, "import torch\ntorch.set_default_dtype(torch.float64)\n1 / 0")
+    script = write(here, LEAVES_A_HANDLER)
     assert "ZeroDivisionError" in str(fails(lab, script))
-    lab.run("TorchSettings.restore = kept\ndtype = str(torch.get_default_dtype())")
-    assert lab.pull("dtype", "all") == ["torch.float32"] * 2
+    lab.run(
+        "import helper\nTorchSettings.restore = kept\n"
+        "found = str(torch.get_default_dtype()), helper is kept_helper\n"
+        "del sys.modules['helper']"
+    )
+    assert lab.pull("found", "all") == [("torch.float32", True)] * 2
 
 
 def test_a_helper_that_was_edited_is_read_again(
@@ -484,9 +512,15 @@ helper.log.warning("helped")
 """
 
 
-def test_a_second_run_says_things_once(lab: Lab, here: Path, capsys: Captured) -> None:
+OF_ANOTHER_FOLDER = "import sys\nsys.modules['helper'] = type(sys)('helper')"
+
+
+@pytest.mark.parametrize("before", ["import helper", OF_ANOTHER_FOLDER])
+def test_a_second_run_says_things_once(
+    lab: Lab, here: Path, capsys: Captured, before: str
+) -> None:
     write(here, "import logging\nlog = logging.getLogger(__name__)", "helper.py")
-    lab.run("import helper")  # the notebook's, which stays
+    lab.run(before)  # the notebook's, which stays
     script = write(here, LOGS)
     for _ in range(2):
         lab.import_script(script, live=False)

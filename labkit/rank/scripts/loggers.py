@@ -78,6 +78,6 @@ def _is_of_library(name: str, modules: OwnModules) -> bool:
     or that of the project, as "DeepSpeed"."""
     top = name.partition(".")[0]
     module = sys.modules.get(top) or sys.modules.get(top.lower())
-    if module is None or top == "__main__":
+    if module is None or top == "__main__" or modules.hides(top):
         return False
     return not modules.has_file(getattr(module, "__file__", None))

@@ -29,6 +29,7 @@ class OwnModules:
         """What an engine itself has loaded is not the user's, wherever it lies."""
         self._folders = [Path(each) for each in folders]
         self._loaded_before = loaded_before
+        self._hidden = _names_in(self._folders[0])
 
     def has_file(self, file: Any) -> bool:
         """Whether a file is in one of the folders, and of no library there."""
@@ -39,9 +40,12 @@ class OwnModules:
             path.is_relative_to(each) for each in _LIBRARIES
         )
 
+    def hides(self, name: str) -> bool:
+        """Whether the script's folder has a module of this name, whatever is loaded."""
+        return name in self._hidden
+
     def loaded(self) -> dict[str, ModuleType]:
         """Those that are loaded now; and others by a name that the first folder has."""
-        hidden = self._names_in_folder()
         found = {}
         for name, module in list(sys.modules.items()):
             top = name.partition(".")[0]
@@ -51,19 +55,10 @@ class OwnModules:
             with contextlib.suppress(Exception):
                 files += list(getattr(module, "__path__", []))
             if any(map(self.has_file, files)) or (
-                top in hidden and top not in self._loaded_before
+                self.hides(top) and top not in self._loaded_before
             ):
                 found[name] = module
         return found
-
-    def _names_in_folder(self) -> set[str]:
-        with contextlib.suppress(OSError):
-            return {
-                each.stem
-                for each in self._folders[0].iterdir()
-                if each.suffix == ".py" or (each / "__init__.py").is_file()
-            }
-        return set()
 
     @contextlib.contextmanager
     def read_again(self) -> Iterator[None]:
@@ -88,3 +83,14 @@ class OwnModules:
     def _forget(self, modules: dict[str, ModuleType]) -> None:
         for name in modules:
             sys.modules.pop(name, None)
+
+
+def _names_in(folder: Path) -> set[str]:
+    """The modules and packages that it has."""
+    with contextlib.suppress(OSError):
+        return {
+            each.stem
+            for each in folder.iterdir()
+            if each.suffix == ".py" or (each / "__init__.py").is_file()
+        }
+    return set()

@@ -50,7 +50,6 @@ def own_process(
     """
     restore = [
         *_interpreter(),
-        *_handlers(),
         *_hooks(),
         *_descriptors(),
         *_cores(),
@@ -75,6 +74,7 @@ def own_process(
             modules.read_again(),
             exits_are_raised(),
             at_exit.registering(),
+            _own_handlers(),  # the last to begin: it ends first
         ):
             yield
     finally:
@@ -139,24 +139,33 @@ def _own_warnings() -> Iterator[None]:
                 logging.captureWarnings(False)
 
 
-def _handlers() -> list[Callable[[], Any]]:
-    """What puts the handlers of signals back; an alarm that is still to come ends, and
-    a watchdog's, which would end the process."""
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+    """In this block handlers of signals may change; after it an alarm that is still to
+    come ends, and a watchdog's, which would end the process."""
     before = {each: signal.getsignal(each) for each in signal.valid_signals()}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     log = stderr_fd()
 
     def restore() -> None:
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.enable(log)
-        if signal.getsignal(signal.SIGALRM) != before[signal.SIGALRM]:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in before.items():
             if handler is not None and signal.getsignal(each) != handler:
                 signal.signal(each, handler)
+                if each == signal.SIGALRM:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.enable(log)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
-    return [restore]
+    try:
+        yield
+    finally:
+        for _ in before:
+            try:
+                restore()
+            except BaseException:  # of one of the script's handlers, which is still set
+                continue
+            break
 
 
 def _descriptors() -> list[Callable[[], Any]]:
