@@ -31,6 +31,29 @@ def test_ranks_are_laid_out_along_axes(
 
 
 @pytest.mark.parametrize(
+    ("strategy", "num_hosts", "ranks_per_host", "expected"),
+    [
+        ("hsdp", 1, 4, {"dp_replicate": 2, "dp_shard": 2}),
+        ("hsdp", 2, 4, {"dp_replicate": 2, "dp_shard": 4}),
+        ("hsdp", 4, 2, {"dp_replicate": 4, "dp_shard": 2}),
+        ("hsdp", 4, 1, {"dp_replicate": 2, "dp_shard": 2}),
+        ("tensor", 2, 2, {"dp_shard": 2, "tp": 2}),
+        ("tensor", 2, 1, {"tp": 2}),
+        ("fsdp", 2, 2, {"dp_shard": 4}),
+        ("pipeline", 2, 2, {"pp": 4}),
+        ("raw", 2, 2, {}),
+    ],
+)
+def test_a_host_has_the_whole_model_where_the_mesh_has_two_axes(
+    strategy: str, num_hosts: int, ranks_per_host: int, expected: dict[str, int]
+) -> None:
+    table = STRATEGIES[strategy]
+    mesh = table.mesh_on_hosts(num_hosts, ranks_per_host)
+    found = table.mesh_sizes(mesh, num_hosts * ranks_per_host)
+    assert list(found.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize(
     ("strategy", "mesh", "message"),
     [
         ("ddp", "dp=3", "has 3 places for 2 ranks; choose sizes whose product is 2"),

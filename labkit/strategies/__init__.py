@@ -11,6 +11,7 @@ from typing import Any
 from labkit import theory as formulas
 from labkit.checks import check_choice
 from labkit.strategies.mesh.sizes import DATA_PARALLEL
+from labkit.strategies.mesh.sizes import mesh_on_hosts
 from labkit.strategies.mesh.sizes import sizes_of_axes
 from labkit.theory import Theory
 
@@ -75,6 +76,11 @@ class Strategy:
         """The axes of a run's mesh and their sizes, outermost first, of what `--mesh`
         says; none where a rank trains alone. ValueError for one that cannot be."""
         return sizes_of_axes(self.name, self.axes, self.outer_axes, mesh, world_size)
+
+    def mesh_on_hosts(self, num_hosts: int, ranks_per_host: int) -> str | None:
+        """What `--mesh` is on several hosts where it is not given; None for the same as
+        on one."""
+        return mesh_on_hosts(self.axes, self.outer_axes, num_hosts, ranks_per_host)
 
     def server_ranks(self, num_servers: int, world_size: int) -> range:
         """The ranks that serve the others, if any do. ValueError where none is left to

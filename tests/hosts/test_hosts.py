@@ -18,6 +18,7 @@ from namespaces import Namespace
 
 from labkit import Lab
 from labkit import RankError
+from labkit import Run
 from labkit.checks import UserError
 
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -78,18 +79,38 @@ def test_nothing_of_a_lab_is_open_to_the_network_but_its_group(
         assert addresses <= {"127.0.0.1", host.address}
 
 
+def losses(run: Run) -> list[float]:
+    """The mean over the ranks of each step."""
+    return list(run.history.groupby("step")["loss"].mean())
+
+
 def test_losses_are_those_of_one_host(lab: Lab) -> None:
     with Lab(num_ranks=4) as here:
         for strategy in ("ddp", "zero2", "fsdp", "hsdp"):
             found, expected = (
-                each.train(strategy, CELL, live=False)
-                .history.groupby("step")["loss"]
-                .mean()
-                .tolist()
-                for each in (lab, here)
+                losses(each.train(strategy, CELL, live=False)) for each in (lab, here)
             )
             assert len(found) == 8
             assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_host_has_the_whole_model_by_default(
+    three: list[Namespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        Lab(launcher="ssh", hosts="lk1:2,lk2:2") as lab,
+        Lab(num_ranks=4) as here,
+    ):
+        for strategy, mesh in (
+            ("hsdp", "dp_replicate=2,dp_shard=2"),
+            ("tensor", "dp=2,tp=2"),
+        ):
+            run = lab.train(strategy, CELL, live=False)
+            assert run.options.mesh == mesh
+            assert f"--mesh {mesh}, the default on these" in capsys.readouterr().err
+            expected = here.train(strategy, CELL, live=False, mesh=mesh)
+            assert losses(run) == pytest.approx(losses(expected), rel=1e-6)
 
 
 def test_large_values_go_to_and_from_every_host(lab: Lab) -> None:

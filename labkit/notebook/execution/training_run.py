@@ -3,8 +3,10 @@
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
@@ -41,6 +43,7 @@ from labkit.records import SERVE_NAME
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
+from labkit.records import Placement
 from labkit.records import ScriptSpec
 from labkit.strategies import Strategy
 
@@ -122,7 +125,8 @@ class Training:
 
     def __init__(self, request: TrainRequest, name: str, group: RankGroup) -> None:
         """Nothing is sent yet. Raises ValueError for what cannot be."""
-        self._request = request
+        self._request = replace(request, options=on_hosts(request, group.placements))
+        self._given_mesh = request.options.mesh
         self._name = name
         self._group = group
         everyone = list(group.everyone)
@@ -350,6 +354,9 @@ class Training:
         return None
 
     def _say_where_it_begins(self) -> None:
+        mesh = self._request.options.mesh
+        if mesh != self._given_mesh:
+            say(f"{self._name}: --mesh {mesh}, the default on these hosts")
         plan = self._request.checkpoints
         if plan is None or not self._request.options.resume:
             return
@@ -358,6 +365,17 @@ class Training:
         else:
             where = f"resumed from step {self._first_step}"
         print(f"{self._name}: {where}")
+
+
+def on_hosts(request: TrainRequest, placements: Sequence[Placement]) -> RunOptions:
+    """The options of a run, with the mesh that suits the hosts of its ranks if the user
+    gives none."""
+    options = request.options
+    num_ranks = [*Counter(each.host for each in placements).values()]
+    if options.mesh is not None or len({*num_ranks}) > 1:
+        return options
+    mesh = request.strategy.mesh_on_hosts(len(num_ranks), num_ranks[0])
+    return replace(options, mesh=mesh)
 
 
 def show_profile(run: Run) -> None:

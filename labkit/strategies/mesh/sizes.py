@@ -66,6 +66,21 @@ def sizes_of_axes(
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in needed}
 
 
+def mesh_on_hosts(
+    axes: Sequence[str], outer_axes: Sequence[str], num_hosts: int, ranks_per_host: int
+) -> str | None:
+    """What `--mesh` says where nothing is said on several hosts: of the model each has
+    the whole, so that what is sent most stays within a host. None for strategies whose
+    mesh has one axis, and ranks with nobody beside them."""
+    if num_hosts == 1 or ranks_per_host == 1:
+        return None
+    if "tp" in axes and outer_axes:
+        return f"dp={num_hosts},tp={ranks_per_host}"
+    if set(DATA_PARALLEL) <= set(axes):
+        return f"dp_replicate={num_hosts},dp_shard={ranks_per_host}"
+    return None
+
+
 def parse_mesh(mesh: str) -> dict[str, int]:
     """The axes that a magic line names, with their sizes."""
     parts = [re.fullmatch(r"(\w+)=([1-9]\d{0,5})", each) for each in mesh.split(",")]
