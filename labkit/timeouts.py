@@ -56,6 +56,8 @@ END_JOB_S = 30.0
 """salloc has given its job back; a busy controller of Slurm's may take its time."""
 JOB_END_S = 60.0
 """So long before the end of a Slurm job a run that keeps checkpoints stops with one."""
+CUT_OFF_S = 3.0
+"""Of a host that has not answered for so long, no rank is killed for not stopping."""
 LOST_S = 15.0
 """Of a host that has not answered for so long, all ranks count as dead."""
 
@@ -134,6 +136,8 @@ FOLD_S = 0.5
 ORDER = [
     ("REPORT_S", "REAP_S", "the exit code that the fork server reports is waited for"),
     ("CONNECT_S", "SSH_S", "ssh itself says that it cannot connect"),
+    ("ASK_S", "CUT_OFF_S", "one answer that is late is no silence"),
+    ("CUT_OFF_S", "LOST_S", "a link may be down for some seconds"),
     ("ANSWER_S", "LOST_S", "a host that is slow is not lost"),
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),

@@ -32,6 +32,8 @@ _OF_THE_LAUNCHER = ("SLURM_", "OMPI_", "PMI", "PRTE_", "MPI_LOCAL")
 """Prefixes of variables that say that this process is the only one of its program:
 libraries on a rank would take that for the rank's place."""
 _OF_THE_JOB = ("SLURM_JOB_", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_")
+NEEDED_BYTES = 2**20
+"""Of the disk for temporary files: the logs and stacks of some ranks."""
 NUM_MISSES = 30
 """Heartbeats of the controller, three quarters of a second each, that may be missed."""
 
@@ -156,6 +158,18 @@ def serve() -> None:
     answer_questions(kernel, _agent.answers)
 
 
+def make_folder(folder: Path) -> None:
+    """Make it, or end with the reason: what fails for want of space later is lost with
+    the file that would have said so."""
+    try:
+        folder.mkdir(mode=0o700)  # nobody else has made it
+        (folder / "space").write_bytes(bytes(NEEDED_BYTES))
+        (folder / "space").unlink()
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(f"{error}: {folder}")
+
+
 def leave_launcher(folder: Path) -> None:
     """Print to a file from now on: what has started this may end, as ssh does with its
     connection."""
@@ -168,7 +182,7 @@ def leave_launcher(folder: Path) -> None:
 def main() -> None:
     """Run an engine that serves until the controller or the notebook is gone."""
     os.environ.update(json.load(sys.stdin))
-    Path(os.environ["IPP_PROFILE_DIR"]).mkdir(mode=0o700)  # nobody else has made it
+    make_folder(Path(os.environ["IPP_PROFILE_DIR"]))
     for name in list(os.environ):
         if name.startswith(_OF_THE_LAUNCHER) and not name.startswith(_OF_THE_JOB):
             del os.environ[name]

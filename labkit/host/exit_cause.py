@@ -63,6 +63,9 @@ class EngineProcess:
     `look` at it now and then: what it had last is part of why it died.
     """
 
+    is_cut_off = False
+    """What is sent to it arrives."""
+
     def __init__(
         self, process: psutil.Process, waiter: threading.Thread, log_file: str
     ) -> None:

@@ -5,11 +5,13 @@ meant for another host and asks for this one's loopback finds nothing there.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ SUBNET = "10.213.77"
 PRIVATE = "private"
 """In the folder of the test: what is in it on one host is not there on another."""
 _PORT = 22
+_DISK_BYTES = 32 * 2**20
+_WIRE = str(Path(__file__).with_name("wire.py"))
 _CONFIG = """\
 Port {port}
 ListenAddress {address}
@@ -36,6 +40,7 @@ PermitRootLogin prohibit-password
 StrictModes no
 UsePAM no
 AcceptEnv LABKIT_TEST
+{more}
 """
 _CLIENT = """\
 Host {name} {address}
@@ -69,15 +74,18 @@ class Namespace:
     name: str
     address: str
     sshd: subprocess.Popen[bytes]
+    wire: "subprocess.Popen[str] | None" = None
+    """What its packets pass, where `set_wire` is to make trouble."""
 
     def processes(self) -> list[psutil.Process]:
         """What runs on it, besides sshd that listens."""
         told = _run("ip", "netns", "pids", self.name).split()
+        own = [self.sshd.pid, *([self.wire.pid] if self.wire else [])]
         found = []
         for pid in map(int, told):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if pid != self.sshd.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if pid not in own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -89,12 +97,30 @@ class Namespace:
                 found.append(" ".join(process.cmdline()))
         return found
 
+    def place(self, folder: Path) -> Path:
+        """Where a folder is as it is there."""
+        return Path(f"/proc/{self.sshd.pid}/root", *folder.parts[1:])
+
+    def files(self, folder: Path, pattern: str) -> list[Path]:
+        """What is in a folder as it is there."""
+        return [*self.place(folder).glob(pattern)]
+
     def die(self) -> None:
         """All at once: nothing on it answers any more, or says good-bye."""
         self.set_link("down")
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+    def set_wire(
+        self, *, loss: float = 0, delay_s: float = 0, bytes_per_s: float | None = None
+    ) -> None:
+        """What its packets suffer from now on, both ways; nothing by default."""
+        assert self.wire is not None
+        assert self.wire.stdin is not None
+        told = {"loss": loss, "delay_s": delay_s, "bytes_per_s": bytes_per_s}
+        self.wire.stdin.write(json.dumps(told) + "\n")
+        self.wire.stdin.flush()
 
     def set_link(self, state: str) -> None:
         """Connect it ("up") or cut it off ("down")."""
@@ -120,7 +146,7 @@ class Namespace:
 @contextlib.contextmanager
 def hosts(folder: Path, num_hosts: int) -> Iterator[list[Namespace]]:
     """Hosts named lk1, lk2, ..., which `ssh` reaches by the program of that name in
-    `folder / "bin"`."""
+    `folder / "bin"`. The last one has a wire."""
     names = [f"lk{number}" for number in range(1, num_hosts + 1)]
     for key in ("host-key", "user-key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
@@ -132,7 +158,7 @@ def hosts(folder: Path, num_hosts: int) -> Iterator[list[Namespace]]:
         _run("ip", "address", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
         for number, name in enumerate(names, 1):
-            made.append(_make(folder, name, f"{SUBNET}.{number}"))
+            made.append(_make(folder, name, number, has_wire=name == names[-1]))
         key = (folder / "host-key.pub").read_text()
         (folder / "known-hosts").write_text("".join(f"{e.address} {key}" for e in made))
         config = folder / "ssh-config"
@@ -150,24 +176,44 @@ def hosts(folder: Path, num_hosts: int) -> Iterator[list[Namespace]]:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGKILL)
             each.sshd.wait()
+            if each.wire is not None:
+                each.wire.communicate()  # its stdin ends
         _remove(names)
 
 
-def _make(folder: Path, name: str, address: str) -> Namespace:
+def _make(folder: Path, name: str, number: int, *, has_wire: bool) -> Namespace:
+    address = f"{SUBNET}.{number}"
     within = ("ip", "netns", "exec", name)
     _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", f"lk-{name}", "type", "veth", "peer", f"in-{name}")
+    wire = None
+    if has_wire:
+        wire = subprocess.Popen(
+            [sys.executable, _WIRE, name, f"lk-{name}", "eth0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert wire.stdout is not None
+        assert wire.stdout.readline() == "ready\n"
+    else:
+        _run("ip", "link", "add", f"lk-{name}", "type", "veth", "peer", f"in-{name}")
+        _run("ip", "link", "set", f"in-{name}", "netns", name, "name", "eth0")
     _run("ip", "link", "set", f"lk-{name}", "master", BRIDGE, "up")
-    _run("ip", "link", "set", f"in-{name}", "netns", name, "name", "eth0")
     _run(*within, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _run(*within, "ip", "link", "set", "lo", "up")
     _run(*within, "ip", "link", "set", "eth0", "up")
     config = folder / f"sshd-{name}"
-    config.write_text(_CONFIG.format(port=_PORT, address=address, folder=folder))
-    # In a mount namespace of its own, which `ip netns exec` makes.
     private = folder / PRIVATE
+    more = f"SetEnv TMPDIR={private}" if has_wire else ""
+    config.write_text(
+        _CONFIG.format(port=_PORT, address=address, folder=folder, more=more)
+    )
+    # In a mount namespace of its own, which `ip netns exec` makes.
     private.mkdir(exist_ok=True)
-    script = f"mount -t tmpfs none {private} && exec /usr/sbin/sshd -D -e -f {config}"
+    script = (
+        f"mount -t tmpfs -o size={_DISK_BYTES} none {private} && "
+        f"exec /usr/sbin/sshd -D -e -f {config}"
+    )
     sshd = subprocess.Popen(
         [*within, "sh", "-c", script],
         stderr=(folder / f"sshd-{name}.log").open("wb"),
@@ -178,7 +224,7 @@ def _make(folder: Path, name: str, address: str) -> Namespace:
         assert sshd.poll() is None, (folder / f"sshd-{name}.log").read_text()
         assert time.monotonic() < until, "sshd does not listen"
         time.sleep(0.05)
-    return Namespace(name, address, sshd)
+    return Namespace(name, address, sshd, wire)
 
 
 def _remove(names: list[str]) -> None:

@@ -129,6 +129,10 @@ class Engines(abc.ABC):
             self.engine_id(rank) in self.client.ids and self.engine(rank).is_alive
         )
 
+    def is_cut_off(self, rank: int) -> bool:
+        """Whether what is sent to it may wait: its host has not answered lately."""
+        return self.engine(rank).is_cut_off
+
     def death(self, rank: int) -> Death:
         """How a rank that is not alive has ended."""
         return self.engine(rank).death()

@@ -246,7 +246,9 @@ class CellExecution:
             future.add_done_callback(lambda done: post("reply", done.result()))
 
     def _stop_where_due(self) -> None:
-        actions = self.stop_policy.due(self._tally.running, time.monotonic())
+        # What a rank is not asked it is not killed for: its host may be found lost.
+        reached = [r for r in self._tally.running if not self._cluster.is_cut_off(r)]
+        actions = self.stop_policy.due(reached, time.monotonic())
         for rank in actions.ask:
             self._ask_to_stop(rank)
         for rank in actions.signal:
@@ -309,6 +311,8 @@ class CellExecution:
         for rank in list(running):
             if not self._cluster.is_alive(rank):
                 self._end(rank, self._died(rank))
+            elif self._cluster.is_cut_off(rank):
+                continue
             elif self.stop_policy.is_silent(rank, now):
                 self._end(rank, says_nothing(rank))
         return lost

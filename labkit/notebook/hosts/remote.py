@@ -88,6 +88,11 @@ class RemoteHost:
         return self._silent_s > timeouts.LOST_S or self._program.has_ended
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether it has not answered lately: what is sent to it may wait."""
+        return self._silent_s > timeouts.CUT_OFF_S
+
+    @property
     def is_alive(self) -> bool:
         """Whether it answers, or has until a moment ago."""
         return not self.is_lost
@@ -173,6 +178,10 @@ class RemoteEngine:
     @property
     def is_alive(self) -> bool:
         return not self._has_ended.is_set()
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.host.is_cut_off
 
     def set_death(self, death: Death) -> None:
         """Note how it has ended; the first word counts."""
