@@ -24,6 +24,7 @@ from labkit.checks import check_pushed_name
 from labkit.checks import check_timeout
 from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
+from labkit.notebook.cluster.change import place_anew
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_on_hosts
 from labkit.notebook.execution.options import OF_SCRIPT_RUNS
@@ -121,7 +122,7 @@ class Lab:
     ) -> None:
         given = dict(locals())  # a test holds the keywords and StartOptions together
         options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
-        self.launcher = launcher
+        self._options, self.launcher = options, launcher
         from labkit.notebook.cluster.rank_group import LabRanks
 
         self._hosts: Hosts | None = None
@@ -891,16 +892,28 @@ class Lab:
         cluster = self._running().cluster
         return StackRequest(cluster, range(self.world_size), is_full=full).wait()
 
-    def restart(self, *, everyone: bool = False) -> list[int]:
+    def restart(
+        self,
+        *,
+        everyone: bool = False,
+        num_ranks: int | None = None,
+        hosts: str | None = None,
+    ) -> list[int]:
         """Restart dead ranks, or all of them, and re-create the process group.
 
         A restarted rank has the same rank and device as before; the others keep their
-        variables.
+        variables. With `num_ranks` or `hosts` the lab gets another number of ranks, or
+        other hosts: a rank of the same number on the same host keeps its variables.
 
         Parameters
         ----------
         everyone : bool, default False
             Restart every rank, and ipyparallel's controller; all variables are lost.
+        num_ranks : int, optional
+            How many ranks there are to be.
+        hosts : str, optional
+            As for `Lab(launcher="ssh")`: the hosts, in order of rank, and how many
+            ranks each is to have.
 
         Returns
         -------
@@ -909,14 +922,35 @@ class Lab:
 
         Raises
         ------
+        ValueError
+            For a number or hosts that cannot be; nothing has changed.
         RuntimeError
             If a cell is running, or the ranks do not start.
         """
         self._wait_for_the_last_run()
+        ranks = self._running()
+        if num_ranks is not None or hosts is not None:
+            if everyone:
+                raise ValueError(
+                    "--all restarts the ranks that there are; leave it out with -n or "
+                    "--hosts, which change their number or their places"
+                )
+            try:
+                return ranks.change(
+                    lambda: place_anew(
+                        self._options,
+                        ranks.placements,
+                        ranks.hosts,
+                        num_ranks=num_ranks,
+                        on_hosts=hosts,
+                    )
+                )
+            finally:
+                self.placements, self._hosts = [*ranks.placements], ranks.hosts
         if not everyone:
-            return self._running().restart()
+            return ranks.restart()
         self._past = Past()
-        return self._running().restart_all()
+        return ranks.restart_all()
 
     def check(self) -> None:
         """Check that every rank answers and that an all-reduce is right.

@@ -447,13 +447,37 @@ class LabMagics(Magics):
         action="store_true",
         help="restart every rank; all variables on the ranks are lost",
     )
+    @argument(
+        "-n",
+        "--num-ranks",
+        type=int,
+        metavar="N",
+        help="have N ranks, more or fewer than now; the others keep their variables",
+    )
+    @argument(
+        "--hosts",
+        metavar="HOST:N,HOST:N",
+        help="with --launcher ssh or mpi: have the ranks on these hosts; those whose "
+        "number and host stay the same keep their variables",
+    )
     @line_magic
     @parsed
     def dist_restart(self, args: Args) -> None:
-        """Bring dead ranks back in their places; the others keep their variables."""
-        started = current_lab().restart(everyone=args.all)
-        what = f"{format_ranks(started)} restarted" if started else "no rank was dead"
-        print(f"{what}; {ready_line(current_lab())}")
+        """Bring dead ranks back in their places, or have more, fewer, or other hosts;
+        the other ranks keep their variables."""
+        lab = current_lab()
+        before = lab.world_size
+        started = lab.restart(
+            everyone=args.all, num_ranks=args.num_ranks, hosts=args.hosts
+        )
+        what = []
+        if lab.world_size < before:
+            what.append(f"{format_ranks(range(lab.world_size, before))} ended")
+        if back := [rank for rank in started if rank < before]:
+            what.append(f"{format_ranks(back)} restarted")
+        if new := [rank for rank in started if rank >= before]:
+            what.append(f"{format_ranks(new)} started")
+        print("; ".join([*(what or ["no rank was dead"]), ready_line(lab)]))
 
     @magic_arguments()
     @options(StartOptions, "num_ranks", "backend", "device")

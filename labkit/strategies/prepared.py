@@ -202,6 +202,17 @@ class Prepared:
             if parameter.requires_grad
         ]
 
+    def check_ranks(self) -> None:
+        """UnsupportedLoopError where those that it was prepared for are no more."""
+        self.team.check()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the model is here in parts, so that no forward pass does without the
+        other ranks."""
+        axes = (self.mesh and self.mesh.mesh_dim_names) or ()
+        return self.strategy.is_sharded or bool({"tp", "pp"}.intersection(axes))
+
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It gives gradients to `used`, some of this model's parameters."""
 

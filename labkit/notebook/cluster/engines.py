@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,6 +34,7 @@ from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import OnLateOutput
 from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.cluster.reach import ask_engine
+from labkit.notebook.cluster.reach import end_at_once
 from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.hosts.remote import RemoteEngines
 from labkit.notebook.hosts.remote import RemoteHost
@@ -367,13 +369,51 @@ class Cluster(Engines):
         return self._starter.ends_at
 
     def end_engines(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self.kill(rank)
-        for rank in ranks:
-            self._engines[rank].wait(timeouts.END_S)
-            if self._engines[rank].is_alive:
+        self._end({rank: self._engines[rank] for rank in ranks})
+
+    def _end(self, engines: Mapping[int, Engine]) -> None:
+        """`end_engines`, of engines by their ranks, also former ones."""
+        for engine in engines.values():
+            end_at_once(engine)
+        for rank, engine in engines.items():
+            engine.wait(timeouts.END_S)
+            if engine.is_alive:
                 raise UserError(f"rank {rank} does not end; use %dist_stop")
-        self._starter.end_sessions([self._engines[rank] for rank in ranks])
+        self._starter.end_sessions([*engines.values()])
+
+    @contextlib.contextmanager
+    def changing(
+        self,
+        started: Sequence[int],
+        placements: Sequence[Placement],
+        hosts: Hosts | None,
+        *,
+        on_progress: Callable[[str], None],
+    ) -> Iterator[None]:
+        """An engine for each of `started`, to be ranks in these places with those that
+        are there; engines that then are no rank end. Where that, or what is done
+        within it, fails, all is as before.
+        """
+        engines, ids = self._engines, self._engine_ids
+        go_back = self._starter.move(hosts, placements)
+        self._engines, self._engine_ids = dict(engines), dict(ids)
+        try:
+            if started:
+                self.start_engines(started, on_progress=on_progress)
+            yield
+        except BaseException:
+            for rank, engine in self._engines.items():
+                if engine is not engines.get(rank):
+                    end_at_once(engine)
+            self._engines, self._engine_ids = engines, ids
+            go_back()
+            self._starter.leave_unused()
+            raise
+        for rank in range(len(placements), len(engines)):
+            del self._engines[rank], self._engine_ids[rank]
+        now = {id(engine) for engine in self._engines.values()}
+        self._end({r: engine for r, engine in engines.items() if id(engine) not in now})
+        self._starter.leave_unused()
 
     # ---- the end ----
 

@@ -50,6 +50,13 @@ class LocalEngines:
                             launcher.process.kill()
             raise
 
+    def move(self, hosts: Any, placements: Any) -> Callable[[], None]:
+        """Nothing: all places are on this host."""
+        return lambda: None
+
+    def leave_unused(self) -> None:
+        """Nothing: there is no other host."""
+
     def log(self) -> str:
         """What was printed by what forks engines."""
         return self._host.fork_log()

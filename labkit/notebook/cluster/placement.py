@@ -272,7 +272,7 @@ def place_on_hosts(
     try:
         on_progress("asking the hosts what they have")
         hosts = find_hosts(launcher, interface=options.interface, device=options.device)
-        return _place_on(hosts, options), hosts
+        return place_on_found(hosts, options), hosts
     except BaseException:
         launcher.close()
         raise
@@ -293,7 +293,8 @@ def _launcher(
     return Ssh(specs) if options.launcher == "ssh" else Mpi(specs, words)
 
 
-def _place_on(hosts: Hosts, options: StartOptions) -> list[Placement]:
+def place_on_found(hosts: Hosts, options: StartOptions) -> list[Placement]:
+    """One placement a rank on these hosts; ValueError for what cannot be."""
     having = [each.spec.name for each in hosts.found if each.facts.num_gpus]
     device = options.device
     if device == "auto" and 0 < len(having) < len(hosts.found):

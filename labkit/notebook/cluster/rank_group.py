@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import partial
 
 from labkit import timeouts
 from labkit.checks import UserError
@@ -68,6 +69,9 @@ class RankGroup:
     One cell at a time runs on it: see `working`. What a cell left broken is mended
     right after it, or before the next.
     """
+
+    is_part = False
+    """Whether there are other ranks in the lab."""
 
     def __init__(
         self,
@@ -214,13 +218,14 @@ class RankGroup:
         with self._life.starting() as on_stage:
             self.cluster.end_engines(ranks)
             self.cluster.start_engines(ranks, on_progress=on_stage)
-        self._install(ranks)
+        self._install(ranks, self.placements)
 
-    def _install(self, ranks: Sequence[int]) -> None:
+    def _install(self, ranks: Sequence[int], placements: Sequence[Placement]) -> None:
+        """Make engines that were just started ranks, in these places."""
+        engines = {rank: self.cluster.engine(rank) for rank in ranks}
         places = {
-            key: (place, self.cluster.engine(place.rank).stack_file)
-            for key, place in self._places().items()
-            if place.rank in ranks
+            each.key: (placements[rank], each.stack_file)
+            for rank, each in engines.items()
         }
         notes = self.cluster.call(f"{_CALLS}:install", places, ranks=ranks)
         for rank in ranks:
@@ -239,7 +244,7 @@ class RankGroup:
         store = self.cluster.open_store()
         sums = self.cluster.call(
             f"{_CALLS}:join_group",
-            *(store, self.cluster.free_port(0), self._places()),
+            *(store, self.cluster.free_port(0), self._places(), self.is_part),
             ranks=self.everyone,
             is_collective=True,
         )
@@ -299,6 +304,7 @@ class PartOfLab(RankGroup):
     """Some ranks of a lab in a process group of their own."""
 
     cluster: Part
+    is_part = True
 
     @property
     def in_lab(self) -> tuple[int, ...]:
@@ -320,7 +326,7 @@ class LabRanks(RankGroup):
         on_progress: Callable[[str], None],
     ) -> None:
         """Raises RuntimeError if the ranks do not start."""
-        self._hosts = hosts
+        self.hosts = hosts
         super().__init__(placements, None, what_is_running=what_is_running, life=Life())
         self._begin(on_progress)
 
@@ -332,13 +338,13 @@ class LabRanks(RankGroup):
         with self._life.starting(on_progress) as on_stage:
             self.cluster = start_cluster(
                 self.placements,
-                hosts=self._hosts,
+                hosts=self.hosts,
                 environment=environment,
                 on_progress=on_stage,
             )
         try:
             on_progress("creating the process group")
-            self._install(self.everyone)
+            self._install(self.everyone, self.placements)
             self._form()
             self.cluster.begin(f"{_CALLS}:warm_up", ranks=self.everyone)
         except BaseException as error:
@@ -352,6 +358,40 @@ class LabRanks(RankGroup):
     def _end_cluster(self) -> None:
         with self._life.ending():
             self.cluster.stop()
+
+    def change(
+        self, place: Callable[[], tuple[Sequence[Placement], Hosts | None]]
+    ) -> list[int]:
+        """Have ranks in the places that `place` gives, and in no others; the ranks that
+        were started.
+
+        Those whose place is as before keep their process, and with it their variables,
+        unless they are dead. Where one cannot be started nothing has changed.
+        """
+        with self._exclusive(), interrupts.held():
+            if reason := self.cluster.unreachable_reason():
+                raise UserError(reason)
+            places, hosts = place()
+            dead = self.dead()
+            moved = [e.rank for e in places if not stays(e, self.placements)]
+            if len(places) == len(self.placements) and not moved:
+                return self.bring_back(dead)
+            started = [e.rank for e in places if e.rank in {*dead, *moved}]
+            changing = partial(self.cluster.changing, started, places, hosts)
+            try:
+                with self._life.starting() as on_stage, changing(on_progress=on_stage):
+                    if started:
+                        self._install(started, places)
+                    self.placements, self.hosts = places, hosts
+                    self._is_whole = False
+            except UserError as error:
+                if self.placements is places:
+                    raise
+                raise UserError(f"{error}; nothing has changed") from error
+            self._form()
+            if started:
+                self.cluster.begin(f"{_CALLS}:warm_up", ranks=started)
+            return started
 
     def restart_all(self) -> list[int]:
         """End all ranks and start them again, with the controller; the ranks."""
@@ -402,6 +442,16 @@ class LabRanks(RankGroup):
         return PartOfLab(
             places, part, what_is_running=self._what_is_running, life=self._life
         )
+
+
+def stays(place: Placement, former: Sequence[Placement]) -> bool:
+    """Whether the process that had this place is in it still: of this number, on this
+    host and with this device."""
+    if place.rank >= len(former):
+        return False
+    names = ("host", "local_rank", "device")
+    before = former[place.rank]
+    return all(getattr(place, name) == getattr(before, name) for name in names)
 
 
 def places_in_part(places: Sequence[Placement]) -> list[Placement]:

@@ -298,10 +298,7 @@ class Engines(abc.ABC):
 
     def kill(self, rank: int, why: str = "ended by labkit") -> None:
         """End the rank's process at once; `why` is then the cause of its death."""
-        engine = self.engine(rank)
-        if engine.is_alive:
-            engine.expected_cause = why
-            engine.kill()
+        end_at_once(self.engine(rank), why)
 
     def was_aborted(self, reply: Any) -> bool:
         """Whether the kernel discarded a request: it does so right after an error."""
@@ -323,6 +320,13 @@ def raise_failures(reply: Any) -> None:
     ipyparallel.error.collect_exceptions(
         [each for each in errors if getattr(each, "ename", "") != "EngineError"]
     )
+
+
+def end_at_once(engine: Engine, why: str = "ended by labkit") -> None:
+    """Kill an engine that is alive; `why` is then the cause of its death."""
+    if engine.is_alive:
+        engine.expected_cause = why
+        engine.kill()
 
 
 def ask_engine(

@@ -1,8 +1,10 @@
 """What starts programs on hosts, and says why they are gone."""
 
 import abc
+import copy
 import re
 import subprocess
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +32,21 @@ class HostLauncher(abc.ABC):
 
     def __init__(self, specs: Sequence[HostSpec]) -> None:
         self.specs = list(specs)
+
+    def on_hosts(self, specs: Sequence[HostSpec]) -> "HostLauncher":
+        """The same for other hosts. ValueError where it is not for any."""
+        other = copy.copy(self)
+        other.specs = list(specs)
+        return other
+
+    def for_ranks(self, num_ranks: int, now: Mapping[str, int]) -> "HostLauncher":
+        """The same for so many ranks, where hosts have so many `now`. ValueError where
+        it cannot have them, or does not say where."""
+        there = ",".join(f"{name}:{number}" for name, number in now.items())
+        raise ValueError(
+            f"-n {num_ranks}: the lab is on {there}; say how many ranks each host is "
+            f"to have, as in %dist_restart --hosts {there}"
+        )
 
     @abc.abstractmethod
     def command(self, host: str, words: Sequence[str]) -> list[str]:

@@ -248,15 +248,43 @@ class RemoteEngines:
         reach: Reach,
     ) -> None:
         """`environment` is what engines have besides their host's own."""
-        self._launcher = hosts.launcher
-        self._facts = {each.spec.name: each.facts for each in hosts.found}
-        self._host_of = {each.rank: each.host for each in placements}
+        self._place(hosts, placements)
         self._environment = environment
         self._reach = reach
         self._hosts: dict[str, RemoteHost] = {}
+        self._left: list[RemoteHost] = []
+        """Lost, and used no more: their agents end when they are back."""
         self._folders: dict[str, list[str]] = {}
         """Of all agents on each."""
         self._numbers = itertools.count(1)
+
+    def _place(self, hosts: Hosts, placements: Sequence[Placement]) -> None:
+        """From now on ranks start in these places."""
+        self._launcher = hosts.launcher
+        self._facts = {each.spec.name: each.facts for each in hosts.found}
+        self._host_of = {each.rank: each.host for each in placements}
+
+    def move(
+        self, hosts: Hosts | None, placements: Sequence[Placement]
+    ) -> Callable[[], None]:
+        """From now on ranks start in these places; what takes that back."""
+        assert hosts is not None
+        former = self._launcher, self._facts, self._host_of
+        self._place(hosts, placements)
+
+        def go_back() -> None:
+            self._launcher, self._facts, self._host_of = former
+
+        return go_back
+
+    def leave_unused(self) -> None:
+        """End everything on the hosts on which no rank is to be, and their agents."""
+        self._leave([name for name in self._hosts if name not in self._facts])
+
+    def _leave(self, names: Sequence[str]) -> None:
+        hosts = [self._hosts.pop(name) for name in names]
+        self._left += [host for host in hosts if host.is_lost]
+        self._end([host for host in hosts if not host.is_lost])
 
     def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
         """Start an agent on each host that has none, or is lost; it begins to load
@@ -357,10 +385,14 @@ class RemoteEngines:
 
     def look(self) -> None:
         """Ask every agent how its engines are."""
-        for host in list(self._hosts.values()):
+        for host in [*self._hosts.values(), *self._left]:
             # The controller has just ended, or the user has closed the client.
             with contextlib.suppress(OSError, RuntimeError):
                 host.look()
+        for host in [each for each in self._left if not each.is_lost]:
+            self._left.remove(host)
+            with contextlib.suppress(OSError, RuntimeError):
+                host.ask("exit")
 
     def end_sessions(self, engines: Sequence[Any]) -> None:
         """End what is left of what engines have started."""
@@ -394,15 +426,16 @@ class RemoteEngines:
     def end(self) -> None:
         """End everything on every host that answers, and its agent. On one that does
         not, an agent ends by itself when it hears no more of the controller."""
+        self._leave([*self._hosts])
+
+    def _end(self, hosts: Sequence[RemoteHost]) -> None:
         calls = []
-        for host in self._hosts.values():
+        for host in hosts:
             with contextlib.suppress(UserError):  # it is gone
-                if not host.is_lost:
-                    calls.append(self._reach.begin_on(host.engine_id, f"{AGENT}:end"))
+                calls.append(self._reach.begin_on(host.engine_id, f"{AGENT}:end"))
         deadline = time.monotonic() + timeouts.END_HOST_S
         for call in calls:
             call.wait(max(deadline - time.monotonic(), 0))
-        self._hosts.clear()
 
     @property
     def ends_at(self) -> float | None:

@@ -1,6 +1,7 @@
 """Programs on the hosts of a Slurm job: the one around this process, or its own."""
 
 import contextlib
+import copy
 import os
 import re
 import shutil
@@ -108,6 +109,7 @@ class Slurm(HostLauncher):
         self._job = around or self._allocate(num_ranks, num_hosts, options, on_progress)
         try:
             self.specs = self._place(num_ranks, num_hosts)
+            self._num_hosts = len(self.specs)
             self._gres = self._gres_by_host()
         except BaseException:
             self.close()
@@ -202,6 +204,36 @@ class Slurm(HostLauncher):
             HostSpec(name, tasks[number] if tasks else None)
             for number, name in enumerate(names)
         ]
+
+    def on_hosts(self, specs: Sequence[HostSpec]) -> "Slurm":
+        raise ValueError(
+            f"--hosts: Slurm job {self._job.number} says which hosts there are "
+            f"({self._job.nodes}); %dist_restart -n N changes the number of ranks on "
+            "them"
+        )
+
+    def for_ranks(self, num_ranks: int, now: Mapping[str, int]) -> "Slurm":
+        """Fewer ranks leave the last hosts first; more are spread over all hosts that
+        the lab was started on."""
+        most = sum(tasks_of(self._job.tasks_per_node))
+        if most and num_ranks > most:
+            raise ValueError(
+                f"-n {num_ranks}: Slurm job {self._job.number} is for {most} tasks, on "
+                f"{self._job.nodes}; use -n {most} at most, or %dist_stop this lab and "
+                "start one in a larger job"
+            )
+        other = copy.copy(self)
+        if num_ranks > sum(now.values()):
+            num_hosts = min(num_ranks, self._num_hosts)
+            other.specs = self._place(num_ranks, num_hosts)
+            return other
+        other.specs = []
+        left = num_ranks
+        for name, number in now.items():
+            if left:
+                other.specs.append(HostSpec(name, min(number, left)))
+                left -= min(number, left)
+        return other
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         # Variables of the job, and of a step of it, are options of srun.

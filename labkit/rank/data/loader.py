@@ -159,6 +159,7 @@ class RankLoader:
         >>> dist.all_reduce(correct)
         """
         peers = self.batches.dealer.peers
+        peers.check()
         return ShareLoader(
             dataset, batch_size, peers, self.before_evaluation, self.on_evaluated
         )
@@ -167,6 +168,7 @@ class RankLoader:
         if not is_in_main_thread():
             self.refuse(UnsupportedLoopError(DRAWN_BY_A_THREAD))
             return
+        self.batches.dealer.peers.check()
         self.batches.epoch = self.num_epochs
         self.num_epochs += 1
         had = self._batches_had()

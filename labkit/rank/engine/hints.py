@@ -83,7 +83,15 @@ SHARED_MEMORY = (
     "container with more, as docker run --shm-size=8g; or use fewer workers, a smaller "
     "prefetch_factor, or num_workers=0"
 )
+FORMER_GROUP = (
+    "a process group, or what was sharded over it, is of the ranks that there were "
+    "before %dist_restart: make it again on all ranks, and load what was saved of it "
+    "by save_checkpoint or --checkpoint"
+)
 HINTS = {
+    "of a process group that no longer exists": FORMER_GROUP,
+    "is not initialized in the world group map": FORMER_GROUP,
+    "Failed to validate global plan: .* invalid fill": FORMER_GROUP,
     r"unable to \w+ (shared memory|.*file </?torch_)|out of shared memory": (
         SHARED_MEMORY
     ),

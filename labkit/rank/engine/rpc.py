@@ -100,12 +100,15 @@ def lost_device() -> str:
 
 
 def join_group(
-    store: Meeting, port: int, places: dict[tuple[str, int], Placement]
+    store: Meeting,
+    port: int,
+    places: dict[tuple[str, int], Placement],
+    is_part: bool,
 ) -> float:
-    """Enter the next group, of ranks in these places by host and process id; the sum
-    of all, all-reduced over it."""
+    """Enter the next group, of ranks in these places by host and process id, which may
+    be a part of the lab; the sum of all, all-reduced over it."""
     runner().group.leave()
-    return runner().group.join(store, port, places)
+    return runner().group.join(store, port, places, is_part=is_part)
 
 
 def group_sequences() -> dict[str, int]:

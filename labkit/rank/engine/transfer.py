@@ -16,6 +16,7 @@ from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map_only
 from labkit.estimate import forecast
 from labkit.rank.engine.rpc import runner
+from labkit.rank.group.recovery import check_groups_of
 from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import full_state_dict
 from labkit.strategies.zero.engines import is_zero
@@ -70,9 +71,11 @@ def missing(names: list[str]) -> list[str]:
 
 
 def is_sharded(name: str) -> bool:
-    """Whether this rank has but a part of the variable: to gather it is collective."""
+    """Whether this rank has but a part of the variable: to gather it is collective.
+    UnsupportedLoopError for parts that do not make a whole any more."""
     value = runner().shell.user_ns[name]
     if isinstance(value, nn.Module):
+        check_groups_of(value)
         # After a forward pass the parameters of FSDP's root are whole.
         return (
             is_zero(value)

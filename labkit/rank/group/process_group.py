@@ -44,12 +44,22 @@ from labkit.records import Placement
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.device_mesh import mesh_of
 from labkit.strategies.mesh.roles import Roles
+from labkit.strategies.mesh.worlds import begin_world
 
 _torch_init_process_group = dist.init_process_group
 _torch_rendezvous = rendezvous_of("env")
 
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
 """Prefixes of the variables by which torchrun and MPI pass a process its rank."""
+
+
+OTHER_SIZE = (
+    "this was made for a lab of {former} (%dist_restart has made that {now}): it "
+    "would train with some of the samples or parameters alone. Make model and "
+    "optimizer again, and prepare them, in a %%dist_train cell; --resume, or "
+    "load_checkpoint, goes on from a checkpoint of any number of ranks"
+)
+"""Where a model, a loader or a group is used in a lab of another size."""
 
 
 def forget_launchers() -> None:
@@ -89,6 +99,8 @@ class RankProcessGroup:
         """
         self._formation = ""
         """By which the ranks tell this formation of the group from all others."""
+        self._num_in_lab = 0
+        """Ranks of the lab, in groups of some of them too; 0 before the first."""
         self._listening: set[int] = set()
         """The ports on which this process listened before the group was formed."""
         self._is_broken = False
@@ -186,16 +198,27 @@ class RankProcessGroup:
         )
 
     def join(
-        self, store: Meeting, port: int, places: dict[tuple[str, int], Placement]
+        self,
+        store: Meeting,
+        port: int,
+        places: dict[tuple[str, int], Placement],
+        *,
+        is_part: bool = False,
     ) -> float:
         """Enter the group that meets at `store`; the sum of ranks over it.
 
         Collective: every rank calls it. The sum is one all-reduce over the new
         group, so that the caller can see that it works. `port` is free on
         rank 0's host, for scripts that host a store of their own; `places` are the
-        ranks' by host and process id, in order.
+        ranks' by host and process id, in order. Unless `is_part`, they are all of the
+        lab's, which may be more or fewer than before.
         """
-        self.placement = placement = places[self._key]
+        before, self.placement = self.placement, places[self._key]
+        placement = self.placement
+        if placement.num_threads != before.num_threads:
+            torch.set_num_threads(placement.num_threads)
+        if not is_part:
+            self._size_lab(len(places))
         self._set_aside_others()
         self._store = LabStore(store, self.timeout)
         self.peers = [pid for host, pid in places if host == placement.host]
@@ -234,6 +257,20 @@ class RankProcessGroup:
         self._users_groups.clear()
         connect(self._group)
         return self.prove(self.placement.group_timeout_s)
+
+    def _size_lab(self, num_ranks: int) -> None:
+        """Let nothing use groups of a lab that had another number of ranks: none of
+        them is formed again."""
+        former, self._num_in_lab = self._num_in_lab, num_ranks
+        if former in (0, num_ranks):
+            return
+        ranks = f"{former} rank{'s' * (former > 1)}"
+        why = OTHER_SIZE.format(former=ranks, now=num_ranks)
+        begin_world(why)
+        for each in self._former.values():
+            each.let_go(why)
+        self._former.clear()
+        close_connections(self.peers, self._others)
 
     def _set_aside_others(self) -> None:
         """Let nothing use groups that were left for a world of another size.

@@ -3,15 +3,18 @@
 import contextlib
 import gc
 import json
+import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import forget_shardings
 from labkit.compat.c10d import group_names_of
 from labkit.compat.c10d import names_of_groups
@@ -19,6 +22,7 @@ from labkit.compat.c10d import ranks_of
 from labkit.compat.c10d import set_groups_of
 from labkit.compat.data_parallel import remake_reducer
 from labkit.compat.data_parallel import reset_step
+from labkit.strategies.prepared import Prepared
 
 Group = dist.ProcessGroup
 
@@ -29,6 +33,17 @@ ASIDE = "(of all ranks, which are in groups of some now, {}) "
 
 _later: list[Any] = []
 """Made after the libraries were frozen: frozen only if a cell has done so."""
+
+
+_over: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""The models whose groups have no successors, and why."""
+
+
+def check_groups_of(model: nn.Module) -> None:
+    """UnsupportedLoopError for one that needs groups which have no successors."""
+    for part in model.modules():
+        if part in _over:
+            raise UnsupportedLoopError(_over[part])
 
 
 def freeze_libraries() -> None:
@@ -66,6 +81,24 @@ class FormerGroups:
         self.default_name = mark + self.default_name
         self.names = {group: mark + name for group, name in self.names.items()}
         self.ranks = {mark + name: ranks for name, ranks in self.ranks.items()}
+        forget_shardings()
+
+    def let_go(self, why: str) -> None:
+        """Let nothing find these groups any more: there are no successors. A model that
+        needs them says `why` where it is called."""
+
+        def refuse(module: Any, arguments: Any) -> None:
+            raise UnsupportedLoopError(why)
+
+        for each in models_and_meshes():
+            if isinstance(each, DeviceMesh):
+                names = group_names_of(each)
+                if any(name in self.ranks for name in names):
+                    set_groups_of(each, [LOST for _ in names], {})
+            elif not isinstance(each, Prepared) or each.has_parts:
+                model = each.module if isinstance(each, Prepared) else each
+                model.register_forward_pre_hook(refuse, prepend=True)
+                _over[model] = why
         forget_shardings()
 
     def in_use(
@@ -146,7 +179,7 @@ def models_and_meshes() -> list[Any]:
     """All that are alive and know of process groups."""
     if not any(each is _later for each in gc.get_objects()):
         gc.unfreeze()  # a cell has frozen objects: the collector does not list them
-    kinds = (DistributedDataParallel, FSDPModule, DeviceMesh)
+    kinds = (DistributedDataParallel, FSDPModule, DeviceMesh, Prepared)
     is_one: dict[type, bool] = {}
     found = []
     for each in gc.get_objects():

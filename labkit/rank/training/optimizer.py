@@ -94,6 +94,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # ---- the step ----
 
     def step(self, closure: Closure | None = None) -> Any:
+        self.prepared.check_ranks()
         loss = None
         if closure is not None and not steps_once(self.prepared.optimizer):
             self._step_with(closure)

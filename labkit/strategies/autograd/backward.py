@@ -46,6 +46,9 @@ class Follower(Protocol):
         """The parameters that may be given gradients, each with the node of autograd
         that adds to its gradient."""
 
+    def check_ranks(self) -> None:
+        """UnsupportedLoopError where those that it was prepared for are no more."""
+
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It has begun, and gives gradients to `used`, at least one. It is called
         within the pass, before any gradient is there."""
@@ -235,6 +238,7 @@ class _Reach:
         for follower in self._followers:
             used = [p for p, node in follower.accumulators() if will_execute(node)]
             if used:
+                follower.check_ranks()
                 follower.is_reached = True
                 follower.begin_backward(self._roots, used)
                 self._reached.append(follower)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.compat.c10d import flattened
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
+from labkit.strategies.mesh.worlds import ALONE
+from labkit.strategies.mesh.worlds import check_world
+from labkit.strategies.mesh.worlds import current_world
 
 _GREATEST = dist.AllreduceOptions()
 _GREATEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -28,6 +32,12 @@ class Peers:
     """Where tensors are when ranks exchange them."""
     own_group: dist.ProcessGroup | None = None
     """None for all ranks of the lab: their group is another one after a restart."""
+    world: int = field(default_factory=current_world, compare=False)
+    """The number of the world that they are ranks of."""
+
+    def check(self) -> None:
+        """UnsupportedLoopError where the lab has another number of ranks by now."""
+        check_world(self.world)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -81,7 +91,7 @@ def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:
     mesh, or along other axes. May be collective."""
     dp = None if mesh is None else data_parallel_axes(mesh)
     if dp is None:
-        return Peers(0, 1, device)
+        return Peers(0, 1, device, world=ALONE if mesh is None else current_world())
     if dp.size() == dist.get_world_size():
         return Peers(dist.get_rank(), dp.size(), device)
     group = flattened(dp).get_group()
