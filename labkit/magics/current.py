@@ -95,7 +95,11 @@ def start_lab(
     place = lab.placements[0]
     running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
     if options.num_ranks not in (None, lab.world_size):
-        raise ValueError(f"{running}one with -n {options.num_ranks}")
+        raise ValueError(
+            f"{running}one with -n {options.num_ranks}; or %dist_restart -n "
+            f"{options.num_ranks} changes the number of its ranks, and those that stay "
+            "keep their variables"
+        )
     is_other = options.backend not in ("auto", lab.backend)
     if is_other or options.device not in ("auto", lab.device):
         raise ValueError(f"{running}another kind")
@@ -105,7 +109,11 @@ def start_lab(
         if [each.name for each in wanted] != lab.hosts or any(
             each.num_ranks not in (None, ranks[each.name]) for each in wanted
         ):
-            raise ValueError(f"{running}one on {options.hosts}")
+            raise ValueError(
+                f"{running}one on {options.hosts}; or %dist_restart --hosts "
+                f"{options.hosts} changes its hosts, and ranks that stay keep their "
+                "variables"
+            )
     if options.launcher not in ("local", lab.launcher):
         raise ValueError(f"{running}one with --launcher {options.launcher}")
     if options.nodes not in (None, len(lab.hosts)):

@@ -237,6 +237,94 @@ def test_a_host_that_dies_ends_the_cell_and_is_named(four: list[Namespace]) -> N
         assert lab.pull("has", "all") == [True, True, False]
 
 
+def place() -> str:
+    """Code of a cell: which process this is, and its place as torchrun says it."""
+    return (
+        "import os\nnames = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']\n"
+        "place = [int(os.environ[name]) for name in (*names, 'GROUP_RANK')]\n"
+        "has = 'kept' in globals()\ndist.barrier()"
+    )
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_lab_takes_other_hosts_and_leaves_those_that_it_does_not_need(
+    three: list[Namespace], folder: Path
+) -> None:
+    before = [each.programs() for each in three]
+    expected = mean_losses_of_one_process()
+    with Lab(launcher="ssh", hosts="lk1:2,lk2:1") as lab:
+        lab.run("kept = rank")
+        options = {"checkpoint": folder / "grown", "live": False}
+        found = [*losses_of(lab, 1, **options)]
+        with pytest.raises(ValueError, match=r"-n 4: the lab is on lk1:2,lk2:1; say"):
+            lab.restart(num_ranks=4)
+        with pytest.raises(UserError, match="nowhere"):
+            lab.restart(hosts="lk1:2,nowhere:1")
+        assert lab.restart(hosts="lk1:2,lk2:2,lk3:1") == [3, 4]
+        lab.run(place())
+        assert lab.pull("place", "all") == [
+            [0, 0, 5, 2, 0],
+            [1, 1, 5, 2, 0],
+            [2, 0, 5, 2, 1],
+            [3, 1, 5, 2, 1],
+            [4, 0, 5, 1, 2],
+        ]
+        assert lab.pull("has", "all") == [True, True, True, False, False]
+        assert lab.hosts == ["lk1", "lk2", "lk3"]
+        found += losses_of(lab, 2, resume=True, **options)
+        # lk3's rank is of another number, and lk2 is needed no more.
+        assert lab.restart(hosts="lk1:2,lk3:1") == [2]
+        lab.run(place())
+        assert lab.pull("has", "all") == [True, True, False]
+        assert lab.hosts == ["lk1", "lk3"]
+        wait_until(
+            lambda: three[1].programs() == before[1], LIMIT_S, "an agent is left"
+        )
+        found += losses_of(lab, 3, resume=True, **options)
+        assert list(lab.status()["host"]) == ["lk1", "lk1", "lk3"]
+        assert lab.restart(everyone=True) == [0, 1, 2]
+        lab.run("dist.barrier()")
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def losses_of(lab: Lab, epochs: int, **options: object) -> list[float]:
+    run = lab.train("fsdp", cell_of(epochs), **options)  # type: ignore[arg-type]
+    mean: list[float] = run.history.groupby("step")["loss"].mean().tolist()
+    return mean
+
+
+def cell_of(epochs: int) -> str:
+    head, loop = CELL.split("for x, y in loader:\n")
+    loop = loop.replace("\n    ", "\n        ")
+    return f"{head}for epoch in range({epochs}):\n    for x, y in loader:\n    {loop}"
+
+
+def mean_losses_of_one_process() -> list[float]:
+    with Lab(num_ranks=1) as here:
+        return losses_of(here, 3, live=False)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_ranks_of_a_host_that_died_come_back_on_another(four: list[Namespace]) -> None:
+    with Lab(launcher="ssh", hosts="lk1:1,lk4:1,lk2:1") as lab:
+        lab.run("kept = rank")
+        dying = threading.Timer(2, four[3].die)
+        dying.start()
+        with pytest.raises(RankError, match=r"rank 1: .*its host lk4 is gone"):
+            lab.run("while True: dist.barrier()")
+        dying.join()
+        with pytest.raises(UserError, match="lk4"):
+            lab.restart(hosts="lk1:1,lk4:1,lk3:1")
+        assert lab.restart(hosts="lk1:1,lk3:1,lk2:1") == [1]
+        lab.run(place())
+        assert lab.pull("has", "all") == [True, False, True]
+        assert lab.hosts == ["lk1", "lk3", "lk2"]
+        four[3].set_link("up")
+        assert lab.restart(hosts="lk1:1,lk3:1") == []
+        lab.run(place())
+        assert lab.pull("place", "all") == [[0, 0, 2, 1, 0], [1, 0, 2, 1, 1]]
+
+
 def controllers() -> set[psutil.Process]:
     """ipyparallel's, of all labs of this process."""
     return {

@@ -81,6 +81,25 @@ def losses(lab: Lab) -> list[float]:
 
 
 @pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_lab_grows_as_far_as_its_job() -> None:
+    with Lab(3, launcher="slurm", nodes=2) as lab:
+        [job] = jobs()
+        lab.run("kept = rank")
+        with pytest.raises(ValueError, match=f"Slurm job {job} is for 3 tasks, on lk"):
+            lab.restart(num_ranks=4)
+        with pytest.raises(ValueError, match=r"says which hosts there are .*-n N"):
+            lab.restart(hosts="lk1:2")
+        assert lab.restart(num_ranks=2) == []
+        assert [each.host for each in lab.placements] == ["lk1", "lk1"]
+        lab.run("dist.barrier()")
+        assert lab.restart(num_ranks=3) == [2]
+        assert [each.host for each in lab.placements] == ["lk1", "lk1", "lk2"]
+        lab.run("dist.barrier()\nhas = 'kept' in globals()")
+        assert lab.pull("has", "all") == [True, True, False]
+        assert jobs() == [job]
+
+
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
 def test_a_step_has_all_gpus_of_the_job() -> None:
     options = "--gpus-per-task=1"
     with Lab(2, launcher="slurm", nodes=1, launcher_options=options) as lab:

@@ -72,7 +72,7 @@ def missing(names: list[str]) -> list[str]:
 
 def is_sharded(name: str) -> bool:
     """Whether this rank has but a part of the variable: to gather it is collective.
-    UnsupportedLoopError for parts that do not make a whole any more."""
+    ValueError for parts that do not make a whole any more."""
     value = runner().shell.user_ns[name]
     if isinstance(value, nn.Module):
         check_groups_of(value)

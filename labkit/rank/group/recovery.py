@@ -36,14 +36,14 @@ _later: list[Any] = []
 
 
 _over: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""The models whose groups have no successors, and why."""
+"""The models in parts whose groups have no successors, and why."""
 
 
 def check_groups_of(model: nn.Module) -> None:
-    """UnsupportedLoopError for one that needs groups which have no successors."""
+    """ValueError for one in parts whose groups have no successors."""
     for part in model.modules():
         if part in _over:
-            raise UnsupportedLoopError(_over[part])
+            raise ValueError(_over[part])
 
 
 def freeze_libraries() -> None:
@@ -98,7 +98,8 @@ class FormerGroups:
             elif not isinstance(each, Prepared) or each.has_parts:
                 model = each.module if isinstance(each, Prepared) else each
                 model.register_forward_pre_hook(refuse, prepend=True)
-                _over[model] = why
+                if not isinstance(model, DistributedDataParallel):  # which has a whole
+                    _over[model] = why
         forget_shardings()
 
     def in_use(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
+from labkit.rank.group.recovery import check_groups_of
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared
@@ -199,6 +200,7 @@ class UserModel:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
+        check_groups_of(model)
         if isinstance(model, DistributedDataParallel):
             model = model.module
         self._model = model
