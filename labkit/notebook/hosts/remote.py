@@ -131,12 +131,15 @@ class RemoteHost:
             # It has ended, and has told the controller: it heard no more of it.
             self._silent_s = math.inf
         self._asked_at = now
-        alive = [each for each in self._engines.values() if each.is_alive]
-        if self.is_lost and alive:
+        if self.is_lost and any(each.is_alive for each in self._engines.values()):
             gone = self._program.why_gone() if self._program.has_ended else ""
             remedy = {"remedy": ANOTHER_LAB} if gone else {}
-            for engine in alive:
-                engine.set_ended(gone or self.death(), **remedy)
+            self.give_up(gone or self.death(), **remedy)
+
+    def give_up(self, cause: str, **remedy: str) -> None:
+        """Count its engines as dead."""
+        for engine in list(self._engines.values()):
+            engine.set_ended(cause, **remedy)
 
     def _take(self, deaths: dict[str, Any]) -> None:
         self._silent_s = 0.0
@@ -285,6 +288,8 @@ class RemoteEngines:
         hosts = [self._hosts.pop(name) for name in names]
         self._left += [host for host in hosts if host.is_lost]
         self._end([host for host in hosts if not host.is_lost])
+        for host in hosts:
+            host.give_up("its host is used no more")
 
     def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
         """Start an agent on each host that has none, or is lost; it begins to load
