@@ -387,7 +387,7 @@ class LabRanks(RankGroup):
             except UserError as error:
                 if self.placements is places:
                     raise
-                raise UserError(f"{error}; nothing has changed") from error
+                raise UserError(f"nothing has changed: {error}") from error
             self._form()
             if started:
                 self.cluster.begin(f"{_CALLS}:warm_up", ranks=started)
