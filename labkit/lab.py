@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
@@ -795,7 +794,9 @@ class Lab:
         from labkit.notebook.plots.estimate_plot import Forecast
 
         if device_bytes is None:
-            device_bytes = self._device_bytes()
+            from labkit.notebook.diagnostics.status import device_bytes_of
+
+            device_bytes = device_bytes_of(self._running())
         options: dict[str, Any] = {
             "world_sizes": [self.world_size] if world_sizes is None else world_sizes,
             "device_bytes": device_bytes,
@@ -837,22 +838,6 @@ class Lab:
             found = serialization.loads(payload)
         table, sentence = found
         return Forecast(table, sentence, device_bytes)
-
-    def _device_bytes(self) -> float:
-        """Memory of a rank's device, as any of them says; a part of the host's for
-        ranks on the CPU."""
-        group = self._running()
-        most = max(each.num_local for each in self.placements)
-        shares = most if self.device == "cpu" else 1
-        for rank in group.everyone:
-            answer = group.cluster.ask(rank, "describe")
-            with contextlib.suppress(CancelledError, TimeoutError):
-                return float(answer.result(timeouts.ANSWER_S)["memory_total"]) / shares
-        raise UserError(
-            f"no rank answers (rank 0: {' '.join(group.state(0))}) to say how much "
-            "memory its device has; give device_bytes (%dist_estimate --memory GIB), "
-            "or bring the ranks back with %dist_restart"
-        )
 
     def status(self) -> "pd.DataFrame":
         """Ask every rank for its status, also while a cell runs.

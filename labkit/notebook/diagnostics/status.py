@@ -9,6 +9,7 @@ from concurrent.futures import wait
 import pandas as pd
 
 from labkit import timeouts
+from labkit.checks import UserError
 from labkit.notebook.cluster.rank_group import RankGroup
 
 
@@ -54,3 +55,19 @@ def status_table(
     table = pd.DataFrame(rows).set_index("rank").reindex(columns=columns)
     whole = [name for name in ("memory_used", "memory_total", "step") if name in table]
     return table.astype(dict.fromkeys(whole, "Int64"))
+
+
+def device_bytes_of(group: RankGroup) -> float:
+    """Memory of a rank's device, as any of them says; a part of the host's for ranks on
+    the CPU. UserError where none answers."""
+    places = group.placements
+    shares = max(each.num_local for each in places) if places[0].device == "cpu" else 1
+    for rank in group.everyone:
+        answer = group.cluster.ask(rank, "describe")
+        with contextlib.suppress(CancelledError, TimeoutError):
+            return float(answer.result(timeouts.ANSWER_S)["memory_total"]) / shares
+    raise UserError(
+        f"no rank answers (rank 0: {' '.join(group.state(0))}) to say how much "
+        "memory its device has; give device_bytes (%dist_estimate --memory GIB), "
+        "or bring the ranks back with %dist_restart"
+    )
