@@ -319,6 +319,7 @@ def test_ranks_of_a_host_that_died_come_back_on_another(four: list[Namespace]) -
         assert lab.pull("has", "all") == [True, False, True]
         assert lab.hosts == ["lk1", "lk3", "lk2"]
         four[3].set_link("up")
+        assert lab.restart(hosts="lk1:1,lk3:1,lk4:1") == [2]  # its folder goes now
         assert lab.restart(hosts="lk1:1,lk3:1") == []
         lab.run(place())
         assert lab.pull("place", "all") == [[0, 0, 2, 1, 0], [1, 0, 2, 1, 1]]
