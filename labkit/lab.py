@@ -702,7 +702,8 @@ class Lab:
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """Copy a variable from ranks to the notebook.
 
-        Tensors come to the CPU. A large copy shows a bar.
+        Tensors come to the CPU. A large copy shows a bar. Where a rank is dead, those
+        of the others can still be copied, except with `full`.
 
         Parameters
         ----------
@@ -730,7 +731,7 @@ class Lab:
             raise ValueError(f"pull takes a variable's name; found {short_repr(name)}")
         check_flag("full", full)
         targets = parse_ranks(ranks, self.world_size)
-        with self._working():
+        with self._working(None if full else targets):
             found = transfer.pull(self._running(), name, targets, full=full)
         values = list(map(serialization.loads, found))
         return values[0] if isinstance(ranks, int) or len(targets) == 1 else values
@@ -978,11 +979,12 @@ class Lab:
         return self._ranks
 
     @contextlib.contextmanager
-    def _working(self) -> "Iterator[Cluster]":
-        """The cluster, all of its ranks alive and in one group, for one cell."""
+    def _working(self, alone: Sequence[int] | None = None) -> "Iterator[Cluster]":
+        """The cluster, all of its ranks alive and in one group, for one cell; or what
+        ranks `alone` need."""
         self._wait_for_the_last_run()
         ranks = self._running()
-        with ranks.working():
+        with ranks.working(alone):
             yield ranks.cluster
 
     def _wait_for_the_last_run(self) -> None:

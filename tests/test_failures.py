@@ -399,6 +399,8 @@ def test_a_death_ends_the_cell_and_only_the_dead_come_back(
     assert list(status["state"][alive]) == ["idle"] * len(alive)
     with pytest.raises(RuntimeError, match=r"dead since \d\d:\d\d:\d\d: pid .*restart"):
         lab.run("1")
+    for rank in alive:
+        assert lab.pull("kept", rank) == 100 + rank
     assert lab.restart() == dead
     after = lab.status()["pid"]
     assert [rank for rank in (0, 1) if after[rank] == pids[rank]] == alive
@@ -459,6 +461,10 @@ def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
     said = rf"rank 0: dead since \d\d:\d\d:\d\d: pid {pid}, killed by SIGKILL .*restart"
     with pytest.raises(RuntimeError, match=said):
         lab.run("1")
+    assert lab.pull("kept", 1) == 101
+    for ranks, is_full in (("all", False), (1, True)):
+        with pytest.raises(RuntimeError, match=said):
+            lab.pull("kept", ranks, full=is_full)
     assert lab.restart() == [0]
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)

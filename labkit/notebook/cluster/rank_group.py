@@ -120,21 +120,23 @@ class RankGroup:
         return "does not answer", ""
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[Engines]:
-        """The cluster, all of its ranks alive and in one group, for one cell.
+    def working(self, alone: Sequence[int] | None = None) -> Iterator[Engines]:
+        """The cluster, all of its ranks alive and in one group, for one cell; or for
+        what ranks `alone` do without a group: others may be dead.
 
         Raises RuntimeError where that cannot be, or another cell runs.
         """
         with self._exclusive():
             if reason := self.cluster.unreachable_reason():
                 raise UserError(reason)
-            if dead := self.dead():
+            dead = self.dead()
+            if needed := [r for r in dead if alone is None or r in alone]:
                 raise UserError(
-                    "; ".join(f"rank {rank}: {self.state(rank)[1]}" for rank in dead)
+                    "; ".join(f"rank {rank}: {self.state(rank)[1]}" for rank in needed)
                     + "; %dist_restart (lab.restart()) brings back what is dead, "
                     "%dist_restart --all every rank"
                 )
-            if not self._is_whole:
+            if not (dead or self._is_whole):
                 self._form()
             yield self.cluster
 

@@ -64,8 +64,9 @@ def pull(
     where one of `ranks` has no such variable.
     """
     cluster = group.cluster
-    missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=group.everyone)
-    having = [rank for rank in group.everyone if not missing[rank]]
+    asked = group.everyone if full else ranks
+    missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=asked)
+    having = [rank for rank, no in zip(asked, missing, strict=True) if not no]
     if without := set(ranks) - set(having):
         raise NameError(
             f"{format_ranks(without)}: no variable {name!r}; a cell that "
