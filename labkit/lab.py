@@ -1,7 +1,6 @@
 """Lab: a cluster of ranks, and the runs on it."""
 
 import contextlib
-import itertools
 import os
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.change import place_anew
 from labkit.notebook.cluster.placement import StartOptions
+from labkit.notebook.cluster.placement import in_words
 from labkit.notebook.cluster.placement import place_on_hosts
 from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
@@ -47,12 +47,13 @@ from labkit.records import ScriptSpec
 if TYPE_CHECKING:
     import pandas as pd
 
-    from labkit.notebook.cluster.engines import Cluster
+    from labkit.notebook.cluster.engines import LabEngines
     from labkit.notebook.cluster.rank_group import LabRanks
     from labkit.notebook.cluster.rank_group import RankGroup
     from labkit.notebook.diagnostics.stacks import Stacks
     from labkit.notebook.execution.training_run import RunWatch
     from labkit.notebook.hosts.hosts import Hosts
+    from labkit.notebook.keeper.attachment import Attachment
     from labkit.notebook.plots.estimate_plot import Forecast
     from labkit.notebook.plots.figure import RunFigure
     from labkit.notebook.runs.run import Run
@@ -117,22 +118,76 @@ class Lab:
         nodes: int | None = None,
         launcher_options: str | None = None,
         interface: str | None = None,
+        keep: float | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         given = dict(locals())  # a test holds the keywords and StartOptions together
         options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
         self._options, self.launcher = options, launcher
-        from labkit.notebook.cluster.rank_group import LabRanks
-
         self._hosts: Hosts | None = None
+        self._keeper: Attachment | None = None
         try:
             with interrupts.held():
-                self.placements, self._hosts = place_on_hosts(
-                    options, on_progress=on_progress
-                )
+                if keep is None:
+                    placed = place_on_hosts(options, on_progress=on_progress)
+                    self.placements, self._hosts = placed
+                else:
+                    from labkit.notebook.keeper.attachment import start_keeper
+
+                    self._keeper = start_keeper(options, on_progress)
+                    self.placements = self._keeper.placements
         except BaseException:
             self._give_hosts_back()
             raise
+        self._open(on_progress)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str | None = None,
+        *,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> "Lab":
+        """Find the ranks that a lab with `keep` has left running, as `%dist_attach`.
+
+        It waits for the end of a cell that still runs there; an interrupt ends it.
+
+        Parameters
+        ----------
+        name : str, optional
+            The lab's, as "lab-4711"; by default the only one that is kept.
+        on_progress : callable, optional
+            Called with a line of text at each stage.
+
+        Returns
+        -------
+        Lab
+            With the ranks' variables, and no runs yet: those before are on disk.
+
+        Raises
+        ------
+        RuntimeError
+            Where there is no such lab, several are kept and none is named, or another
+            kernel is attached to it; it is left as it is.
+        """
+        from labkit.notebook.keeper.attachment import attach
+
+        lab = cls.__new__(cls)
+        with interrupts.held():
+            lab._hosts, lab._keeper = None, attach(name)
+            lab.launcher, lab.placements = lab._keeper.launcher, lab._keeper.placements
+        lab._open(on_progress, lab._keeper.detach)
+        return lab
+
+    def _open(
+        self,
+        on_progress: Callable[[str], None],
+        give_up: Callable[[], str | None] | None = None,
+    ) -> None:
+        """Start the ranks, or find those that there are; `give_up` is called in place
+        of `stop` where that fails."""
+        from labkit.notebook.keeper.kept_ranks import ranks_of
+
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
@@ -140,22 +195,21 @@ class Lab:
         _labs.add(self)
         try:
             with interrupts.held():
-                self._ranks = LabRanks(
+                self._ranks = ranks_of(
+                    self._keeper or self._hosts,
                     self.placements,
-                    self._hosts,
                     what_is_running=self._what_is_running,
                     on_progress=on_progress,
                 )
                 if is_notebook():
                     render_process.painter()  # which loads matplotlib meanwhile
-        except KeyboardInterrupt:
+        except BaseException as error:
+            left = (give_up or self.stop)() or "nothing is left running"
+            if not isinstance(error, KeyboardInterrupt):
+                raise
             from labkit.notebook.execution.errors import Interrupted
 
-            self.stop()
-            raise Interrupted([], "Interrupted; nothing is left running.") from None
-        except BaseException:
-            self.stop()
-            raise
+            raise Interrupted([], f"Interrupted; {left}.") from None
 
     def __enter__(self) -> "Lab":
         return self
@@ -189,6 +243,13 @@ class Lab:
         return [*dict.fromkeys(each.host for each in self.placements if each.host)]
 
     @property
+    def kept(self) -> tuple[str, float] | None:
+        """The name by which `attach` finds the lab, and for how many minutes it is kept
+        without a kernel; None where it ends with this process."""
+        keeper = self._keeper
+        return None if keeper is None else (keeper.name, keeper.keep_minutes)
+
+    @property
     def is_running(self) -> bool:
         """Whether the lab has not been stopped."""
         return self._ranks is not None
@@ -201,12 +262,7 @@ class Lab:
         str
             As "2 ranks on the CPU, gloo".
         """
-        devices = sorted({placement.device for placement in self.placements})
-        where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
-        if self.hosts:
-            where += f" of {', '.join(self.hosts)}"
-        noun = "rank" if self.world_size == 1 else "ranks"
-        return f"{self.world_size} {noun} on {where}, {self.backend}"
+        return in_words(self.placements)
 
     # ---- cells ----
 
@@ -351,6 +407,7 @@ class Lab:
         from labkit.notebook.execution.training_run import RunWatch
         from labkit.notebook.execution.training_run import Training
         from labkit.notebook.execution.training_run import TrainRequest
+        from labkit.notebook.execution.training_run import free_name
         from labkit.notebook.kernel.background import Job
         from labkit.notebook.live.widget_view import find_view
         from labkit.strategies import find_strategy
@@ -371,7 +428,7 @@ class Lab:
         request = TrainRequest(
             technique, code_or_function, options, plan, view, watch or RunWatch()
         )
-        name = self._run_name(options.name)
+        name = free_name(options.name, [run.name for run in self.runs])
         training = Training(request, name, group)
         self._wait_for_the_last_run()
         with contextlib.ExitStack() as work:
@@ -970,6 +1027,8 @@ class Lab:
     def _give_hosts_back(self) -> None:
         if self._hosts is not None:
             self._hosts.launcher.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     # ---- one cell ----
 
@@ -979,7 +1038,7 @@ class Lab:
         return self._ranks
 
     @contextlib.contextmanager
-    def _working(self, alone: Sequence[int] | None = None) -> "Iterator[Cluster]":
+    def _working(self, alone: Sequence[int] | None = None) -> "Iterator[LabEngines]":
         """The cluster, all of its ranks alive and in one group, for one cell; or what
         ranks `alone` need."""
         self._wait_for_the_last_run()
@@ -1001,13 +1060,3 @@ class Lab:
             f"{run.name} is running in the background: %dist_show {run.name} shows it; "
             "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
         )
-
-    def _run_name(self, name: str | None) -> str:
-        taken = {run.name for run in self.runs}
-        if name is None:
-            number = len(self.runs) + 1
-            while f"run-{number}" in taken:
-                number += 1
-            return f"run-{number}"
-        names = (f"{name}-{number}" for number in itertools.count(2))
-        return name if name not in taken else next(n for n in names if n not in taken)

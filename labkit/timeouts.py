@@ -58,6 +58,11 @@ JOB_END_S = 60.0
 """So long before the end of a Slurm job a run that keeps checkpoints stops with one."""
 CUT_OFF_S = 3.0
 """Of a host that has not answered for so long, no rank is killed for not stopping."""
+HEARTBEAT_S = 0.75
+"""So often, at most, an agent looks whether it has heard from the controller."""
+UNHEARD_S = 22.5
+"""An agent that has not heard from it for so long ends all of its lab; later where the
+lab is kept without a kernel for longer."""
 LOST_S = 15.0
 """Of a host that has not answered for so long, all ranks count as dead."""
 
@@ -139,6 +144,7 @@ ORDER = [
     ("ASK_S", "CUT_OFF_S", "one answer that is late is no silence"),
     ("CUT_OFF_S", "LOST_S", "a link may be down for some seconds"),
     ("ANSWER_S", "LOST_S", "a host that is slow is not lost"),
+    ("LOST_S", "UNHEARD_S", "a host that comes back in time has all of its ranks"),
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),
     ("REPEAT_S", "ASK_AGAIN_S", "no answer may mean that one is on its way"),

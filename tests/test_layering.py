@@ -68,6 +68,7 @@ ROOMS = [
             "notebook.kernel",
             "notebook.hosts",
             "notebook.cluster",
+            "notebook.keeper",
             "notebook.diagnostics",
         ),
         *("notebook.history", "notebook.plots", "notebook.profile", "notebook.export"),

@@ -95,7 +95,7 @@ def test_without_a_lab_a_magic_says_how_to_start_one(magic: str) -> None:
 
 def test_every_magic_and_option_has_help() -> None:
     names = {**LabMagics.magics["line"], **LabMagics.magics["cell"]}.values()
-    assert len(names) == 16
+    assert len(names) == 17
     for name in names:
         magic = getattr(LabMagics, name)
         assert magic.__doc__.strip(), name

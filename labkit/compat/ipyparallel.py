@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 import psutil
+import zmq
 from ipyparallel.cluster.launcher import LocalEngineLauncher
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
 
@@ -96,6 +97,13 @@ def keep_listening(client: Any) -> None:
             _logger.warning("passed over what an engine published: %r", error)
 
     client._io_loop.add_callback(client._iopub_stream.on_recv, take, copy=False)
+
+
+@GATE.needs(f"{_CLIENT}._iopub_socket", f"{_CLIENT}._io_loop")
+def stop_listening(client: Any) -> None:
+    """Receive nothing of what engines publish: it is for another client."""
+    socket = client._iopub_socket
+    client._io_loop.add_callback(socket.setsockopt, zmq.UNSUBSCRIBE, b"")
 
 
 @GATE.needs(

@@ -34,8 +34,7 @@ libraries on a rank would take that for the rank's place."""
 _OF_THE_JOB = ("SLURM_JOB_", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_SUBMIT_")
 NEEDED_BYTES = 2**20
 """Of the disk for temporary files: the logs and stacks of some ranks."""
-NUM_MISSES = 30
-"""Heartbeats of the controller, three quarters of a second each, that may be missed."""
+_MISSES = "--IPEngine.max_heartbeat_misses"
 
 _agent: "Agent | None" = None
 
@@ -52,12 +51,7 @@ class Agent:
         self._engines: dict[int, EngineProcess] = {}
         self.answers: dict[str, Callable[..., Any]] = {
             "look": self.look,
-            "kill": self.kill,
-            "signal": lambda pid, signum: self._engines[pid].send(signum),
-            "log": lambda pid: self._engines[pid].log(),
-            "ask_for_dump": lambda pid: self._engines[pid].ask_for_dump(),
-            "dumped_stack": lambda pid: self._engines[pid].dumped_stack(),
-            "stall_reason": lambda pid: self._engines[pid].stall_reason(),
+            **about_engines(lambda pid: self._engines[pid]),
             "fork_log": self.host.fork_log,
             "free_port": free_port,
             "end_sessions": self.host.end_sessions,
@@ -73,11 +67,6 @@ class Agent:
             if not each.is_alive
         }
 
-    def kill(self, pid: int, why: str) -> None:
-        """End an engine at once; `why` is then the cause of its death."""
-        self._engines[pid].expected_cause = why
-        self._engines[pid].kill()
-
     def fork(self, names: Sequence[str]) -> list[tuple[int, str]]:
         """An engine for each of `names`; its process id, and its file for its stack."""
         self.host.prepare_to_fork()
@@ -91,13 +80,14 @@ class Agent:
                 forked.append(self._fork(name, environment))
         except BaseException:
             for pid, _ in forked:
-                self.kill(pid, "another engine could not be started")
+                self.answers["kill"]("another engine could not be started", pid=pid)
             raise
         return forked
 
     def _fork(self, name: str, environment: dict[str, str]) -> tuple[int, str]:
         log_file = str(self.host.folder / f"engine-{name}.log")
-        arguments = ["--IPEngine.enable_nanny=False"]
+        # That the controller is silent is for the agent to notice, which ends all.
+        arguments = ["--IPEngine.enable_nanny=False", f"{_MISSES}=0"]
         process = self.host.fork(arguments, environment, log_file)
         waiter = threading.Thread(
             target=process.wait, name=f"labkit-{process.pid}", daemon=True
@@ -107,6 +97,26 @@ class Agent:
         self._engines[engine.pid] = engine
         self.host.watch(engine)
         return engine.pid, engine.stack_file
+
+
+def about_engines(find: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """What one process asks another of an engine, which `find` finds by the arguments
+    that say which: as the methods of `EngineProcess`."""
+
+    def kill(why: str, **which: Any) -> None:
+        """End it at once; `why` is then the cause of its death."""
+        engine = find(**which)
+        engine.expected_cause = why
+        engine.kill()
+
+    return {
+        "kill": kill,
+        "signal": lambda signum, **which: find(**which).send(signum),
+        "log": lambda **which: find(**which).log(),
+        "ask_for_dump": lambda **which: find(**which).ask_for_dump(),
+        "dumped_stack": lambda **which: find(**which).dumped_stack(),
+        "stall_reason": lambda **which: find(**which).stall_reason(),
+    }
 
 
 def free_port() -> int:
@@ -152,8 +162,9 @@ def serve() -> None:
     from IPython import get_ipython
 
     told = json.loads(os.environ[AGENT_VARIABLE])
-    leave_launcher(Path(os.environ["IPP_PROFILE_DIR"]))
-    _agent = Agent(Path(os.environ["IPP_PROFILE_DIR"]), told)
+    folder = Path(os.environ["IPP_PROFILE_DIR"])
+    print_to(folder / "agent.log")
+    _agent = Agent(folder, told)
     kernel: Any = get_ipython().kernel
     answer_questions(kernel, _agent.answers)
 
@@ -170,10 +181,10 @@ def make_folder(folder: Path) -> None:
         sys.exit(f"{error}: {folder}")
 
 
-def leave_launcher(folder: Path) -> None:
+def print_to(file: Path) -> None:
     """Print to a file from now on: what has started this may end, as ssh does with its
     connection."""
-    with (folder / "agent.log").open("ab") as log, Path(os.devnull).open("rb") as none:
+    with file.open("ab") as log, Path(os.devnull).open("rb") as none:
         os.dup2(none.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -189,9 +200,10 @@ def main() -> None:
     told = json.loads(os.environ[AGENT_VARIABLE])
     with contextlib.suppress(OSError):  # this host has no such folder
         os.chdir(told["directory"])
+    misses = max(told["patience_s"], timeouts.UNHEARD_S) / timeouts.HEARTBEAT_S
     sys.argv += [
         "--IPEngine.enable_nanny=False",
-        f"--IPEngine.max_heartbeat_misses={NUM_MISSES}",
+        f"{_MISSES}={misses:.0f}",
         f"--IPEngine.timeout={timeouts.REGISTER_S:g}",
         f"--IPEngine.startup_command=import {__spec__.name} as it; it.serve()",
     ]

@@ -118,6 +118,8 @@ def start_lab(
         raise ValueError(f"{running}one with --launcher {options.launcher}")
     if options.nodes not in (None, len(lab.hosts)):
         raise ValueError(f"{running}one with --nodes {options.nodes}")
+    if options.keep not in (None, lab.kept and lab.kept[1]):
+        raise ValueError(f"{running}one with --keep {options.keep:g}")
     if options.threads not in (None, place.num_threads):
         raise ValueError(
             f"a lab is running whose ranks have {place.num_threads} torch "
@@ -125,6 +127,20 @@ def start_lab(
             f"start one with --threads {options.threads}"
         )
     lab.check()
+    return lab
+
+
+def attach_lab(
+    name: str | None, *, on_progress: Callable[[str], None] = lambda text: None
+) -> Lab:
+    """The lab that the magics use from now on: one that was kept. As `Lab.attach`, and
+    UserError where one is running."""
+    if (lab := running_lab()) is not None:
+        raise UserError(
+            f"a lab of {lab.describe()} is running in this kernel; %dist_stop ends it"
+        )
+    lab = Lab.attach(name, on_progress=on_progress)
+    set_current_lab(lab)
     return lab
 
 

@@ -18,6 +18,7 @@ from IPython.display import display
 
 from labkit.checks import short_repr
 from labkit.lab import Lab
+from labkit.magics.current import attach_lab
 from labkit.magics.current import current_lab
 from labkit.magics.current import own_runs
 from labkit.magics.current import running_lab
@@ -32,6 +33,7 @@ from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.export.script import STYLES
+from labkit.notebook.keeper.kept_labs import waiting_labs
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
@@ -87,7 +89,7 @@ class LabMagics(Magics):
     @options(
         StartOptions,
         *("num_ranks", "backend", "device", "threads"),
-        *("launcher", "hosts", "nodes", "launcher_options", "interface"),
+        *("launcher", "hosts", "nodes", "launcher_options", "interface", "keep"),
     )
     @line_magic
     @parsed
@@ -96,6 +98,22 @@ class LabMagics(Magics):
         progress = ProgressLine()
         lab = start_lab(StartOptions(**given(StartOptions, args)), on_progress=progress)
         progress.end(ready_line(lab))
+        for each in waiting_labs():
+            print(f"labkit: another lab is kept; {each}", file=sys.stderr)
+
+    @magic_arguments()
+    @argument(
+        "name", nargs="?", metavar="NAME", help="of the lab, where several are kept"
+    )
+    @line_magic
+    @parsed
+    def dist_attach(self, args: Args) -> None:
+        """Find the ranks that %dist_start --keep in another kernel left running."""
+        progress = ProgressLine()
+        lab = attach_lab(args.name, on_progress=progress)
+        table = lab.status()
+        progress.end(ready_line(lab) if "cause" not in table else kept_line(lab))
+        print_causes(table)
 
     @magic_arguments("%dist")  # its help is that of a cell magic: %%dist
     @argument(
@@ -308,10 +326,7 @@ class LabMagics(Magics):
         import pandas as pd
 
         table = current_lab().status()
-        if "cause" in table:  # too long for a column
-            for cause, rows in table.groupby(table.pop("cause"), sort=False):
-                if cause:
-                    print(f"{format_ranks(rows.index)}: {cause}")
+        print_causes(table)
         for column in ("memory_used", "memory_total"):
             table[column] = [
                 "" if value is pd.NA else format_bytes(value) for value in table[column]
@@ -523,9 +538,28 @@ class LabMagics(Magics):
 
 def ready_line(lab: Lab) -> str:
     """One line that says what works."""
+    works = "every rank answered, and one all-reduce was right."
+    return f"Ready: {lab.describe()}; {works} {kept_line(lab)}".rstrip()
+
+
+def kept_line(lab: Lab) -> str:
+    """How long the ranks are kept without a kernel; "" where they are not."""
+    if lab.kept is None:
+        return ""
+    name, minutes = lab.kept
     return (
-        f"Ready: {lab.describe()}; every rank answered, and one all-reduce was right."
+        f"Kept as {name}: without a kernel it ends after {minutes:g} min; %dist_attach "
+        "in the next kernel finds it."
     )
+
+
+def print_causes(table: "pd.DataFrame") -> None:
+    """Say why ranks are dead or cannot be reached: that is too long for a column, which
+    is taken out."""
+    if "cause" in table:
+        for cause, rows in table.groupby(table.pop("cause"), sort=False):
+            if cause:
+                print(f"{format_ranks(rows.index)}: {cause}")
 
 
 def to_read(table: "pd.DataFrame") -> "pd.DataFrame":

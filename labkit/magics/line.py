@@ -49,21 +49,23 @@ def argument_of(each: "Field[Any]") -> Any:
         return argument(flag_of(each.name), action="store_true", help=help)
     if text := found.default_text or (default is not None and f"{default}"):
         help += f" (default: {text})"
+    kinds = {each.type, *get_args(each.type)}
+    kind = str if str in kinds else next((e for e in (int, float) if e in kinds), str)
     if found.bare:
         return argument(
             flag_of(each.name),
             nargs="?",
-            const=found.bare,
+            const=kind(found.bare),
+            type=kind,
             default=default,
             metavar=found.metavar,
             help=help,
         )
-    kinds = {each.type, *get_args(each.type)}
     names = [found.short] if found.short else []
     return argument(
         *names,
         flag_of(each.name),
-        type=next((kind for kind in (int, float) if kind in kinds), str),
+        type=kind,
         default=default,
         choices=found.choices,
         metavar=found.metavar,

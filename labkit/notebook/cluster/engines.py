@@ -1,5 +1,6 @@
 """The engines of a lab, or of a part of it: started, reached by rank, and ended."""
 
+import abc
 import contextlib
 import itertools
 import logging
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from typing import Protocol
 
 import ipyparallel
 
@@ -83,7 +85,79 @@ def heartbeat_period(num_ranks: int) -> str:
     return f"--HeartMonitor.period={min(250, max(100, 12 * num_ranks))}"
 
 
-class Cluster(Engines):
+class LabEngines(Engines):
+    """All engines of a lab, and this process's client of the controller between."""
+
+    folder: Path
+    """The lab's own, for this user alone; removed at its end."""
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._engines: dict[int, Engine] = {}
+        self._engine_ids: dict[int, int] = {}
+        self._on_late_output: OnLateOutput = lambda rank, kind, content: None
+        self._is_ending = threading.Event()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return sorted(self._engines)
+
+    def engine(self, rank: int) -> Engine:
+        return self._engines[rank]
+
+    def engine_id(self, rank: int) -> int:
+        return self._engine_ids[rank]
+
+    @property
+    def client(self) -> Any:
+        return self._client
+
+    def unreachable_reason(self) -> str:
+        if self._is_ending.is_set():
+            return "the lab was stopped; %dist_stop, then %dist_start, starts another"
+        return self.lost_reason()
+
+    @abc.abstractmethod
+    def lost_reason(self) -> str:
+        """Why no rank can be reached any more, though nobody has stopped the lab; ""
+        while they can."""
+
+    def listen(self, rank: int) -> None:
+        def receive(msg: dict[str, Any]) -> None:
+            self._on_late_output(rank, msg["header"]["msg_type"], msg["content"])
+
+        content = {"request": "listen", "arguments": {}}
+        compat.send_request(
+            self._client, self._ident(rank), f"{KEY}_request", content, receive
+        )
+
+    def show_late_output(self, show: OnLateOutput) -> None:
+        self._on_late_output = show
+
+    def part(self, ranks: range) -> "Part":
+        """Some of the engines, which are ranks from 0 in it."""
+        return Part(self, ranks, self.new_store())
+
+    @abc.abstractmethod
+    def new_store(self) -> "Store":
+        """Where a group other than that of all ranks meets."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """End every process that was started for it, and wait until they are."""
+
+
+class Store(Protocol):
+    """Where the ranks of a group meet."""
+
+    def open(self) -> Meeting:
+        """Serve an empty store, in place of the former one."""
+
+    def close(self) -> None:
+        """Serve none."""
+
+
+class Cluster(LabEngines):
     """One ipyparallel engine per rank, all ours, and the controller between.
 
     On one host everything listens on the loopback address, on ports that the system
@@ -103,10 +177,9 @@ class Cluster(Engines):
         self._address = hosts.own_address if hosts else "127.0.0.1"
         compat.GATE.check()
         absolute(".")  # without one ipyparallel would end this process
+        super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="labkit-"))
-        """The lab's own, for this user alone; removed at its end."""
         self._write_controller_config()  # while nothing runs yet: the disk may be full
-        self._client: Any = None
         self._registered: dict[int, Engine] = {}
         """By engine id; a former rank's, until the controller has forgotten it."""
         self.host = Host(
@@ -134,13 +207,9 @@ class Cluster(Engines):
             log_level=logging.CRITICAL,
         )
         self._store_numbers = itertools.count(1)
-        self._store = self._new_store()
+        self._store = self.new_store()
         self._starts_engines = threading.Lock()
         self._controller: EngineProcess | None = None
-        self._engines: dict[int, Engine] = {}
-        self._engine_ids: dict[int, int] = {}
-        self._on_late_output: OnLateOutput = lambda rank, kind, content: None
-        self._is_ending = threading.Event()
         try:
             on_progress("starting the controller")
             self._cluster.start_controller_sync(
@@ -298,23 +367,7 @@ class Cluster(Engines):
 
     # ---- as Engines ----
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        return sorted(self._engines)
-
-    def engine(self, rank: int) -> Engine:
-        return self._engines[rank]
-
-    def engine_id(self, rank: int) -> int:
-        return self._engine_ids[rank]
-
-    @property
-    def client(self) -> Any:
-        return self._client
-
-    def unreachable_reason(self) -> str:
-        if self._is_ending.is_set():
-            return "the lab was stopped; %dist_stop, then %dist_start, starts another"
+    def lost_reason(self) -> str:
         assert self._controller is not None
         if self._controller.is_alive:
             return ""
@@ -325,27 +378,11 @@ class Cluster(Engines):
             "(lab.restart(everyone=True)) restarts everything"
         )
 
-    def listen(self, rank: int) -> None:
-        def receive(msg: dict[str, Any]) -> None:
-            self._on_late_output(rank, msg["header"]["msg_type"], msg["content"])
-
-        content = {"request": "listen", "arguments": {}}
-        compat.send_request(
-            self._client, self._ident(rank), f"{KEY}_request", content, receive
-        )
-
-    def show_late_output(self, show: OnLateOutput) -> None:
-        self._on_late_output = show
-
     def open_store(self) -> Meeting:
         self._check([])
         return self._store.open()
 
-    def part(self, ranks: range) -> "Part":
-        """Some of the engines, which are ranks from 0 in it."""
-        return Part(self, ranks, self._new_store())
-
-    def _new_store(self) -> "GroupStore":
+    def new_store(self) -> "GroupStore":
         return GroupStore(self._place_of_store, self._store_numbers)
 
     def _place_of_store(self, number: int) -> Meeting:
@@ -437,7 +474,7 @@ class Cluster(Engines):
 class Part(Engines):
     """Some engines of a cluster in a row, the first of which is rank 0 here."""
 
-    def __init__(self, cluster: Cluster, ranks: range, store: "GroupStore") -> None:
+    def __init__(self, cluster: LabEngines, ranks: range, store: Store) -> None:
         """`ranks` are the cluster's."""
         self.there = ranks
         """Their numbers in the cluster, in order of rank."""

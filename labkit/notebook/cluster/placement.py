@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,8 @@ LAUNCHERS = ("local", "ssh", "slurm", "mpi")
 MAX_HOSTS = 4096
 MAX_THREADS = 1024
 MAX_TIMEOUT_S = 1e7
+KEEP_MINUTES = 30
+MAX_KEEP_MINUTES = 60 * 24 * 30
 RANK_BYTES = 200 * 2**20
 """What an idle rank on the CPU has to itself: torch, and an IPython kernel."""
 
@@ -76,6 +79,15 @@ def check_group_timeout(what: str, value: Any) -> None:
         raise ValueError(
             f"{what} is {short_repr(value)}; it must be a positive number of seconds, "
             f"{MAX_TIMEOUT_S:,.0f} at most"
+        )
+
+
+def check_keep(what: str, value: Any) -> None:
+    """ValueError unless a lab can be kept for so many minutes."""
+    if not (is_number(value) and 0 < value <= MAX_KEEP_MINUTES):
+        raise ValueError(
+            f"{what} is {short_repr(value)}; it is the number of minutes, more than 0 "
+            f"and {MAX_KEEP_MINUTES:,} at most, for which ranks live without a kernel"
         )
 
 
@@ -154,6 +166,25 @@ class StartOptions:
         check_interface,
         metavar="NAME",
     )
+    keep: float | None = option(
+        None,
+        "let the ranks outlive the kernel, for %dist_attach in the next one; they end "
+        f"after so many minutes without a kernel, {KEEP_MINUTES} where no number is "
+        "given",
+        check_keep,
+        metavar="MINUTES",
+        bare=f"{KEEP_MINUTES}",
+    )
+
+
+def in_words(placements: Sequence[Placement]) -> str:
+    """Ranks in a few words, as "2 ranks on the CPU, gloo"."""
+    devices = sorted({placement.device for placement in placements})
+    where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
+    if hosts := [*dict.fromkeys(each.host for each in placements if each.host)]:
+        where += f" of {', '.join(hosts)}"
+    noun = "rank" if len(placements) == 1 else "ranks"
+    return f"{len(placements)} {noun} on {where}, {placements[0].backend}"
 
 
 def place_ranks(

@@ -15,6 +15,7 @@ from functools import partial
 from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.engines import Cluster
+from labkit.notebook.cluster.engines import LabEngines
 from labkit.notebook.cluster.engines import Part
 from labkit.notebook.cluster.engines import start_cluster
 from labkit.notebook.cluster.reach import CallError
@@ -317,7 +318,7 @@ class LabRanks(RankGroup):
     """A lab's cluster, whose engines are ranks of one process group; ready when it
     exists."""
 
-    cluster: Cluster
+    cluster: LabEngines
 
     def __init__(
         self,
@@ -338,12 +339,7 @@ class LabRanks(RankGroup):
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.placements[0].num_threads)
         with self._life.starting(on_progress) as on_stage:
-            self.cluster = start_cluster(
-                self.placements,
-                hosts=self.hosts,
-                environment=environment,
-                on_progress=on_stage,
-            )
+            self.cluster = self._start_cluster(environment, on_stage)
         try:
             on_progress("creating the process group")
             self._install(self.everyone, self.placements)
@@ -356,6 +352,16 @@ class LabRanks(RankGroup):
             if isinstance(error, CallError):
                 raise UserError(f"the lab did not start: {error}") from error
             raise
+
+    def _start_cluster(
+        self, environment: dict[str, str], on_progress: Callable[[str], None]
+    ) -> LabEngines:
+        return start_cluster(
+            self.placements,
+            hosts=self.hosts,
+            environment=environment,
+            on_progress=on_progress,
+        )
 
     def _end_cluster(self) -> None:
         with self._life.ending():
@@ -379,6 +385,7 @@ class LabRanks(RankGroup):
             if len(places) == len(self.placements) and not moved:
                 return self.bring_back(dead)
             started = [e.rank for e in places if e.rank in {*dead, *moved}]
+            assert isinstance(self.cluster, Cluster)
             changing = partial(self.cluster.changing, started, places, hosts)
             try:
                 with self._life.starting() as on_stage, changing(on_progress=on_stage):

@@ -16,7 +16,7 @@ from labkit.checks import UserError
 from labkit.rank_spec import format_ranks
 
 if TYPE_CHECKING:
-    from labkit.notebook.cluster.engines import Cluster
+    from labkit.notebook.cluster.engines import LabEngines
     from labkit.notebook.cluster.rank_group import LabRanks
 
 _TRANSFER = "labkit.rank.engine.transfer"
@@ -34,7 +34,7 @@ PART_BYTES = 2**26
 through the controller in parts of this size."""
 
 
-def push(cluster: "Cluster", payload: bytes, ranks: Sequence[int]) -> None:
+def push(cluster: "LabEngines", payload: bytes, ranks: Sequence[int]) -> None:
     """Put pickled names and values into the namespaces of `ranks`."""
     # To unpickle may take as long as it likes: what is pushed may run code.
     call = partial(cluster.call, ranks=ranks, timeout_s=None)
@@ -96,7 +96,9 @@ def pull(
 
 
 def _payloads(
-    cluster: "Cluster", begun: Sequence[tuple[int, bytes | str]], ranks: Sequence[int]
+    cluster: "LabEngines",
+    begun: Sequence[tuple[int, bytes | str]],
+    ranks: Sequence[int],
 ) -> list[Payload]:
     """What each rank has begun to send: its length, and the file with all of it or its
     first part."""
@@ -151,7 +153,7 @@ def _is_sharded(
 
 
 @contextlib.contextmanager
-def _file_with(cluster: "Cluster", payload: bytes) -> Iterator[Path | None]:
+def _file_with(cluster: "LabEngines", payload: bytes) -> Iterator[Path | None]:
     """A file from which ranks can read it; None where there is no room for it."""
     if len(payload) <= MEMORY_BYTES:
         try:
@@ -193,7 +195,7 @@ def _bar(what: str, num_bytes: int) -> Any:
 
 @contextlib.contextmanager
 def _in_parts(
-    cluster: "Cluster", what: str, num_bytes: int, ranks: Sequence[int]
+    cluster: "LabEngines", what: str, num_bytes: int, ranks: Sequence[int]
 ) -> Iterator[Any]:
     """A bar for what takes long; ranks keep no part when it ends, in whatever way."""
     try:
@@ -203,7 +205,7 @@ def _in_parts(
         _drop_parts(cluster, ranks)
 
 
-def _drop_parts(cluster: "Cluster", ranks: Sequence[int]) -> None:
+def _drop_parts(cluster: "LabEngines", ranks: Sequence[int]) -> None:
     for rank in ranks:  # each by itself: another may have died
         with contextlib.suppress(RuntimeError):
             cluster.begin(f"{_TRANSFER}:drop_parts", ranks=[rank])

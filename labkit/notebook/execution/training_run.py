@@ -1,6 +1,7 @@
 """One training run on a lab's ranks: starts it, shows it, waits for its end."""
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import Counter
@@ -392,3 +393,15 @@ def show_profile(run: Run) -> None:
         display(profile)
     else:
         print(text)
+
+
+def free_name(name: str | None, taken: Sequence[str]) -> str:
+    """A run's name, which none of those that are `taken` is; with a number where `name`
+    is, and "run-N" where none is given."""
+    if name is None:
+        number = len(taken) + 1
+        while f"run-{number}" in taken:
+            number += 1
+        return f"run-{number}"
+    names = (f"{name}-{number}" for number in itertools.count(2))
+    return name if name not in taken else next(n for n in names if n not in taken)

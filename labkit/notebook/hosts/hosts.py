@@ -50,6 +50,8 @@ class Hosts:
     found: tuple[FoundHost, ...]
     launcher: HostLauncher
     """What starts programs on them; to be closed when they are used no more."""
+    patience_s: float = 0.0
+    """For how long they keep a lab, at least, of whose controller they hear nothing."""
 
 
 def parse_hosts(text: Any) -> list[HostSpec]:

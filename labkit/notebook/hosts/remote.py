@@ -65,6 +65,25 @@ class Reach(Protocol):
         fails."""
 
 
+class Answers(Protocol):
+    """What answers questions about the engines of a host."""
+
+    name: str
+    """As the launcher has it."""
+
+    @property
+    def ask(self) -> Ask:
+        """Asks, and does not wait."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the host has not answered for some seconds."""
+
+    def answer(self, question: str, **arguments: Any) -> Any:
+        """What is answered to a question that takes no time; UserError where nothing
+        is."""
+
+
 class RemoteHost:
     """What a lab has on another host, whose agent answers questions."""
 
@@ -167,7 +186,7 @@ class RemoteHost:
 class RemoteEngine:
     """An engine on another host: as `EngineProcess`."""
 
-    def __init__(self, host: RemoteHost, pid: int, stack_file: str) -> None:
+    def __init__(self, host: Answers, pid: int, stack_file: str) -> None:
         self.host = host
         self.pid = pid
         self.key = host.name, pid
@@ -252,6 +271,7 @@ class RemoteEngines:
     ) -> None:
         """`environment` is what engines have besides their host's own."""
         self._place(hosts, placements)
+        self._patience_s = hosts.patience_s
         self._environment = environment
         self._reach = reach
         self._hosts: dict[str, RemoteHost] = {}
@@ -341,6 +361,7 @@ class RemoteEngines:
             "directory": working_directory() or "/",
             "environment": self._environment,
             "former": self._folders.get(name, []),
+            "patience_s": self._patience_s,
         }
         return {
             HOST_VARIABLE: name,

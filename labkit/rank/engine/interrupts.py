@@ -53,6 +53,11 @@ class CellInterrupts:
     def is_running(self) -> bool:
         return self._phase is Phase.RUNNING
 
+    @property
+    def number(self) -> int:
+        """That of the cell, or of the last one if none runs."""
+        return self._number
+
     def was_interrupted(self) -> bool:
         """Whether this cell was, or the last one if none runs."""
         return self._seen.is_set()

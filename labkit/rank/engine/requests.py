@@ -56,6 +56,7 @@ class ControlRequests:
             "pid": os.getpid(),
             "device": str(device),
             "state": "busy" if self._interrupts.is_running else "idle",
+            "cell": self._interrupts.number,
             **describe(device),
             "memory_used": memory_reader(device)(),
             "memory_total": memory_total(device),

@@ -72,8 +72,10 @@ def use_working_directory() -> None:
 def install(places: dict[tuple[str, int], tuple[Placement, str]]) -> list[str]:
     """Make this engine a rank: which one, and where it writes its stack, if it cannot
     answer when it is asked for it, by host and process id. What the user is to know of
-    it."""
+    it; where it is one already, for another kernel, it stays as it is."""
     global _runner
+    if _runner is not None:
+        return []
     placement, stack_file = places[own_key()]
     from IPython import get_ipython
 
