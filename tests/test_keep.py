@@ -323,6 +323,10 @@ def test_several_are_listed_and_the_wrong_ones_refused(folder: Path) -> None:
             )
         assert "no lab 'lab-1' is kept" in attach(kernel, "lab-1").stderr
         mine, other = labs[keepers[0].pid], labs[keepers[1].pid]
+        keepers[1].suspend()
+        assert "another lab is kept; lab-" in kernel.run("%dist_start -n 1").stderr
+        kernel.run("%dist_stop")
+        keepers[1].resume()
         other.chmod(0o755)
         reply = attach(kernel, f"lab-{keepers[1].pid}")
         assert f"refused: {other} has mode 755 and not 700" in reply.stderr

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from labkit import timeouts
 from labkit.checks import UserError
 from labkit.checks import short_repr
 from labkit.host.facts import versions
@@ -116,8 +117,11 @@ def find_labs() -> tuple[list[tuple[Path, KeptLab]], list[str]]:
 
 
 def situation(folder: Path) -> Situation:
-    """What the keeper of a lab says of it; OSError where there is none any more."""
-    lines = Lines(place(folder).connect())
+    """What the keeper of a lab says of it; OSError where there is none any more, or
+    none that answers."""
+    connection = place(folder).connect()
+    connection.settimeout(timeouts.ANSWER_S)  # it may be stopped
+    lines = Lines(connection)
     try:
         lines.send({"id": 0, "question": "situation", "arguments": {}})
         for message in lines:
