@@ -226,6 +226,9 @@ words = st.one_of(st.sampled_from(NEAR.split()), text)
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """IPython with the magics and no lab, and a folder of runs of its own."""
     monkeypatch.setenv(persistence.FOLDER_VARIABLE, str(tmp_path / "runs"))
+    monkeypatch.setattr(
+        "tempfile.tempdir", str(tmp_path.parent)
+    )  # no lab is kept there
     found = get_ipython() or start_ipython()
     found.run_line_magic("load_ext", "labkit")
     return found
@@ -236,8 +239,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_any_magic_line_is_done_or_explained_in_one_line(
     shell: Any, tmp_path: Path, magic: str, line: str
 ) -> None:
-    if magic == "dist_start":
-        line += " --nonsense"  # it would start one
+    if magic in ("dist_start", "dist_check"):
+        line += " --nonsense"  # it would start a lab
     before = dict(shell.user_ns)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
