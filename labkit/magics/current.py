@@ -97,8 +97,8 @@ def start_lab(
     if options.num_ranks not in (None, lab.world_size):
         raise ValueError(
             f"{running}one with -n {options.num_ranks}; or %dist_restart -n "
-            f"{options.num_ranks} changes the number of its ranks, and those that stay "
-            "keep their variables"
+            f"{options.num_ranks} changes the number of its ranks (unless it has "
+            "--keep), and those that stay keep their variables"
         )
     is_other = options.backend not in ("auto", lab.backend)
     if is_other or options.device not in ("auto", lab.device):
@@ -137,7 +137,8 @@ def attach_lab(
     UserError where one is running."""
     if (lab := running_lab()) is not None:
         raise UserError(
-            f"a lab of {lab.describe()} is running in this kernel; %dist_stop ends it"
+            f"a lab of {lab.describe()} is running in this kernel; %dist_stop would "
+            "end it, and %dist_attach is for a kernel that has none"
         )
     lab = Lab.attach(name, on_progress=on_progress)
     set_current_lab(lab)

@@ -99,11 +99,15 @@ class LabMagics(Magics):
         lab = start_lab(StartOptions(**given(StartOptions, args)), on_progress=progress)
         progress.end(ready_line(lab))
         for each in waiting_labs():
-            print(f"labkit: another lab is kept; {each}", file=sys.stderr)
+            how = "to use it, %dist_stop this one, then %dist_attach that name"
+            print(f"labkit: another lab is kept; {each}; {how}", file=sys.stderr)
 
     @magic_arguments()
     @argument(
-        "name", nargs="?", metavar="NAME", help="of the lab, where several are kept"
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="name of the lab, as lab-4711; needed where several are kept",
     )
     @line_magic
     @parsed
@@ -467,7 +471,8 @@ class LabMagics(Magics):
         "--num-ranks",
         type=int,
         metavar="N",
-        help="have N ranks, more or fewer than now; the others keep their variables",
+        help="have N ranks, more or fewer than now; those that stay keep their "
+        "variables",
     )
     @argument(
         "--hosts",

@@ -60,8 +60,8 @@ def place_anew(
     if found.own_address != hosts.own_address:
         raise UserError(
             f"the hosts would reach this one at {found.own_address}, and the lab "
-            f"listens at {hosts.own_address}; name hosts of the same network, or "
-            "%dist_stop the lab, and %dist_start one on those. Nothing was started"
+            f"listens at {hosts.own_address}; name hosts on the lab's network, or "
+            "%dist_stop the lab and %dist_start one on these hosts. Nothing was started"
         )
     return place_on_found(found, options), found
 

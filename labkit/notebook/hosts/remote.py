@@ -309,7 +309,7 @@ class RemoteEngines:
         self._left += [host for host in hosts if host.is_lost]
         self._end([host for host in hosts if not host.is_lost])
         for host in hosts:
-            host.give_up("its host is used no more")
+            host.give_up("its host is no longer used")
 
     def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
         """Start an agent on each host that has none, or is lost; it begins to load

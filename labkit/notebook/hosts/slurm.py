@@ -94,7 +94,8 @@ class Slurm(HostLauncher):
             raise ValueError(
                 f"--launcher-options {' '.join(options)}: options of salloc have no "
                 f"effect inside a job, and this notebook runs in Slurm job "
-                f"{around.number}; leave them out"
+                f"{around.number}; leave them out, or, for another job, first delete "
+                "the SLURM_* variables from os.environ, all but SLURM_CONF"
             )
         if num_ranks is not None and num_hosts is not None and num_ranks < num_hosts:
             raise ValueError(
@@ -208,8 +209,9 @@ class Slurm(HostLauncher):
     def on_hosts(self, specs: Sequence[HostSpec]) -> "Slurm":
         raise ValueError(
             f"--hosts: Slurm job {self._job.number} says which hosts there are "
-            f"({self._job.nodes}); %dist_restart -n N changes the number of ranks on "
-            "them"
+            f"({self._job.nodes}), and they stay; %dist_restart -n N changes the "
+            "number of ranks on them, and %dist_stop, then %dist_start, uses another "
+            "job"
         )
 
     def for_ranks(self, num_ranks: int, now: Mapping[str, int]) -> "Slurm":

@@ -125,8 +125,9 @@ class Attachment:
     def gone(self) -> str:
         """Why the keeper cannot be asked any more."""
         return (
-            f"the process that keeps the lab, {self.keeper.pid}, has ended, and its "
-            "ranks with it; %dist_stop, then %dist_start --keep, starts another"
+            f"the process that keeps the lab (its keeper, {self.keeper.pid}) has "
+            "ended, and its ranks end too; %dist_stop, then %dist_start --keep, starts "
+            "another"
         )
 
     def begin_anew(self) -> None:

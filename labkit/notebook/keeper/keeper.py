@@ -199,9 +199,9 @@ class Keeper:
     def _attach(self, kernel: Kernel, pid: int) -> dict[str, Any]:
         with self._changes:
             if self._kernel not in (None, kernel):
-                raise UserError("another kernel has attached a moment ago")
+                raise UserError("another kernel attached a moment ago")
             if self._is_ending:
-                raise UserError("the lab ends in this moment")
+                raise UserError("the lab is ending: nobody attached in time")
             kernel.process = psutil.Process(pid)
             self._kernel, self._changed_at = kernel, time.time()
         for number in list(self._stores):  # of the former kernel

@@ -26,7 +26,7 @@ _FILE = "kept.json"
 _SOCKET = "keeper"
 _HOW = (
     "%dist_start --keep starts a lab that outlives its kernel, for %dist_attach in the "
-    "next one"
+    "next one: on the same host, as the same user and with the same $TMPDIR"
 )
 
 
@@ -172,8 +172,8 @@ def choose(name: str | None) -> tuple[Path, KeptLab]:
     [(folder, lab, now)] = alive
     if now.kernel is not None:
         raise UserError(
-            f"kernel {now.kernel} is attached to {lab.name}, {clock(now.since)}: shut "
-            "that kernel down first; the lab stays"
+            f"kernel {now.kernel} is attached to {lab.name}; it came "
+            f"{clock(now.since)}. Shut that kernel down first: the lab stays as it is"
         )
     check_versions(lab)
     return folder, lab

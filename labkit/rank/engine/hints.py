@@ -84,9 +84,9 @@ SHARED_MEMORY = (
     "prefetch_factor, or num_workers=0"
 )
 FORMER_GROUP = (
-    "a process group, or what was sharded over it, is of the ranks that there were "
-    "before %dist_restart: make it again on all ranks, and load what was saved of it "
-    "by save_checkpoint or --checkpoint"
+    "this process group, or what was sharded over it, belongs to the ranks from "
+    "before %dist_restart: make it again on all ranks, and load its values from what "
+    "save_checkpoint or --checkpoint saved"
 )
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,

@@ -55,8 +55,8 @@ _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "P
 
 OTHER_SIZE = (
     "this was made for a lab of {former} (%dist_restart has made that {now}): it "
-    "would train with some of the samples or parameters alone. Make model and "
-    "optimizer again, and prepare them, in a %%dist_train cell; --resume, or "
+    "would train with only some of the samples or parameters. Make the model and the "
+    "optimizer again and prepare them, in a %%dist_train cell; --resume, or "
     "load_checkpoint, goes on from a checkpoint of any number of ranks"
 )
 """Where a model, a loader or a group is used in a lab of another size."""
