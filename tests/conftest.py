@@ -27,6 +27,8 @@ FIRST = [
 ]
 NOTEBOOKS = {"": ("00", "02", "06", "14"), "long": ("15", "19")}
 """One of each part of the course in `make test`, and one in `make test-long`."""
+ON_HOSTS = "17"
+"""The notebook that tests/hosts/test_notebook.py runs."""
 NOTEBOOK_S = 600
 """For a cell, and where it runs again for all before it; nbval ends a cell sooner."""
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
@@ -55,6 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number = item.path.name[:2]
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.timeout(NOTEBOOK_S))
+            if number == ON_HOSTS:
+                item.add_marker("hosts")
+                continue
             if number not in NOTEBOOKS[""]:
                 item.add_marker("long")
             if number not in NOTEBOOKS[""] + NOTEBOOKS["long"]:

@@ -33,6 +33,12 @@ def diff_of(notebook: Path) -> str:
     return found[-1] if found else ""
 
 
+def script_of(notebook: Path) -> str:
+    """What those changes make of it."""
+    lines = diff_of(notebook).splitlines()
+    return "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
+
+
 def outputs_of(notebook: Path) -> str:
     cells = json.loads(notebook.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
@@ -70,11 +76,10 @@ def test_the_script_gives_what_the_notebook_shows(
 ) -> None:
     """The last line that the script prints is among the notebook's saved outputs."""
     lines = diff_of(notebook).splitlines()
-    kept = [line[1:] for line in lines if not line.startswith("-")]
     if " import deepspeed" in lines and shutil.which("c++") is None:
         pytest.skip("in a script DeepSpeed compiles an operator; there is no compiler")
     script = tmp_path / "train.py"
-    script.write_text("\n".join(kept) + "\n")
+    script.write_text(script_of(notebook))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(script)],

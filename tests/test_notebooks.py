@@ -16,7 +16,7 @@ from nbformat.v4 import new_code_cell
 from nbformat.v4 import new_notebook
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-START = re.compile(r"%dist_start -n [23]\b")
+START = re.compile(r"%dist_start (-n [23]\b|--launcher ssh --hosts \S+)")
 TAKES_S = 600
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -110,6 +110,61 @@ def ring_all_reduce(answer: Answer) -> Verdict:
     return Verdict(measured, f"{to_beat:.2f} times or less", is_beaten, complaint)
 
 
+def bytes_between_hosts(answer: Callable[[int, int, float, str], float]) -> Verdict:
+    """Judge `answer(num_hosts, ranks_per_host, model_bytes, strategy)`: the bytes that
+    the busiest host sends to others in a step, under ddp, fsdp and hsdp."""
+    worst, where = 1.0, ""
+    for num_hosts, ranks_per_host in ((1, 8), (2, 2), (2, 8), (3, 4), (16, 8)):
+        for strategy in ("ddp", "fsdp", "hsdp"):
+            told = f"{strategy} on {num_hosts} x {ranks_per_host} ranks"
+            given = answer(num_hosts, ranks_per_host, 1e9, strategy)
+            sent = _sent_to_others(num_hosts, ranks_per_host, 1e9, strategy)
+            if not sent and given:
+                complaint = f"{told} sends nothing to another host, not {given:.3g}"
+                return Verdict(complaint=complaint)
+            if sent and not given > 0:
+                return Verdict(complaint=f"{told} sends more than {given:.3g} bytes")
+            off = max(given / sent, sent / given) if sent else 1.0
+            if off > max(worst, 1.005):
+                worst, where = off, f", for {told}"
+    return Verdict(
+        measured=f"at worst it is {worst:.2f} times off{where}",
+        to_beat="1.00",
+        is_beaten=worst < 1.005,
+    )
+
+
+def _sent_to_others(
+    num_hosts: int, ranks_per_host: int, model_bytes: float, strategy: str
+) -> float:
+    """Counted chunk by chunk, as rings pass them on."""
+    ranks = range(num_hosts * ranks_per_host)
+    hosts = [
+        ranks[host * ranks_per_host :][:ranks_per_host] for host in range(num_hosts)
+    ]
+    sent = dict.fromkeys(range(num_hosts), 0.0)
+
+    def ring(members: Sequence[int], times: int, whole_bytes: float) -> None:
+        """So many all-gathers or reduce-scatters; an all-reduce is one of each."""
+        pairs = list(zip(members, [*members[1:], members[0]], strict=True))
+        for _ in range(times * (len(members) - 1)):
+            for source, target in pairs:
+                host = source // ranks_per_host
+                if target // ranks_per_host != host:
+                    sent[host] += whole_bytes / len(members)
+
+    if strategy == "ddp":
+        ring(ranks, 2, model_bytes)
+    elif strategy == "fsdp":  # gathered forward and backward, gradients scattered
+        ring(ranks, 3, model_bytes)
+    else:
+        for members in hosts:
+            ring(members, 3, model_bytes)
+        for members in zip(*hosts, strict=True):  # each has a shard
+            ring(members, 2, model_bytes / ranks_per_host)
+    return max(sent.values())
+
+
 def time_by_size(
     call: Callable[[torch.Tensor], Any],
     sizes: Sequence[int],

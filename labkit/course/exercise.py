@@ -9,6 +9,7 @@ from typing import Any
 EXERCISES: dict[str, str] = {
     "swap_two_ranks": "collectives",
     "ring_all_reduce": "collectives",
+    "bytes_between_hosts": "collectives",
     "one_collective_a_step": "data_parallel",
     "each_exactly_once": "data_parallel",
     "best_every": "failures",

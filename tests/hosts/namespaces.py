@@ -2,6 +2,9 @@
 
 They share this machine's files and process ids, and nothing of its network: what is
 meant for another host and asks for this one's loopback finds nothing there.
+
+`python tests/hosts/namespaces.py COMMAND ...` runs a command beside two of them, which
+it reaches as node1 and node2 over a link of 1 Gbit/s.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +47,7 @@ AcceptEnv LABKIT_TEST
 {more}
 """
 _CLIENT = """\
-Host {name} {address}
+Host {name} {alias} {address}
   HostName {address}
   IdentityFile {folder}/user-key
   UserKnownHostsFile {folder}/known-hosts
@@ -143,6 +147,12 @@ class Namespace:
                 assert time.monotonic() < until, f"{self.name} is not reached"
                 time.sleep(0.1)
 
+    def throttle(self, rate: str) -> None:
+        """What it sends to others goes at this rate, as "1gbit"."""
+        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        within = ("ip", "netns", "exec", self.name)
+        _run(*within, "tc", "qdisc", "replace", "dev", "eth0", *shape)
+
     def listening(self) -> list[str]:
         """The TCP ports that are open on it, but for sshd's."""
         told = _run("ip", "netns", "exec", self.name, "ss", "-Htln")
@@ -153,7 +163,7 @@ class Namespace:
 @contextlib.contextmanager
 def hosts(folder: Path, num_hosts: int) -> Iterator[list[Namespace]]:
     """Hosts named lk1, lk2, ..., which `ssh` reaches by the program of that name in
-    `folder / "bin"`. The last one has a wire."""
+    `folder / "bin"`, also as node1, node2, ... The last one has a wire."""
     names = [f"lk{number}" for number in range(1, num_hosts + 1)]
     for key in ("host-key", "user-key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
@@ -170,7 +180,10 @@ def hosts(folder: Path, num_hosts: int) -> Iterator[list[Namespace]]:
         (folder / "known-hosts").write_text("".join(f"{e.address} {key}" for e in made))
         config = folder / "ssh-config"
         config.write_text(
-            "".join(_CLIENT.format(folder=folder, **vars(each)) for each in made)
+            "".join(
+                _CLIENT.format(folder=folder, alias=f"node{number}", **vars(each))
+                for number, each in enumerate(made, 1)
+            )
         )
         (folder / "bin").mkdir()
         ssh = folder / "bin" / "ssh"
@@ -249,3 +262,16 @@ def _run(*command: str) -> str:
     done = _try(*command)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
+
+
+if __name__ == "__main__":
+    if reason := why_not():
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory() as place, hosts(Path(place), 3) as found:
+        for host in found[:2]:
+            host.throttle("1gbit")
+        path = os.pathsep.join([f"{place}/bin", os.environ["PATH"]])
+        done = subprocess.run(
+            sys.argv[1:], env={**os.environ, "PATH": path}, check=False
+        )
+    sys.exit(done.returncode)

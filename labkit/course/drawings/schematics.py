@@ -143,6 +143,62 @@ def draw_server(num_workers: int) -> RunFigure:
     return _figure_of(axes)
 
 
+def draw_two_hosts(ranks_per_host: int) -> RunFigure:
+    """What crosses the link between two hosts in an all-reduce: as one ring over all
+    ranks, and by host. A thick arrow crosses it, and carries so many tensors."""
+    num_ranks = 2 * ranks_per_host
+    top = 0.75 * ranks_per_host + 0.75
+    axes = _canvas(8.6, top + 0.4)
+
+    def ranks_of(left: float, is_ring: bool) -> list[tuple[float, float]]:
+        first, *_ = columns = left + 0.5, left + 3.1
+        places = []
+        for rank in range(num_ranks):
+            row = rank % ranks_per_host
+            x = columns[rank // ranks_per_host]
+            if is_ring and x > first:  # down on the left, up on the right
+                row = ranks_per_host - 1 - row
+            places.append((x, top - 0.55 - 0.75 * row))
+        for host, x in enumerate(columns):
+            height = 0.75 * ranks_per_host + 0.3
+            draw_box(axes, x - 0.4, top - height - 0.05, 0.8, height, "", GREY)
+            _write(axes, x, 0.22, f"host {host}", size=9, ha="center")
+        for rank, at in enumerate(places):
+            axes.add_patch(Circle(at, 0.19, fc=colour_of(rank), ec="none", zorder=3))
+            axes.text(*at, f"{rank}", color="white", ha="center", va="center", zorder=4)
+        return places
+
+    def cross(start: tuple[float, float], end: tuple[float, float], both: bool) -> None:
+        x = 0.24 if end[0] > start[0] else -0.24
+        style = "<|-|>" if both else "-|>"
+        draw_arrow(
+            *(axes, (start[0] + x, start[1]), (end[0] - x, end[1]), INK),
+            style=style,
+            width=2.5,
+        )
+        middle = (start[0] + end[0]) / 2, start[1] + 0.16
+        amount = 1 / ranks_per_host if both else 2 * (num_ranks - 1) / num_ranks
+        _write(axes, *middle, f"{amount:.3g}", size=9, ha="center")
+
+    _write(axes, 0.1, top + 0.2, "one ring over all ranks", weight="bold")
+    places = ranks_of(0.0, is_ring=True)
+    for rank, start in enumerate(places):
+        end = places[(rank + 1) % num_ranks]
+        if (rank + 1) % ranks_per_host:
+            _link(axes, start, end, colour_of(rank))
+        else:
+            cross(start, end, both=False)
+    _write(axes, 4.7, top + 0.2, "by host: within, between, within", weight="bold")
+    places = ranks_of(4.6, is_ring=False)
+    for rank, start in enumerate(places):
+        if (rank + 1) % ranks_per_host:
+            (x, y), (_, below) = start, places[rank + 1]
+            draw_arrow(axes, (x, y - 0.24), (x, below + 0.24), GREY, style="<|-|>")
+        if rank < ranks_per_host:
+            cross(start, places[rank + ranks_per_host], both=True)
+    return _figure_of(axes)
+
+
 def draw_meshes(meshes: Mapping[str, Mapping[str, int]]) -> RunFigure:
     """What each rank holds of two layers, and which samples it sees, by mesh.
 
@@ -279,6 +335,7 @@ def draw_arrow(
     *,
     style: str = "-|>",
     bend: float = 0.0,
+    width: float = 1.5,
 ) -> None:
     """An arrow from `start` to `end`; `bend` curves it."""
     axes.annotate(
@@ -288,7 +345,7 @@ def draw_arrow(
         arrowprops={
             "arrowstyle": style,
             "color": colour,
-            "lw": 1.5,
+            "lw": width,
             "shrinkA": 0,
             "shrinkB": 0,
             "connectionstyle": f"arc3,rad={bend}",
