@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,23 @@ for size in (1, 0, 10_000):
     told = capsys.readouterr().out
     for size in (1, 0, 10_000):
         assert f"lower_loss: not right: a batch has {size} samples; choose" in told
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda hosts, ranks, size, strategy: size, "not right: ddp on 1 x 8 ranks"),
+        (lambda hosts, ranks, size, strategy: 0, "not right: ddp on 2 x 2 ranks"),
+        (
+            lambda hosts, ranks, size, strategy: 1.5 * size * (hosts > 1),
+            "not solved yet: at worst it is 1.98 times off, for fsdp on 16 x 8 ranks",
+        ),
+    ],
+)
+def test_what_hosts_send_is_counted(
+    answer: Callable[[int, int, float, str], float],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check("bytes_between_hosts", answer)
+    assert told in capsys.readouterr().out

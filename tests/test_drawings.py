@@ -14,6 +14,7 @@ from labkit.course.drawings.grids import numbers_of
 from labkit.course.drawings.grids import ring_turns
 from labkit.course.drawings.grids import who_is_in
 from labkit.course.drawings.schematics import draw_meshes
+from labkit.course.drawings.schematics import draw_two_hosts
 from labkit.course.drawings.schematics import held_by
 from labkit.course.drawings.timelines import draw_order
 from labkit.course.drawings.timelines import draw_pipelines
@@ -78,6 +79,13 @@ def test_the_ranks_of_a_mesh_hold_the_model_as_often_as_it_is_replicated(
     assert sorted({*seen}) == list(range(found[0][2]))
     told = [text.get_text() for text in draw_meshes({"a grid": sizes}).axes[0].texts]
     assert {"a grid", f"samples 1/{found[0][2]}"} <= {*told}
+
+
+def test_what_crosses_between_two_hosts_is_told_of_each_arrow() -> None:
+    told = [text.get_text() for text in draw_two_hosts(4).axes[0].texts]
+    assert told.count("1.75") == 2
+    assert told.count("0.25") == 4
+    assert told.count("7") == 2
 
 
 def test_what_a_model_wrote_stands_beside_its_loss() -> None:

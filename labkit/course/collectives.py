@@ -160,8 +160,8 @@ def _sent_to_others(
     else:
         for members in hosts:
             ring(members, 3, model_bytes)
-        for members in zip(*hosts, strict=True):  # each has a shard
-            ring(members, 2, model_bytes / ranks_per_host)
+        for peers in zip(*hosts, strict=True):  # each has a shard
+            ring(peers, 2, model_bytes / ranks_per_host)
     return max(sent.values())
 
 

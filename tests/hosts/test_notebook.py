@@ -43,6 +43,8 @@ def test_its_script_has_the_same_losses_under_torchrun(
                     *("--nnodes", "2", "--nproc-per-node", "2"),
                     *("--rdzv-backend", "c10d"),
                     *("--rdzv-endpoint", f"{four[0].address}:29400"),
+                    # Which it knows by itself where hosts have names of their own.
+                    *("--rdzv-conf", f"is_host={int(host is four[0])}"),
                     *("--local-addr", host.address),
                     str(script),
                 ],
