@@ -69,8 +69,11 @@ class Meeting:
             self.authenticate(connection, is_server=False)
             return connection
         connection = socket.socket(socket.AF_UNIX)
+        # Who listens may be stopped, and as many may wait already as can.
+        _limit(connection, socket.SO_SNDTIMEO, timeouts.ANSWER_S)
         with _short_name(Path(self.path)) as name:
             connection.connect(name)
+        _limit(connection, socket.SO_SNDTIMEO, 0)
         return connection
 
     def authenticate(self, connection: socket.socket, *, is_server: bool) -> None:
@@ -78,7 +81,7 @@ class Meeting:
         if self.path:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _limit_reads(connection, timeouts.ANSWER_S)
+        _limit(connection, socket.SO_RCVTIMEO, timeouts.ANSWER_S)
         steps = [deliver_challenge, answer_challenge]
         try:
             with Connection(os.dup(connection.fileno())) as ends:
@@ -88,13 +91,13 @@ class Meeting:
             raise ConnectionError(
                 f"who has answered for {self} does not know its secret"
             ) from error
-        _limit_reads(connection, 0)
+        _limit(connection, socket.SO_RCVTIMEO, 0)
 
 
-def _limit_reads(connection: socket.socket, seconds: float) -> None:
-    """Let a read that lasts longer fail; 0 for no limit."""
+def _limit(connection: socket.socket, what: int, seconds: float) -> None:
+    """Let a read, or a write, that lasts longer fail; 0 for no limit."""
     limit = struct.pack("ll", int(seconds), 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, what, limit)
 
 
 class KeyServer:

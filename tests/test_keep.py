@@ -158,7 +158,8 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
         kernel.client.execute(
             "%%dist\nimport pathlib, time\nx = rank\n"
             f"mark = pathlib.Path({str(mark)!r})\nif rank == 0: mark.touch()\n"
-            "dist.barrier()\nwhile mark.exists(): time.sleep(0.1)\nx += 10"
+            "dist.barrier()\nwhile mark.exists(): time.sleep(0.1)\nx += 10\n"
+            "dist.destroy_process_group()"
         )
         wait_until(mark.exists, LIMIT_S, "the cell runs")
         kernel.manager.restart_kernel(now=True)
@@ -173,13 +174,13 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
 
         ok(kernel.run("%dist_attach", on_message=hear))
         assert not mark.exists()
-        assert ok(kernel.run("%%dist\nprint(x)")).stdout == (
+        assert ok(kernel.run("%%dist\ndist.barrier()\nprint(x)")).stdout == (
             "[rank 0] 10\n[rank 1] 11\n"
         )
         # A graceful shutdown leaves the ranks as well; an interrupt ends their cell.
         kernel.client.execute(
-            "%%dist\nx = 1\nmark.touch()\nif rank: dist.barrier()\nelse:\n"
-            "    while True: pass"
+            "%%dist\nx = 1\ndist.init_process_group('gloo')\nmark.touch()\n"
+            "if rank: dist.barrier()\nelse:\n    while True: pass"
         )
         wait_until(mark.exists, LIMIT_S, "the cell runs")
         kernel.manager.shutdown_kernel(now=False)
@@ -194,7 +195,10 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
                 kernel.manager.interrupt_kernel()
 
         ok(kernel.run("%dist_attach", on_message=interrupt))
-        assert ok(kernel.run("%%dist\nprint(x)")).stdout == "[ranks 0-1] 1\n"
+        # The group that the cell has made is over, as after any cell.
+        used = "from labkit.rank.engine.rpc import runner\nprint(runner().group.in_place)"
+        reply = ok(kernel.run(f"%%dist\ndist.barrier()\nprint(x)\n{used}"))
+        assert reply.stdout == "[ranks 0-1] 1\n[ranks 0-1] True\n"
         ok(kernel.run("%dist_stop"))
     assert_ended(folder, keeper)
 

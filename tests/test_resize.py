@@ -167,6 +167,7 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
         losses(lab, strategy, 1)
         names = [f"{strategy}_{name}" for name in ("model", "optimizer", "loader")]
         lab.run(f"{', '.join(names)} = model, optimizer, loader")
+    lab.run("val = ddp_loader.share(dataset, batch_size=4)\nnext(iter(val))")
     lab.restart(num_ranks=num_ranks)
     here = range(min(num_ranks, 2))
     before = f"for a lab of 2 ranks .*has made that {num_ranks}"
@@ -177,6 +178,7 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
         "ddp_model(torch.ones(2, 8)).sum().backward()",
         "ddp_optimizer.step()",
         "next(iter(ddp_loader))",
+        "next(iter(val))",
         "ddp_loader.share(dataset, batch_size=2)",
         f"save_checkpoint({str(tmp_path / 'x')!r}, model=sharded)",
     ):

@@ -50,7 +50,7 @@ def push(cluster: "LabEngines", payload: bytes, ranks: Sequence[int]) -> None:
     with _in_parts(cluster, "push", len(payload), ranks) as progress:
         for start in range(0, len(payload), PART_BYTES):
             part = payload[start : start + PART_BYTES]
-            call(f"{_TRANSFER}:push_part", part)
+            call(f"{_TRANSFER}:push_part", part, start == 0)
             progress.update(len(part))
         call(f"{_TRANSFER}:push_parts")
 

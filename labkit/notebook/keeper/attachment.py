@@ -27,6 +27,7 @@ from labkit.notebook.hosts.remote import RemoteEngine
 from labkit.notebook.keeper.kept_labs import choose
 from labkit.notebook.keeper.kept_labs import place
 from labkit.notebook.keeper.lines import Lines
+from labkit.notebook.keeper.lines import peer_of
 from labkit.notebook.kernel import interrupts
 from labkit.options import check_values
 from labkit.records import Placement
@@ -236,7 +237,7 @@ def attach(name: str | None) -> Attachment:
     folder, lab = choose(name)
     try:
         connection = place(folder).connect()
-        keeper = psutil.Process(lab.keeper)
+        keeper = psutil.Process(peer_of(connection, lab.keeper))
     except (OSError, psutil.Error) as error:
         raise UserError(f"{lab.name} has just ended: {error}") from error
     attachment = Attachment(connection, keeper, lab.placements)
@@ -244,6 +245,8 @@ def attach(name: str | None) -> Attachment:
         attachment.launcher = lab.launcher
         attachment.keep_minutes = lab.keep_minutes
         attachment.found = found = attachment.call("attach", pid=os.getpid())
+        if not found:
+            raise UserError(f"{lab.name} has just ended")
         attachment.unreachable = attachment.unreachable or found["unreachable"]
     except BaseException:
         attachment.detach()

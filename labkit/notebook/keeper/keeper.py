@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from labkit.compat import ipyparallel as compat
 from labkit.host.agent import about_engines
 from labkit.host.agent import print_to
 from labkit.host.facts import versions
+from labkit.host.watchdog import is_running
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import GroupStore
 from labkit.notebook.cluster.engines import start_cluster
@@ -44,6 +46,7 @@ from labkit.notebook.keeper.kept_labs import Situation
 from labkit.notebook.keeper.kept_labs import place
 from labkit.notebook.keeper.kept_labs import publish
 from labkit.notebook.keeper.lines import Lines
+from labkit.notebook.keeper.lines import peer_of
 from labkit.notebook.keeper.lines import told_meeting
 from labkit.notebook.kernel import interrupts
 from labkit.records import Placement
@@ -57,6 +60,7 @@ class Kernel:
 
     def __init__(self, connection: socket.socket) -> None:
         self.lines = Lines(connection)
+        self.connection = connection
         self.process: psutil.Process | None = None
         """None until it has said who it is."""
         self.told: set[tuple[str, int]] = set()
@@ -67,7 +71,7 @@ class Kernel:
     @property
     def is_there(self) -> bool:
         """A child that it forked may hold its end of the connection open."""
-        return self.process is None or self.process.is_running()
+        return self.process is None or is_running(self.process)
 
     def send(self, **message: Any) -> None:
         """Nothing where it is gone, which is noticed elsewhere."""
@@ -172,7 +176,10 @@ class Keeper:
             kernel.send(id=message["id"], error=type(error).__name__, words=str(error))
 
     def _work(self, kernel: Kernel, message: dict[str, Any]) -> None:
-        """In the main thread: what takes time, and says how far it is."""
+        """In the main thread: what takes time, and says how far it is; nothing for a
+        kernel that has gone while it waited."""
+        if kernel is not self._kernel:
+            return
 
         def on_stage(text: str) -> None:
             kernel.send(id=message["id"], stage=text)
@@ -202,7 +209,7 @@ class Keeper:
                 raise UserError("another kernel attached a moment ago")
             if self._is_ending:
                 raise UserError("the lab is ending: nobody attached in time")
-            kernel.process = psutil.Process(pid)
+            kernel.process = psutil.Process(peer_of(kernel.connection, pid))
             self._kernel, self._changed_at = kernel, time.time()
         for number in list(self._stores):  # of the former kernel
             self._stores.pop(number).close()
@@ -224,14 +231,26 @@ class Keeper:
         """In a thread: tell the kernel who has ended; end the lab where none comes."""
         while True:
             time.sleep(timeouts.LOOK_S)
-            kernel, cluster = self._kernel, self._cluster
-            if kernel is None:
-                if time.monotonic() - self._alone_since > self._patience_s:
-                    self._jobs.put(self._end_if_alone)
-            elif not kernel.is_there:
-                kernel.lines.close()
-            elif cluster is not None:
-                self._tell(kernel, cluster)
+            try:
+                self._look_once()
+            except Exception:  # an engine ends in this moment: at the next look
+                traceback.print_exc()
+
+    def _look_once(self) -> None:
+        kernel, cluster = self._kernel, self._cluster
+        if kernel is None:
+            if self._is_alone:
+                self._jobs.put(self._end_if_alone)
+        elif not kernel.is_there:
+            kernel.lines.close()
+        elif cluster is not None:
+            self._tell(kernel, cluster)
+
+    @property
+    def _is_alone(self) -> bool:
+        """For as long as it may be."""
+        alone_s = time.monotonic() - self._alone_since
+        return self._kernel is None and alone_s > self._patience_s
 
     def _tell(self, kernel: Kernel, cluster: Cluster) -> None:
         for rank in list(cluster.ranks):
@@ -305,7 +324,7 @@ class Keeper:
 
     def _end_if_alone(self) -> None:
         with self._changes:
-            self._is_ending = self._kernel is None
+            self._is_ending = self._is_alone
         if self._is_ending:
             self._end()
 

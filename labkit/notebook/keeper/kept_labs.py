@@ -136,8 +136,11 @@ def living(
 ) -> list[tuple[Path, KeptLab, Situation]]:
     """Those of `labs` that have a keeper, and what it says."""
     alive = []
+    # It was ended, or is stopped, or the host has been down; or it is of another
+    # version, which says other things.
+    gone = contextlib.suppress(OSError, KeyError, TypeError)
     for folder, lab in labs:
-        with contextlib.suppress(OSError):  # it was ended, or the host has been down
+        with gone:
             alive.append((folder, lab, situation(folder)))
     return alive
 

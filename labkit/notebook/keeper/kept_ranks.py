@@ -69,7 +69,11 @@ class KeptRanks(LabRanks):
         )
         self._attachment.begin_anew()
         cluster = KeptCluster(self._attachment, told)
-        cluster.wait_for_client()
+        try:
+            cluster.wait_for_client()
+        except BaseException:
+            cluster.leave()
+            raise
         return cluster
 
     def change(

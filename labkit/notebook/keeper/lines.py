@@ -2,14 +2,20 @@
 
 import contextlib
 import json
+import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from labkit.checks import UserError
 from labkit.key_server import Meeting
+
+_PEER = struct.Struct("3i")
+"""Process, user and group, as SO_PEERCRED has them: unix(7)."""
 
 
 class Lines:
@@ -37,6 +43,26 @@ class Lines:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def peer_of(connection: socket.socket, told: int) -> int:
+    """The process that has connected there, or listens; UserError for another user's.
+    As it was `told` where the system (other than Linux) does not say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return told
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _ = _PEER.unpack(found)
+    if uid != os.getuid():
+        raise UserError(
+            f"process {pid}, at the other end of the connection, is user {uid}'s and "
+            f"not {os.getuid()}'s"
+        )
+    if not pid:
+        raise UserError(
+            "the process at the other end of the connection is in a container of its "
+            "own: a lab is kept for kernels that see its processes"
+        )
+    return int(pid)
 
 
 def told_meeting(meeting: Meeting) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class ShareLoader:
                 f"each of {peers.size} ranks one; evaluate all of them on every "
                 "rank, with a plain DataLoader"
             )
-        self._device = peers.device
+        self._peers = peers
         self._on_begin = on_begin
         self._on_end = on_end
         self._loader = DataLoader(
@@ -91,7 +91,8 @@ class ShareLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self._peers.check()
         self._on_begin()
         for batch in self._loader:
-            yield to_device(batch, self._device)
+            yield to_device(batch, self._peers.device)
         self._on_end()

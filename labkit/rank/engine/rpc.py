@@ -75,6 +75,7 @@ def install(places: dict[tuple[str, int], tuple[Placement, str]]) -> list[str]:
     it; where it is one already, for another kernel, it stays as it is."""
     global _runner
     if _runner is not None:
+        _runner.function, _runner.config = None, {}  # of a cell that has not come
         return []
     placement, stack_file = places[own_key()]
     from IPython import get_ipython
@@ -119,11 +120,14 @@ def group_sequences() -> dict[str, int]:
 
 
 def prove_group(timeout_s: float, after_failure: bool) -> float | None:
-    """The sum of all ranks over the group as it is; None if it does not work.
+    """The sum of all ranks over labkit's group as it is; None if it does not work, or
+    is not the one of this rank: a cell has left it, or made one of its own.
 
     Models are made fit for a next step where the last one may have failed half-way.
     """
     group = runner().group
+    if not group.in_place:
+        return None
     try:
         found = group.prove(timeout_s)
     except RuntimeError:

@@ -45,8 +45,10 @@ _files: list[serialization.MemoryFile] = []
 """The payload that goes by way of a file in memory, if one does."""
 
 
-def push_part(part: bytes) -> None:
+def push_part(part: bytes, is_first: bool) -> None:
     """Keep the next part of a payload."""
+    if is_first:
+        drop_parts()  # a kernel may have died before it came to the end of another
     _parts.append(part)
 
 
