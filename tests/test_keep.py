@@ -196,9 +196,10 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
 
         ok(kernel.run("%dist_attach", on_message=interrupt))
         # The group that the cell has made is over, as after any cell.
-        used = "from labkit.rank.engine.rpc import runner\nprint(runner().group.in_place)"
-        reply = ok(kernel.run(f"%%dist\ndist.barrier()\nprint(x)\n{used}"))
-        assert reply.stdout == "[ranks 0-1] 1\n[ranks 0-1] True\n"
+        used = "from labkit.rank.engine.rpc import runner\n"
+        used += "print(x, runner().group.in_place)"
+        reply = ok(kernel.run(f"%%dist\ndist.barrier()\n{used}"))
+        assert reply.stdout == "[ranks 0-1] 1 True\n"
         ok(kernel.run("%dist_stop"))
     assert_ended(folder, keeper)
 
