@@ -55,7 +55,7 @@ for x, y in loader:
 
 
 @pytest.fixture
-def last(four: list[Namespace]) -> Iterator[Namespace]:
+def last(four: list[Namespace], nothing_left: None) -> Iterator[Namespace]:
     """A host whose link is as it should be afterwards."""
     yield four[3]
     four[3].set_wire()
