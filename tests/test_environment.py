@@ -168,7 +168,12 @@ def test_every_third_party_import_of_the_package_is_a_dependency(
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(str(node.module).split(".")[0])
-    package_of = {"PIL": "pillow", "sklearn": "scikit-learn", "IPython": "ipython"}
+    package_of = {
+        "PIL": "pillow",
+        "sklearn": "scikit-learn",
+        "IPython": "ipython",
+        "zmq": "pyzmq",
+    }
     extras = project["project"]["optional-dependencies"]
     lines = [
         *project["project"]["dependencies"],

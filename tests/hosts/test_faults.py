@@ -83,6 +83,7 @@ def soon(fault: Callable[[], None]) -> threading.Timer:
 SLOW = [{"delay_s": 0.2}, {"bytes_per_s": 1.25e6}]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("wire", SLOW, ids=["200 ms", "10 Mbit a second"])
 def test_a_slow_link_costs_time_alone(last: Namespace, wire: dict[str, float]) -> None:
     cell = f"pause = 0\n{CELL}"
@@ -117,6 +118,7 @@ def test_a_link_that_is_cut_for_good(last: Namespace) -> None:
     )
 
 
+@pytest.mark.release
 def test_half_of_the_packets_are_lost(last: Namespace) -> None:
     """TCP gets something through now and then: ranks may be taken for dead or not."""
     with Lab(launcher="ssh", hosts=HOSTS) as lab:
@@ -191,7 +193,9 @@ def test_a_host_whose_disk_is_full(last: Namespace, private: Path) -> None:
         Lab(launcher="ssh", hosts=HOSTS)
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize(
+    "comes_back", [True, pytest.param(False, marks=pytest.mark.release)]
+)
 def test_elastic_goes_on_when_a_host_is_back(
     last: Namespace, folder: Path, tmp_path: Path, comes_back: bool
 ) -> None:

@@ -67,6 +67,7 @@ def test_nothing_is_left_where_no_kernel_comes(three: list[Namespace]) -> None:
         kernel.process.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("nothing_left")
 def test_ranks_are_there_after_the_notebook_has_slept(three: list[Namespace]) -> None:
     """As a laptop does whose lid is closed, and whose network comes back later."""
@@ -105,6 +106,7 @@ def test_a_job_outlives_the_kernel(nodes: list[Namespace]) -> None:
         assert jobs() == [job]
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("nothing_left", "no_job_left")
 def test_a_job_ends_where_no_kernel_comes(nodes: list[Namespace]) -> None:
     with running_kernel() as kernel:

@@ -28,6 +28,7 @@ def test_its_outputs_are_those_of_two_hosts() -> None:
     assert tested.returncode == 0, tested.stdout
 
 
+@pytest.mark.release
 def test_its_script_has_the_same_losses_under_torchrun(
     four: list[Namespace], tmp_path: Path
 ) -> None:
