@@ -73,12 +73,15 @@ test-long: .venv/installed browser
 	$(PYTEST) -m "long and not release"
 
 # Three hosts, as network namespaces: it takes root, iproute2 and OpenSSH's server.
-test-hosts: .venv/installed sshd
-	$(BIN)/pytest --reruns 2 --reruns-delay 3 -m "hosts and not release" -rs \
-	  --durations=20 tests/hosts
+# One test at a time: they all have the same hosts.
+ON_HOSTS = $(BIN)/pytest --reruns 2 --reruns-delay 3 -rs --durations=20 tests/hosts
 
-test-release: .venv/installed browser
-	$(PYTEST) -m release
+test-hosts: .venv/installed sshd
+	$(ON_HOSTS) -m "hosts and not release"
+
+test-release: .venv/installed browser sshd
+	$(PYTEST) -m "release and not hosts"
+	$(ON_HOSTS) -m "hosts and release"
 
 $(THIRD_PARTY)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(THIRD_PARTY)
