@@ -74,14 +74,14 @@ test-long: .venv/installed browser
 
 # Three hosts, as network namespaces: it takes root, iproute2 and OpenSSH's server.
 # One test at a time: they all have the same hosts.
-ON_HOSTS = $(BIN)/pytest --reruns 2 --reruns-delay 3 -rs --durations=20 tests/hosts
+HOST_TESTS = $(BIN)/pytest --reruns 2 --reruns-delay 3 -rs --durations=20 tests/hosts
 
 test-hosts: .venv/installed sshd
-	$(ON_HOSTS) -m "hosts and not release"
+	$(HOST_TESTS) -m "hosts and not release"
 
 test-release: .venv/installed browser sshd
 	$(PYTEST) -m "release and not hosts"
-	$(ON_HOSTS) -m "hosts and release"
+	$(HOST_TESTS) -m "hosts and release"
 
 $(THIRD_PARTY)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(THIRD_PARTY)
