@@ -58,8 +58,9 @@ JOB_END_S = 60.0
 """So long before the end of a Slurm job a run that keeps checkpoints stops with one."""
 CUT_OFF_S = 3.0
 """Of a host that has not answered for so long, no rank is killed for not stopping."""
-HEARTBEAT_S = 0.75
-"""So often, at most, an agent looks whether it has heard from the controller."""
+HEARTBEAT_S = 0.6
+"""So long, at least, is it from one look of an agent, at whether it has heard from the
+controller, to the next: the controller's period (`heartbeat_period`) and 0.5 s."""
 UNHEARD_S = 22.5
 """An agent that has not heard from it for so long ends all of its lab; later where the
 lab is kept without a kernel for longer."""

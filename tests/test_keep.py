@@ -1,6 +1,8 @@
 """Ranks that outlive the kernel: started by one, found by another, and ended."""
 
+import fcntl
 import json
+import os
 import re
 import signal
 import subprocess
@@ -107,6 +109,10 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
     [lab] = labs_in(folder)
     assert lab.stat().st_mode & 0o777 == 0o700
     assert (lab / "kept.json").stat().st_mode & 0o077 == 0
+    opened = os.open(lab, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):  # so what tidies up leaves it alone
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(opened)
     with running_kernel() as kernel:
         reply = ok(attach(kernel))
         assert "Ready: 2 ranks on the CPU, gloo; every rank answered" in reply.stdout
@@ -143,7 +149,17 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
         assert interrupted.error["ename"] == "Interrupted"
         ok(kernel.run("%%dist\ndist.barrier()"))
         assert "has the ranks that it was" in kernel.run("%dist_restart -n 3").stderr
+        # Ranks that are started have what the kernel has set by now.
+        ok(
+            kernel.run(
+                "import os; os.environ['SET_LATER'] = 'yes'; del os.environ['JUPYTER_DATA_DIR']"
+            )
+        )
         ok(kernel.run("%dist_restart --all", timeout=120))
+        reply = kernel.run(
+            "%%dist\nimport os\nprint(os.environ.get('SET_LATER'), os.environ.get('JUPYTER_DATA_DIR'))"
+        )
+        assert reply.stdout == "[ranks 0-1] yes None\n"
         assert losses(kernel, "ddp") == before["ddp"]
         ok(kernel.run("%dist_stop"))
         assert_ended(folder, keeper)

@@ -167,7 +167,13 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
         losses(lab, strategy, 1)
         names = [f"{strategy}_{name}" for name in ("model", "optimizer", "loader")]
         lab.run(f"{', '.join(names)} = model, optimizer, loader")
-    lab.run("val = ddp_loader.share(dataset, batch_size=4)\nnext(iter(val))")
+    lab.run(
+        "val = ddp_loader.share(dataset, batch_size=4)\nnext(iter(val))\n"
+        "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+        "zero = ZeroRedundancyOptimizer(inner.parameters(), torch.optim.SGD, lr=0.1)\n"
+        "dealt = torch.utils.data.DistributedSampler(range(8))\n"
+        "whole = torch.utils.data.DistributedSampler(range(8), 1, 0)"
+    )
     lab.restart(num_ranks=num_ranks)
     here = range(min(num_ranks, 2))
     before = f"for a lab of 2 ranks .*has made that {num_ranks}"
@@ -179,6 +185,7 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
         "ddp_optimizer.step()",
         "next(iter(ddp_loader))",
         "next(iter(val))",
+        "for x in torch.utils.data.DataLoader(range(8), sampler=dealt): pass",
         "ddp_loader.share(dataset, batch_size=2)",
         f"save_checkpoint({str(tmp_path / 'x')!r}, model=sharded)",
     ):
@@ -187,12 +194,14 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
     for code in (
         "next(sharded.parameters()).full_tensor()",
         "dist.all_reduce(torch.ones(1), group=group)",
+        "zero.step()",
     ):
         with pytest.raises(RankError, match=r"before %dist_restart: make it again"):
             lab.run(code, ranks=list(here))
     if num_ranks == 1:
         with pytest.raises(ValueError, match=before):
             lab.pull("sharded", full=True)
+    lab.run("assert len([*whole]) == 8", ranks=list(here))
     # A replica is whole, and can be wrapped again.
     lab.run("found = ddp_model(torch.ones(2, 8)).sum().item()", ranks=list(here))
     if num_ranks == 1:

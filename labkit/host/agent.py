@@ -9,6 +9,7 @@ thread; what takes time is called, as any function on an engine.
 import contextlib
 import importlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -203,7 +204,7 @@ def main() -> None:
     misses = max(told["patience_s"], timeouts.UNHEARD_S) / timeouts.HEARTBEAT_S
     sys.argv += [
         "--IPEngine.enable_nanny=False",
-        f"{_MISSES}={misses:.0f}",
+        f"{_MISSES}={math.ceil(misses)}",
         f"--IPEngine.timeout={timeouts.REGISTER_S:g}",
         f"--IPEngine.startup_command=import {__spec__.name} as it; it.serve()",
     ]

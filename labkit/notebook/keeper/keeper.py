@@ -8,6 +8,7 @@ the lab where it is killed.
 """
 
 import contextlib
+import fcntl
 import os
 import queue
 import signal
@@ -90,6 +91,8 @@ class Keeper:
         self._stores: dict[int, GroupStore] = {}
         """Of parts of the lab, by the numbers that the kernel has given them."""
         self._listener: socket.socket | None = None
+        self._lock: int | None = None
+        """A descriptor of the lab's folder, which this process has locked."""
         self._began = time.time()
         self._kernel: Kernel | None = None
         self._is_ending = False
@@ -188,6 +191,10 @@ class Keeper:
         if (directory := arguments.pop("directory", None)) is not None:
             with contextlib.suppress(OSError):  # it is gone
                 os.chdir(directory)
+        if (variables := arguments.pop("variables", None)) is not None:
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
         try:
             with interrupts.held():
                 answer = self._in_main[message["question"]](on_stage, **arguments)
@@ -291,6 +298,10 @@ class Keeper:
         )
         compat.stop_listening(cluster.client)
         print_to(cluster.folder / "keeper.log")
+        with contextlib.suppress(OSError):  # a file system that has no locks
+            # systemd-tmpfiles leaves alone what is locked: tmpfiles.d(5).
+            self._lock = os.open(cluster.folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
         listener = self._listener = place(cluster.folder).listen()
         self._begin_thread(self._accept, listener)
         self._cluster = cluster
@@ -319,6 +330,9 @@ class Keeper:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # or `accept` would go on waiting
             listener.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if cluster is not None:
             cluster.stop()
 

@@ -17,8 +17,8 @@ from labkit.notebook.hosts.remote import RemoteEngine
 from labkit.notebook.keeper.attachment import Answer
 from labkit.notebook.keeper.attachment import Attachment
 from labkit.notebook.keeper.lines import heard_meeting
+from labkit.notebook.keeper.lines import surroundings
 from labkit.notebook.kernel import interrupts
-from labkit.notebook.kernel.output import working_directory
 
 
 class KeptCluster(LabEngines):
@@ -56,7 +56,7 @@ class KeptCluster(LabEngines):
             call(
                 "start_engines",
                 ranks=list(ranks),
-                directory=working_directory(),
+                **surroundings(),
                 on_progress=on_progress,
             )
         )

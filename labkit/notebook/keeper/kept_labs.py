@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from labkit import timeouts
@@ -97,11 +97,18 @@ def why_unsafe(folder: Path) -> str:
     return ""
 
 
+def _roots() -> set[Path]:
+    """Where `tempfile` makes folders, also where one is full by now: it tries whether
+    it can write."""
+    told = [os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")]
+    return {Path(each).resolve() for each in [*told, "/tmp"] if each}
+
+
 def find_labs() -> tuple[list[tuple[Path, KeptLab]], list[str]]:
     """The labs of this user that are kept here, by their folders, the oldest first; and
     what is wrong with others."""
     found, wrong = [], []
-    for folder in Path(tempfile.gettempdir()).glob("labkit-*"):
+    for folder in chain.from_iterable(each.glob("labkit-*") for each in _roots()):
         try:
             if not (folder / _FILE).exists():
                 continue

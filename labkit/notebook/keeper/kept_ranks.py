@@ -14,8 +14,8 @@ from labkit.notebook.cluster.rank_group import LabRanks
 from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.keeper.attachment import Attachment
 from labkit.notebook.keeper.kept_cluster import KeptCluster
+from labkit.notebook.keeper.lines import surroundings
 from labkit.notebook.kernel import interrupts
-from labkit.notebook.kernel.output import working_directory
 from labkit.rank_spec import format_ranks
 from labkit.records import Placement
 
@@ -64,7 +64,7 @@ class KeptRanks(LabRanks):
         told = self._attachment.call(
             "start",
             environment=environment,
-            directory=working_directory(),
+            **surroundings(),
             on_progress=on_progress,
         )
         self._attachment.begin_anew()

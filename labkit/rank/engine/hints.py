@@ -91,6 +91,7 @@ FORMER_GROUP = (
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
     "is not initialized in the world group map": FORMER_GROUP,
+    "is not registered, please create group": FORMER_GROUP,
     "Failed to validate global plan: .* invalid fill": FORMER_GROUP,
     r"unable to \w+ (shared memory|.*file </?torch_)|out of shared memory": (
         SHARED_MEMORY

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import forget_shardings
@@ -85,7 +86,8 @@ class FormerGroups:
 
     def let_go(self, why: str) -> None:
         """Let nothing find these groups any more: there are no successors. A model that
-        needs them says `why` where it is called."""
+        needs them says `why` where it is called, and a sampler that divides its
+        samples by their ranks where it is iterated over."""
 
         def refuse(module: Any, arguments: Any) -> None:
             raise UnsupportedLoopError(why)
@@ -95,6 +97,9 @@ class FormerGroups:
                 names = group_names_of(each)
                 if any(name in self.ranks for name in names):
                     set_groups_of(each, [LOST for _ in names], {})
+            elif isinstance(each, DistributedSampler):
+                if each.num_replicas > 1:
+                    refuse_iteration(each, why)
             elif not isinstance(each, Prepared) or each.has_parts:
                 model = each.module if isinstance(each, Prepared) else each
                 model.register_forward_pre_hook(refuse, prepend=True)
@@ -177,10 +182,16 @@ def recover_models(
 
 
 def models_and_meshes() -> list[Any]:
-    """All that are alive and know of process groups."""
+    """All that are alive and know of process groups, or of their ranks."""
     if not any(each is _later for each in gc.get_objects()):
         gc.unfreeze()  # a cell has frozen objects: the collector does not list them
-    kinds = (DistributedDataParallel, FSDPModule, DeviceMesh, Prepared)
+    kinds = (
+        DistributedDataParallel,
+        FSDPModule,
+        DeviceMesh,
+        Prepared,
+        DistributedSampler,
+    )
     is_one: dict[type, bool] = {}
     found = []
     for each in gc.get_objects():
@@ -190,6 +201,18 @@ def models_and_meshes() -> list[Any]:
         if is_one[kind]:
             found.append(each)
     return found
+
+
+def refuse_iteration(sampler: Any, why: str) -> None:
+    """Have `iter(sampler)` raise UnsupportedLoopError, and all else as before: Python
+    looks for `__iter__` in the class alone."""
+    kind = type(sampler)
+
+    def refuse(self: Any) -> Any:
+        raise UnsupportedLoopError(why)
+
+    known = {"__iter__": refuse, "__module__": kind.__module__}
+    sampler.__class__ = type(kind.__name__, (kind,), known)
 
 
 def holders_of(groups: Mapping[Group, str]) -> list[Any]:
