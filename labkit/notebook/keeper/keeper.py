@@ -155,7 +155,8 @@ class Keeper:
             if message["question"] == "interrupt":
                 main = threading.main_thread().ident
                 assert main is not None
-                signal.pthread_kill(main, signal.SIGINT)
+                if kernel is self._kernel:
+                    signal.pthread_kill(main, signal.SIGINT)
                 kernel.send(id=message["id"], answer=None)
             elif message["question"] in self._in_main and kernel is self._kernel:
                 self._jobs.put(partial(self._work, kernel, message))
@@ -236,12 +237,14 @@ class Keeper:
 
     def _look(self) -> None:
         """In a thread: tell the kernel who has ended; end the lab where none comes."""
+        said = ""
         while True:
             time.sleep(timeouts.LOOK_S)
             try:
                 self._look_once()
-            except Exception:  # an engine ends in this moment: at the next look
-                traceback.print_exc()
+            except Exception:  # the lab changes in this moment: at the next look
+                if said != (said := traceback.format_exc()):
+                    print(said, file=sys.stderr)
 
     def _look_once(self) -> None:
         kernel, cluster = self._kernel, self._cluster

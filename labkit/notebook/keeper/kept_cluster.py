@@ -1,5 +1,6 @@
 """The engines of a kept lab, for the kernel that is attached to it."""
 
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from labkit.notebook.hosts.remote import RemoteEngine
 from labkit.notebook.keeper.attachment import Answer
 from labkit.notebook.keeper.attachment import Attachment
 from labkit.notebook.keeper.lines import heard_meeting
-from labkit.notebook.keeper.lines import surroundings
 from labkit.notebook.kernel import interrupts
+from labkit.notebook.kernel.output import working_directory
 
 
 class KeptCluster(LabEngines):
@@ -140,6 +141,12 @@ class KeptStore:
         """Have none served."""
         if self._is_open:
             self._attachment.ask("close_store", number=self._number)
+
+
+def surroundings() -> dict[str, Any]:
+    """What ranks inherit of this kernel that are started now, as the keeper takes it:
+    its working directory and its environment."""
+    return {"directory": working_directory(), "variables": dict(os.environ)}
 
 
 class EnginesOfHost:

@@ -14,7 +14,7 @@ from labkit.notebook.cluster.rank_group import LabRanks
 from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.keeper.attachment import Attachment
 from labkit.notebook.keeper.kept_cluster import KeptCluster
-from labkit.notebook.keeper.lines import surroundings
+from labkit.notebook.keeper.kept_cluster import surroundings
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import Placement

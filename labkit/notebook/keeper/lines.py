@@ -13,7 +13,6 @@ from typing import Any
 
 from labkit.checks import UserError
 from labkit.key_server import Meeting
-from labkit.notebook.kernel.output import working_directory
 
 _PEER = struct.Struct("3i")
 """Process, user and group, as SO_PEERCRED has them: unix(7)."""
@@ -64,12 +63,6 @@ def peer_of(connection: socket.socket, told: int) -> int:
             "own: a lab is kept for kernels that see its processes"
         )
     return int(pid)
-
-
-def surroundings() -> dict[str, Any]:
-    """What of this kernel a rank inherits that is started now: its working directory
-    and its environment."""
-    return {"directory": working_directory(), "variables": dict(os.environ)}
 
 
 def told_meeting(meeting: Meeting) -> dict[str, Any]:
