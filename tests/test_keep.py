@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,17 +45,21 @@ for x, y in loader:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where labs have their folders; at the end no process of the test is left."""
-    for name, value in own_environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    yield tmp_path
-    left = [(each, watchdog.words_of(each)) for each in processes_of(tmp_path)]
-    for process, _ in left:
-        process.kill()
-    assert not [words for _, words in left]
+    # No `tmp_path`: kernels have sockets in it, whose paths may have 108 bytes.
+    made = tempfile.TemporaryDirectory(prefix="keep-", ignore_cleanup_errors=True)
+    with made as name:
+        folder = Path(name)
+        for variable, value in own_environment(folder).items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield folder
+        left = [(each, watchdog.words_of(each)) for each in processes_of(folder)]
+        for process, _ in left:
+            process.kill()
+        assert not [words for _, words in left]
 
 
 def labs_in(folder: Path) -> list[Path]:
