@@ -15,6 +15,7 @@ from labkit import Lab
 from labkit import RankError
 
 optuna = pytest.importorskip("optuna")
+DEVICE_BYTES = "labkit.notebook.diagnostics.status.device_bytes_of"
 pytestmark = pytest.mark.timeout(120)
 
 Captured = pytest.CaptureFixture[str]
@@ -260,7 +261,7 @@ def test_groups_that_cannot_be_are_refused_before_anything_runs(
         with pytest.raises(ValueError, match=says):
             tune(lab_of_4, LOOP, {"level": [1]}, **options)
     # Half of its states on a rank would fit, were it on all four.
-    monkeypatch.setattr(lab_of_4, "_device_bytes", lambda: 0.6e9)
+    monkeypatch.setattr(DEVICE_BYTES, lambda group: 0.6e9)
 
     def build(width: int) -> Any:
         import torch

@@ -31,6 +31,7 @@ optuna = pytest.importorskip("optuna")
 
 Captured = pytest.CaptureFixture[str]
 
+DEVICE_BYTES = "labkit.notebook.diagnostics.status.device_bytes_of"
 LOOP = """
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -309,7 +310,7 @@ def test_what_is_forecast_not_to_fit_is_skipped(
     import torch
 
     # In bytes, of a model of 400 MB under AdamW: 1600 MB under ddp, half under fsdp.
-    monkeypatch.setattr(lab, "_device_bytes", lambda: 1.2e9)
+    monkeypatch.setattr(DEVICE_BYTES, lambda group: 1.2e9)
 
     def build(width: int) -> torch.nn.Module:
         with torch.device("meta"):
