@@ -163,6 +163,7 @@ if rank == 2:
 """
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("private")
 def test_a_host_whose_disk_becomes_full() -> None:
     with Lab(launcher="ssh", hosts=HOSTS) as lab:
