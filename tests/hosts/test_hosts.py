@@ -94,6 +94,7 @@ def test_losses_are_those_of_one_host(lab: Lab) -> None:
             assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_has_the_whole_model_by_default(
     three: list[Namespace], capsys: pytest.CaptureFixture[str]
@@ -334,6 +335,7 @@ def controllers() -> set[psutil.Process]:
     }
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("nothing_left")
 def test_agents_that_heard_nothing_for_long_are_started_again(
     three: list[Namespace],
