@@ -25,7 +25,7 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
-NOTEBOOKS = {"": ("00", "02", "06", "14"), "long": ()}
+NOTEBOOKS = ("00", "02", "06", "14")
 """One of each part of the course in `make test`; the others before a release."""
 ON_HOSTS = "17"
 """The notebook that tests/hosts/test_notebook.py runs."""
@@ -60,9 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if number == ON_HOSTS:
                 item.add_marker("hosts")
                 continue
-            if number not in NOTEBOOKS[""]:
+            if number not in NOTEBOOKS:
                 item.add_marker("long")
-            if number not in NOTEBOOKS[""] + NOTEBOOKS["long"]:
                 item.add_marker("release")
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)

@@ -171,8 +171,8 @@ def serve() -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, or end with the reason: what fails for want of space later is lost with
-    the file that would have said so."""
+    """Make it, or end with the reason: where the disk is full, no log could say later
+    why all else fails."""
     try:
         folder.mkdir(mode=0o700)  # nobody else has made it
         (folder / "space").write_bytes(bytes(NEEDED_BYTES))

@@ -12,6 +12,8 @@ import pytest
 from kernels import wait_until
 from namespaces import LIMIT_S
 from namespaces import Namespace
+from training import mean_losses
+from training import training_cell
 
 from labkit import Lab
 from labkit import RankError
@@ -34,24 +36,7 @@ while not is_over:
     dist.all_reduce(is_over)
     num_turns += 1
 """
-CELL = """
-import time
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1)
-)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-dataset = torch.utils.data.TensorDataset(torch.randn(480, 64), torch.randn(480, 1))
-model, optimizer, loader = prepare(
-    model, optimizer, dataset, batch_size=12, shuffle=False
-)
-for x, y in loader:
-    loss = torch.nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    time.sleep(pause)
-"""
+LARGE = {"num_features": 64, "num_hidden": 512, "num_samples": 480}
 
 
 @pytest.fixture
@@ -86,14 +71,12 @@ SLOW = [{"delay_s": 0.2}, {"bytes_per_s": 1.25e6}]
 @pytest.mark.release
 @pytest.mark.parametrize("wire", SLOW, ids=["200 ms", "10 Mbit a second"])
 def test_a_slow_link_costs_time_alone(last: Namespace, wire: dict[str, float]) -> None:
-    cell = f"pause = 0\n{CELL}"
+    cell = training_cell(**LARGE)
     with Lab(launcher="ssh", hosts=HOSTS) as lab, Lab(num_ranks=3) as here:
         last.set_wire(**wire)
         lab.run(LOOP)
         runs = [each.train("ddp", cell, live=False) for each in (lab, here)]
-        found, expected = (
-            list(run.history.groupby("step")["loss"].mean()) for run in runs
-        )
+        found, expected = (mean_losses(run) for run in runs)
         assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -169,7 +152,7 @@ def test_a_host_whose_disk_becomes_full() -> None:
     with Lab(launcher="ssh", hosts=HOSTS) as lab:
         lab.run(FILLS)
         assert "No space left" in lab.pull("found", 2)
-        run = lab.train("ddp", f"pause = 0\n{CELL}", live=False)
+        run = lab.train("ddp", training_cell(**LARGE), live=False)
         assert run.num_steps == 40
         with pytest.raises(RankError, match="No space left on device"):
             lab.run(
@@ -201,7 +184,7 @@ def test_elastic_goes_on_when_a_host_is_back(
     last: Namespace, folder: Path, tmp_path: Path, comes_back: bool
 ) -> None:
     shared = folder / tmp_path.name
-    cell = f"pause = 0.1\n{CELL}"
+    cell = training_cell(**LARGE, pause_s=0.1)
     with Lab(launcher="ssh", hosts=HOSTS) as lab:
 
         def die() -> None:

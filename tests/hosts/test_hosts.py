@@ -15,31 +15,17 @@ from kernels import running_kernel
 from kernels import wait_until
 from namespaces import LIMIT_S
 from namespaces import Namespace
+from training import CELL
+from training import mean_losses
+from training import training_cell
 
 from labkit import Lab
 from labkit import RankError
-from labkit import Run
 from labkit.checks import UserError
 
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
 
 HOSTS = "lk1:2,lk2:1,lk3:1"
-CELL = """
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
-)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-dataset = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
-model, optimizer, loader = prepare(
-    model, optimizer, dataset, batch_size=12, shuffle=False
-)
-for x, y in loader:
-    loss = torch.nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +65,12 @@ def test_nothing_of_a_lab_is_open_to_the_network_but_its_group(
         assert addresses <= {"127.0.0.1", host.address}
 
 
-def losses(run: Run) -> list[float]:
-    """The mean over the ranks of each step."""
-    return list(run.history.groupby("step")["loss"].mean())
-
-
 def test_losses_are_those_of_one_host(lab: Lab) -> None:
     with Lab(num_ranks=4) as here:
         for strategy in ("ddp", "zero2", "fsdp", "hsdp"):
             found, expected = (
-                losses(each.train(strategy, CELL, live=False)) for each in (lab, here)
+                mean_losses(each.train(strategy, CELL, live=False))
+                for each in (lab, here)
             )
             assert len(found) == 8
             assert found == pytest.approx(expected, rel=1e-6)
@@ -111,7 +93,7 @@ def test_a_host_has_the_whole_model_by_default(
             assert run.options.mesh == mesh
             assert f"--mesh {mesh}, the default on these" in capsys.readouterr().err
             expected = here.train(strategy, CELL, live=False, mesh=mesh)
-            assert losses(run) == pytest.approx(losses(expected), rel=1e-6)
+            assert mean_losses(run) == pytest.approx(mean_losses(expected), rel=1e-6)
 
 
 def test_large_values_go_to_and_from_every_host(lab: Lab) -> None:
@@ -220,15 +202,22 @@ def test_nothing_is_left_on_any_host(ending: str, three: list[Namespace]) -> Non
             kernel.manager.shutdown_kernel(now=False)
 
 
+def die_in_a_cell(lab: Lab, host: Namespace, *, rank: int) -> None:
+    """Have a host die, on which this rank is; the cell ends, and names it."""
+    dying = threading.Timer(2, host.die)
+    dying.start()
+    with pytest.raises(
+        RankError, match=rf"rank {rank}: .*its host {host.name} is gone"
+    ):
+        lab.run("while True: dist.barrier()")
+    dying.join()
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_that_dies_ends_the_cell_and_is_named(four: list[Namespace]) -> None:
     with Lab(launcher="ssh", hosts="lk1:1,lk2:1,lk4:1") as lab:
         lab.run("kept = rank")
-        dying = threading.Timer(2, four[3].die)
-        dying.start()
-        with pytest.raises(RankError, match=r"rank 2: .*its host lk4 is gone"):
-            lab.run("while True: dist.barrier()")
-        dying.join()
+        die_in_a_cell(lab, four[3], rank=2)
         assert list(lab.status()["state"]) == ["idle", "idle", "dead"]
         with pytest.raises(UserError, match="lk4"):
             lab.restart()
@@ -252,7 +241,8 @@ def test_a_lab_takes_other_hosts_and_leaves_those_that_it_does_not_need(
     three: list[Namespace], folder: Path
 ) -> None:
     before = [each.programs() for each in three]
-    expected = mean_losses_of_one_process()
+    with Lab(num_ranks=1) as here:
+        expected = losses_of(here, 3, live=False)
     with Lab(launcher="ssh", hosts="lk1:1,lk2:1") as lab:
         lab.run("kept = rank")
         options = {"checkpoint": folder / "grown", "live": False}
@@ -288,31 +278,15 @@ def test_a_lab_takes_other_hosts_and_leaves_those_that_it_does_not_need(
 
 
 def losses_of(lab: Lab, epochs: int, **options: object) -> list[float]:
-    run = lab.train("fsdp", cell_of(epochs), **options)  # type: ignore[arg-type]
-    mean: list[float] = run.history.groupby("step")["loss"].mean().tolist()
-    return mean
-
-
-def cell_of(epochs: int) -> str:
-    head, loop = CELL.split("for x, y in loader:\n")
-    loop = loop.replace("\n    ", "\n        ")
-    return f"{head}for epoch in range({epochs}):\n    for x, y in loader:\n    {loop}"
-
-
-def mean_losses_of_one_process() -> list[float]:
-    with Lab(num_ranks=1) as here:
-        return losses_of(here, 3, live=False)
+    cell = training_cell(epochs=epochs)
+    return mean_losses(lab.train("fsdp", cell, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_ranks_of_a_host_that_died_come_back_on_another(four: list[Namespace]) -> None:
     with Lab(launcher="ssh", hosts="lk1:1,lk4:1,lk2:1") as lab:
         lab.run("kept = rank")
-        dying = threading.Timer(2, four[3].die)
-        dying.start()
-        with pytest.raises(RankError, match=r"rank 1: .*its host lk4 is gone"):
-            lab.run("while True: dist.barrier()")
-        dying.join()
+        die_in_a_cell(lab, four[3], rank=1)
         with pytest.raises(UserError, match="lk4"):
             lab.restart(hosts="lk1:1,lk4:1,lk3:1")
         assert lab.restart(hosts="lk1:1,lk3:1,lk2:1") == [1]

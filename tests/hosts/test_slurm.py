@@ -13,7 +13,8 @@ import slurm
 from kernels import wait_until
 from namespaces import LIMIT_S
 from namespaces import Namespace
-from test_hosts import CELL
+from training import CELL
+from training import mean_losses
 
 from labkit import Lab
 from labkit import RankError
@@ -75,9 +76,8 @@ def test_a_job_of_its_own_has_the_ranks() -> None:
 
 def losses(lab: Lab) -> list[float]:
     run = lab.train("fsdp", CELL, live=False)
-    mean: list[float] = run.history.groupby("step")["loss"].mean().tolist()
-    assert len(mean) == 8
-    return mean
+    assert run.num_steps == 8
+    return mean_losses(run)
 
 
 @pytest.mark.usefixtures("nothing_left", "no_job_left")

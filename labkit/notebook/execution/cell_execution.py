@@ -303,7 +303,7 @@ class CellExecution:
 
     def _end_the_dead(self) -> str:
         """Give ranks that will not send one an outcome; why no rank can be reached."""
-        running = self._tally.running
+        running, policy = self._tally.running, self.stop_policy
         if lost := self._cluster.unreachable_reason():
             for rank in running:
                 self._cluster.kill(rank)  # nobody could stop it later
@@ -311,9 +311,7 @@ class CellExecution:
         for rank in list(running):
             if not self._cluster.is_alive(rank):
                 self._end(rank, self._died(rank))
-            elif self._cluster.is_cut_off(rank):
-                continue
-            elif self.stop_policy.is_silent(rank, now):
+            elif not self._cluster.is_cut_off(rank) and policy.is_silent(rank, now):
                 self._end(rank, says_nothing(rank))
         return lost
 

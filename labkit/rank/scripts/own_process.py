@@ -166,6 +166,8 @@ def _own_handlers() -> Iterator[None]:
             except BaseException:  # of one of the script's handlers, which is still set
                 continue
             break
+        else:
+            restore()
 
 
 def _descriptors() -> list[Callable[[], Any]]:
