@@ -27,7 +27,7 @@ help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make check                                 lint, types, tests without engines"
 	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
-	@echo "make test-long                             more notebooks, chaos, 4 ranks"
+	@echo "make test-long                             chaos, every loop, what takes long"
 	@echo "make test-hosts                            three hosts, as network namespaces"
 	@echo "make test-release                          the rest, before a release"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
@@ -61,12 +61,12 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
   --durations=20 --reruns 2 --reruns-delay 3
 
 check: .venv/installed lint
-	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long" tests
+	$(BIN)/pytest -n $(WORKERS) -q -m "not engine and not long and not release" tests
 
 # Three suit two cores: one works while the labs of the others wait.
 test: WORKERS = 3
 test: .venv/installed lint browser
-	$(PYTEST) -m "not long and not hosts"
+	$(PYTEST) -m "not long and not release and not hosts"
 
 test-long: WORKERS = 3
 test-long: .venv/installed browser

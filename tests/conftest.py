@@ -25,8 +25,10 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
-NOTEBOOKS = ("00", "02", "06", "14")
-"""One of each part of the course in `make test`; the others before a release."""
+NOTEBOOKS = ("00", "02")
+"""In `make test`."""
+LONG_NOTEBOOKS = ("14",)
+"""In `make test-long`; the others are run before a release."""
 ON_HOSTS = "17"
 """The notebook that tests/hosts/test_notebook.py runs."""
 NOTEBOOK_S = 600
@@ -61,8 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("hosts")
                 continue
             if number not in NOTEBOOKS:
-                item.add_marker("long")
-                item.add_marker("release")
+                item.add_marker("long" if number in LONG_NOTEBOOKS else "release")
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)
     items.sort(key=lambda item: (item.path.name not in FIRST, -engine_tests[item.path]))

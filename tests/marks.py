@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 
-LONG = (pytest.mark.long,)
-RELEASE = (pytest.mark.long, pytest.mark.release)
+LONG = pytest.mark.long
+RELEASE = pytest.mark.release
 
 
 def long_but(values: Iterable[Any], *kept: Any) -> list[Any]:
     """`values` for parametrize: all but `kept` in `make test-long`."""
     values = list(values)
     return in_suites(values, test=kept, long=[v for v in values if v not in kept])
+
+
+def release_but(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """`values` for parametrize: all but `kept` in `make test-release`."""
+    return in_suites(values, test=kept)
 
 
 def in_suites(
@@ -28,6 +33,6 @@ def in_suites(
     ]
 
 
-def _marked(value: Any, marks: Iterable[Any]) -> Any:
+def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
     row = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*row, marks=marks)
+    return pytest.param(*row, marks=mark)

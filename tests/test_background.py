@@ -67,6 +67,7 @@ def begin(
     return run
 
 
+@pytest.mark.long
 def test_a_run_in_the_background_continues_beside_the_notebook(
     lab: Lab, end: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_lab_that_stops_ends_its_run_in_the_background(end: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name == f"labkit {run.name}"]
 
 
+@pytest.mark.long
 def test_the_picture_stays_under_the_cell_that_began_the_run(
     kernel: Kernel, end: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_an_interrupt_of_another_cell_is_not_one_of_the_run(
     assert "finished" in kernel.run("run").result["text/plain"]
 
 
+@pytest.mark.long
 def test_a_second_notebook_follows_a_run_of_the_first(
     kernel: Kernel, end: Path
 ) -> None:

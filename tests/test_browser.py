@@ -83,14 +83,14 @@ def first_notebook(browser: Browser, server: LabServer) -> Iterator[NotebookPage
     page.close()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_last_picture_of_every_run_stays(first_notebook: NotebookPage) -> None:
     for index in RUNS:
         shown = first_notebook.picture(index)
         assert shown == first_notebook.pictures_seen(index)[-1]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_saved_notebook_reads_the_same_when_it_is_opened_again(
     first_notebook: NotebookPage, browser: Browser, server: LabServer
 ) -> None:
@@ -188,7 +188,7 @@ def test_the_stop_button_ends_a_run_and_the_next_cell_works(
     page.screenshot("stop-stopped")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_run_continues_while_the_page_is_reloaded(
     own_notebook: NotebookPage, server: LabServer, told: Path
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_run_continues_while_the_page_is_reloaded(
     page.screenshot("reload-found-again", 4)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_run_in_the_background_is_found_again_after_a_reload(
     browser: Browser, server: LabServer, tmp_path: Path
 ) -> None:
@@ -257,7 +257,7 @@ for _ in range(6):
     optimizer.zero_grad()"""
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_profile_opens_in_perfetto_by_a_button(
     browser: Browser, server: LabServer
 ) -> None:

@@ -26,7 +26,6 @@ def test_a_session_survives_whatever_is_thrown_at_it() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_session_with_servers_survives_it_as_well() -> None:
     assert_survives(chaos.KINDS, ["parameter_server"], num_ranks=3)

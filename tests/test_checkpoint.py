@@ -162,7 +162,6 @@ def test_the_parameters_of_a_run_in_bf16_are_saved_in_fp32(
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.timeout(240)  # 20 s, where nothing else runs
 def test_every_strategy_and_number_of_ranks_loads_what_any_other_saved(
     lab: Lab, tmp_path: Path
@@ -239,6 +238,7 @@ def step(model, optimizer):
 
 
 @pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp", "zero3"], "ddp"))
+@pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
     lab: Lab, tmp_path: Path, strategy: str
 ) -> None:
@@ -257,6 +257,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
                 train(lab, strategy, code.replace(there, here) + loaded(folder))
 
 
+@pytest.mark.long
 def test_what_cannot_be_saved_or_loaded_changes_nothing(
     lab: Lab, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ assert started == ["numactl"], started
 """
 
 
+@pytest.mark.long
 def test_deepspeed_loads_no_inductor_and_lists_numa_nodes_once() -> None:
     subprocess.run([sys.executable, "-c", LOAD_DEEPSPEED], check=True, timeout=100)
 

@@ -72,6 +72,7 @@ def test_the_diff_takes_its_lines_from_the_notebook(notebook: Path) -> None:
     ],
     ids=lambda path: path.stem,
 )
+@pytest.mark.long
 def test_the_script_gives_what_the_notebook_shows(
     notebook: Path, tmp_path: Path
 ) -> None:

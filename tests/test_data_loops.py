@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from marks import in_suites
-from marks import long_but
+from marks import release_but
 
 from labkit import Lab
 from labkit import RankError
@@ -84,9 +84,7 @@ def assert_same_weights(lab: Lab, variables: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(STRATEGIES, test=["zero2"], long=["fsdp"])
-)
+@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero2"]))
 @pytest.mark.parametrize("kind", LOADERS)
 def test_any_sampler_gives_what_one_process_gives(
     lab: Lab, kind: str, strategy: str
@@ -153,7 +151,7 @@ y[20:] = torch.tensor([1, -100])  # the last batch: one rank has nothing that co
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "ddp"))
+@pytest.mark.parametrize("strategy", release_but(STRATEGIES, "ddp"))
 def test_a_mean_over_some_targets_is_that_of_the_global_batch(
     lab: Lab, strategy: str, accumulate: int
 ) -> None:
@@ -172,7 +170,7 @@ model, optimizer, loader = prepare(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(STRATEGIES, "fsdp"))
 def test_a_sum_over_samples_is_that_of_the_global_batch(
     lab: Lab, strategy: str, accumulate: int
 ) -> None:
@@ -202,7 +200,7 @@ def test_wrong_weights_are_explained(lab: Lab, options: str) -> None:
     assert WRONG[options] in str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", long_but(["ddp", "zero2", "fsdp"], "zero2"))
+@pytest.mark.parametrize("strategy", release_but(["ddp", "zero2", "fsdp"], "zero2"))
 def test_workers_end_with_their_loader_and_not_with_the_garbage(
     lab: Lab, strategy: str
 ) -> None:
@@ -230,7 +228,7 @@ gc.enable()
 NORM = SETUP.replace("nn.Tanh()", "nn.BatchNorm1d(8)").replace("22", "{num_samples}")
 
 
-@pytest.mark.parametrize("strategy", long_but(["ddp", "zero2", "fsdp"], "zero2"))
+@pytest.mark.parametrize("strategy", release_but(["ddp", "zero2", "fsdp"], "zero2"))
 def test_a_stand_in_stays_out_of_batchnorm(lab: Lab, strategy: str) -> None:
     prepare = """
 norm = model[1]
@@ -298,7 +296,7 @@ def test_a_syncbatchnorm_has_the_statistics_of_all_ranks(
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["single", "ddp", "zero3", "fsdp"], "fsdp")
+    "strategy", release_but(["single", "ddp", "zero3", "fsdp"], "fsdp")
 )
 def test_a_shared_evaluation_counts_every_sample_once(lab: Lab, strategy: str) -> None:
     code = """
@@ -369,7 +367,7 @@ data, model = TensorDataset(x, x + 1, y), Model(6, 4)
 }
 
 
-@pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp"], "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(["ddp", "fsdp"], "fsdp"))
 @pytest.mark.parametrize("kind", FITTED)
 def test_fit_takes_batches_of_any_kind(lab: Lab, kind: str, strategy: str) -> None:
     setup, loss_fn, loss = FITTED[kind]

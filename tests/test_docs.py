@@ -56,6 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
+@pytest.mark.long
 def test_no_link_inside_the_site_is_broken(site: Path) -> None:
     broken = []
     for page in set(site.rglob("*.html")) - set(site.rglob("_static/**/*.html")):

@@ -94,7 +94,7 @@ def reference() -> tuple[int, int, nn.Module]:
             strategy,
             code,
             id=f"{strategy}-{name}",
-            marks=[] if f"{strategy}-{name}" in QUICK else pytest.mark.long,
+            marks=[] if f"{strategy}-{name}" in QUICK else pytest.mark.release,
         )
         for strategy in PREPARING
         for name, code in LOOPS.items()

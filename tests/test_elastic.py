@@ -220,7 +220,6 @@ def test_a_model_in_parts_resumes_as_if_nothing_had_happened(
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.parametrize("case", IN_GRIDS)
 def test_a_grid_of_ranks_resumes_as_if_nothing_had_happened(
     lab_of_4: Lab, case: str, cell: Callable[[str], str], options: dict[str, Any]
@@ -314,6 +313,7 @@ def test_another_kernel_reads_a_run_that_is_restarted_as_it_goes(
     pd.testing.assert_frame_equal(late.history(), reader.history(), check_like=True)
 
 
+@pytest.mark.long
 def test_what_cannot_continue_fails_with_the_cause(
     lab: Lab,
     cell: Callable[[str], str],

@@ -102,6 +102,7 @@ def test_nothing_is_left_behind_and_another_lab_left_alone(
 
 
 @pytest.mark.parametrize("stage", long_but(["_start_watchdog", "listen"], "listen"))
+@pytest.mark.long
 def test_a_stop_ends_what_a_restart_in_another_thread_has_started(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +142,6 @@ def test_a_stop_does_not_wait_for_what_the_notebook_has_forked() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_labs_that_come_and_go_leave_nothing_in_the_kernel() -> None:
     kernel = psutil.Process()
 

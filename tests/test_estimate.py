@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from marks import in_suites
-from marks import long_but
+from marks import release_but
 from torch import nn
 
 from labkit import Lab
@@ -107,10 +107,8 @@ def run_and_compare(
     assert found["total_peak"] == pytest.approx(measured["total_peak"], rel=0.15)
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(WHOLE_LAYERS, test=["fsdp"], long=["zero2"])
-)
-@pytest.mark.parametrize("setup", long_but(SETUPS, "resnet"))
+@pytest.mark.parametrize("strategy", in_suites(WHOLE_LAYERS, test=["fsdp"]))
+@pytest.mark.parametrize("setup", release_but(SETUPS, "resnet"))
 def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
     run_and_compare(lab, setup, strategy, "plain")
 
@@ -120,7 +118,7 @@ def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
     in_suites(["ddp", "zero2", "fsdp", "pipeline"], test=["fsdp"]),
 )
 @pytest.mark.parametrize(
-    "options", long_but(["accumulated", "checkpointed"], "checkpointed")
+    "options", release_but(["accumulated", "checkpointed"], "checkpointed")
 )
 def test_memory_with_options_is_as_predicted(
     lab: Lab, options: str, strategy: str
@@ -136,10 +134,9 @@ def test_memory_of_split_layers_is_as_predicted(
     run_and_compare(lab, setup, "tensor", options)
 
 
-@pytest.mark.long
 @pytest.mark.release
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", in_suites(OPTIONS, test=[], long=["both"]))
+@pytest.mark.parametrize("options", in_suites(OPTIONS, test=[]))
 @pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_memory_of_a_grid_is_as_predicted(
@@ -149,8 +146,9 @@ def test_memory_of_a_grid_is_as_predicted(
     run_and_compare(lab_of_4, setup, strategy, options, mesh=f"dp=2,{axis}=2")
 
 
-@pytest.mark.parametrize("num_parts", in_suites([1, 2, 4], test=[2], long=[4]))
+@pytest.mark.parametrize("num_parts", in_suites([1, 2, 4], test=[2]))
 @pytest.mark.parametrize("plan", ["layers", "sequence"])
+@pytest.mark.long
 def test_activations_of_split_layers_are_as_in_the_paper(
     plan: str, num_parts: int
 ) -> None:
@@ -183,7 +181,6 @@ def test_activations_of_split_layers_are_as_in_the_paper(
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_a_grid_has_a_row_where_layers_can_be_split_so() -> None:
     model = GPT(256, context=64, dim=192, num_heads=4, num_layers=2)
     options = {"world_sizes": [2, 8], "batch_size": 16, "sequence": 64}
@@ -239,7 +236,7 @@ def test_a_part_that_cannot_run_is_left_out() -> None:
     assert "tensor is left out on 2 ranks: a step without data, on input of" in says
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_nothing_is_allocated_and_the_model_is_not_changed() -> None:
     with torch.device("meta"):
         model = GPT(50257, context=64, dim=4096, num_heads=32, num_layers=2)
@@ -272,7 +269,6 @@ def test_optimizers_class_and_defaults_count() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_the_sentence_says_what_fits_and_what_would() -> None:
     model = GPT(256, context=64, dim=192, num_heads=8, num_layers=4)
 

@@ -81,6 +81,7 @@ def exported(code: str, *ran: Any) -> str:
     return script_of(facts(code, *ran), "train.py").text
 
 
+@pytest.mark.long
 def test_a_run_of_the_notebook_is_a_script(kernel: Kernel, tmp_path: Path) -> None:
     for code in ("%%dist\n" + SETUP, "rate = 0.5", "%dist_push rate", TRAIN):
         assert kernel.run(code).status == "ok"
@@ -150,7 +151,6 @@ def style_of(script: str) -> str:
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_a_script_goes_on_where_a_cell_or_itself_has_stopped(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +434,7 @@ def test_what_cannot_be_a_script_is_said_in_words(
         exported(code, *ran)
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_is_said_before(lab: Lab, tmp_path: Path) -> None:
     run = lab.train("single", "x = 1", live=False)
     with pytest.raises(ValueError, match="it is a folder"):

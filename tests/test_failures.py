@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ipyparallel
 import psutil
 import pytest
+from interrupts import interrupt_when
 from kernels import wait_until
 from marks import long_but
 
@@ -39,23 +39,6 @@ def assert_all_is_well(lab: Lab) -> None:
     assert lab.pull("kept", "all") == [100, 101]
     lab.run("total = torch.ones(1)\ndist.all_reduce(total)\ntotal = total.item()")
     assert lab.pull("total", "all") == [2.0, 2.0]
-
-
-@contextmanager
-def interrupt_when(condition: threading.Event) -> Iterator[None]:
-    """Send this process a SIGINT, as the stop button does, once `condition` is set."""
-
-    def wait_and_send() -> None:
-        if condition.wait(30):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=wait_and_send, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        condition.set()
-        thread.join()
 
 
 class Watch:
@@ -85,7 +68,7 @@ def interrupt_cell(lab: Lab, code: str, patch: pytest.MonkeyPatch) -> float:
 
     thread = threading.Thread(target=note_time)
     thread.start()
-    with patch.context() as p, interrupt_when(watch.seen):
+    with patch.context() as p, interrupt_when(watch.seen.is_set):
         p.setattr("sys.stdout", watch)
         with pytest.raises(errors.Interrupted):
             lab.run(code)
@@ -307,7 +290,7 @@ def test_an_interrupted_run_keeps_its_history(
         "    m(torch.ones(1, 1)).sum().backward()\n    o.step()\n    step += 1\n"
         "    if step == 50: print('here', flush=True)"
     )
-    with monkeypatch.context() as patch, interrupt_when(watch.seen):
+    with monkeypatch.context() as patch, interrupt_when(watch.seen.is_set):
         patch.setattr("sys.stdout", watch)
         with pytest.raises(errors.Interrupted):
             lab.train("raw", code, live=False)
@@ -619,17 +602,8 @@ def test_an_interrupt_while_the_group_is_formed_leaves_nobody_waiting(
     lab.run(AS_THE_GROUP_FORMS.format(rank=0, how=how))
     with pytest.raises(RankError, match="rank 1: the process died"):
         lab.run("import os\nif rank == 1: os.kill(os.getpid(), 9)")
-    waiting = threading.Event()
-
-    def look() -> None:
-        wait_until(path.exists, 30, "rank 0 does not wait")
-        waiting.set()
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    with interrupt_when(waiting), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupt_when(path.exists):
         lab.restart()
-    thread.join()
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
 

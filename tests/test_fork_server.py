@@ -121,7 +121,7 @@ def test_ranks_outlive_the_server_and_another_takes_its_place(lab: Lab) -> None:
     assert not psutil.pid_exists(server)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_server_that_is_stopped_hides_no_death_and_hangs_no_restart(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +152,7 @@ def test_what_keeps_the_server_from_importing_is_shown(
         Lab(num_ranks=2)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_server_that_dies_with_a_request_unread_is_an_error(tmp_path: Path) -> None:
     server, pid = started(tmp_path)
     os.kill(pid, signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_a_server_that_dies_with_a_request_unread_is_an_error(tmp_path: Path) ->
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_an_interrupt_ends_the_wait_for_a_server(tmp_path: Path) -> None:
     server, pid = started(tmp_path)
     os.kill(pid, signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_an_interrupt_ends_the_wait_for_a_server(tmp_path: Path) -> None:
     server.join()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_lab_starts_beside_many_open_files_and_without_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_lab_starts_beside_many_open_files_and_without_its_folder(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_stop_leaves_no_zombie_of_a_rank_that_has_to_be_killed() -> None:
     with Lab(num_ranks=2) as lab:
         pids = list(lab.status()["pid"])
@@ -230,7 +230,7 @@ def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
         server.fork([], {}, str(tmp_path / "out"))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_an_engine_whose_server_has_used_cuda_imports_torch_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from isolation import own_environment
 from isolation import processes_of
 from kernels import wait_until
 from kernels import write_notebook
-from marks import long_but
+from marks import release_but
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine]
 
@@ -79,7 +79,9 @@ def pictures_in(folder: Path) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("program", long_but(["papermill", "nbconvert"], "nbconvert"))
+@pytest.mark.parametrize(
+    "program", release_but(["papermill", "nbconvert"], "nbconvert")
+)
 def test_a_notebook_run_by_a_program_holds_the_final_picture(
     program: str, tmp_path: Path
 ) -> None:
@@ -92,7 +94,7 @@ def test_a_notebook_run_by_a_program_holds_the_final_picture(
 
 
 @pytest.mark.parametrize(
-    "program", long_but(["jupyter execute", "papermill"], "papermill")
+    "program", release_but(["jupyter execute", "papermill"], "papermill")
 )
 def test_a_failing_rank_fails_the_program(program: str, tmp_path: Path) -> None:
     start = first_cells(num_epochs=1)[0]
@@ -197,7 +199,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
         yield terminal
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_line_of_text_follows_a_run_in_a_terminal(terminal: Terminal) -> None:
     shown = terminal.run(first_cells(num_epochs=40)[1])
     states = re.findall(r"run-1: ddp on 2 ranks, [^\r]+", shown)
@@ -271,7 +273,7 @@ def test_a_failing_rank_is_shown_in_a_terminal(terminal: Terminal) -> None:
     assert as_seen(terminal.run("1 + 1"))[0].endswith(": 2")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_ctrl_c_while_a_lab_starts_leaves_nothing(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     try:
@@ -295,7 +297,7 @@ def test_leaving_ipython_leaves_no_process_behind(terminal: Terminal) -> None:
     wait_until(lambda: not processes_of(terminal.folder), LIMIT_S, "processes are left")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_closing_the_window_in_a_run_leaves_no_process_behind(tmp_path: Path) -> None:
     with lab_in_terminal(tmp_path) as terminal:
         terminal.begin("%%dist\nprint('begun')\nwhile True: pass")

@@ -360,6 +360,7 @@ def test_idle_and_dead_ranks_are_said_to_be(lab: Lab) -> None:
     )
 
 
+@pytest.mark.long
 def test_dist_stack_and_the_note_of_a_run_in_the_background(
     kernel: Kernel, tmp_path: Path
 ) -> None:

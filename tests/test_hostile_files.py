@@ -210,6 +210,7 @@ def damaged(content: bytes, seed: int) -> bytes:
 @pytest.mark.parametrize("kind", ["table", "journals"])
 @FEW
 @given(data=st.data())
+@pytest.mark.long
 def test_a_run_json_with_any_value_is_read_or_refused_in_words(
     store: dict[str, Path], kind: str, data: st.DataObject
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_run_json_with_what_cannot_be_is_refused(
 )
 @FEW
 @given(seed=st.integers(0, 2**32))
+@pytest.mark.long
 def test_a_file_with_flipped_bytes_is_read_or_refused_in_words(
     store: dict[str, Path], kind: str, name: str, seed: int
 ) -> None:
@@ -418,6 +420,7 @@ print(peak())
 """
 
 
+@pytest.mark.long
 def test_large_files_cost_little(store: dict[str, Path], tmp_path: Path) -> None:
     """Each would take more than 1 GB, or minutes."""
     parent = tmp_path / "large"

@@ -194,12 +194,14 @@ def test_losses_are_those_under_torchrun_twice_in_a_row(lab: Lab, here: Path) ->
         )
 
 
+@pytest.mark.long
 def test_workers_find_the_classes_of_the_script(lab: Lab, here: Path) -> None:
     write(here, HELPER, "helper.py")
     run = lab.import_script(write(here, TRAIN), ["--workers", 1], live=False)
     assert run.num_steps == 4
 
 
+@pytest.mark.long
 def test_an_exported_script_comes_back(lab: Lab, here: Path) -> None:
     script = write(here, script_of(BODY))
     for strategy in ("ddp", "fsdp", "zero2", "parameter_server"):
@@ -734,6 +736,7 @@ print(VALUE, parser.parse_args().name)
 """
 
 
+@pytest.mark.long
 def test_the_magic_keeps_its_own_options(kernel: Kernel, tmp_path: Path) -> None:
     write(tmp_path, "", "package/__init__.py")
     write(tmp_path, "VALUE = 5", "package/helper.py")

@@ -236,6 +236,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @fuzzed
 @given(magic=st.sampled_from(MAGICS), line=st.lists(words, max_size=5).map(" ".join))
+@pytest.mark.long
 def test_any_magic_line_is_done_or_explained_in_one_line(
     shell: Any, tmp_path: Path, magic: str, line: str
 ) -> None:
@@ -378,6 +379,7 @@ json_values = st.recursive(
 
 @settings(fuzzed, max_examples=30)
 @given(data=st.data())
+@pytest.mark.long
 def test_a_run_json_with_wrong_values_breaks_nothing_else(
     folder: Path, data: st.DataObject
 ) -> None:
@@ -407,6 +409,7 @@ def test_a_run_json_with_wrong_values_breaks_nothing_else(
     cut=st.floats(0, 1),
     put=st.binary(max_size=40),
 )
+@pytest.mark.long
 def test_a_file_that_is_cut_or_overwritten_breaks_nothing_else(
     folder: Path, name: str, cut: float, put: bytes
 ) -> None:
@@ -657,6 +660,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.long
 def test_no_cell_takes_the_next_one_with_it(lab: Lab, capsys: Captured) -> None:
     pids = list(lab.status()["pid"])
     where = Path.cwd()

@@ -306,6 +306,7 @@ def test_a_lab_listens_on_the_loopback_address_only(lab: Lab) -> None:
     assert addresses == {"127.0.0.1"}
 
 
+@pytest.mark.long
 def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
     lab = Lab(num_ranks=1)
     assert lab._ranks is not None
@@ -319,6 +320,7 @@ def test_a_stopped_lab_says_so_and_leaves_nothing() -> None:
         lab.run("1")
 
 
+@pytest.mark.long
 def test_engines_that_registered_while_the_client_connected_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -395,6 +397,7 @@ def test_both_streams_are_sent_in_the_order_of_what_is_written(
     assert ["".join(texts) for texts in came.values()] == [text, text]
 
 
+@pytest.mark.long
 def test_what_forks_print_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

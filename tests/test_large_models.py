@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from marks import long_but
+from marks import release_but
 from torch import nn
 
 from labkit import Lab
@@ -163,7 +163,7 @@ def assert_equals_reference(lab: Lab, run: Any, setup: str) -> None:
 # ---- the same as one process ----
 
 
-@pytest.mark.parametrize("strategy", long_but(STRATEGIES, "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(STRATEGIES, "zero3", "fsdp"))
 def test_a_model_from_meta_trains_as_one_built_on_the_cpu(
     lab: Lab, strategy: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_model_from_meta_trains_as_one_built_on_the_cpu(
     assert [note for note in run.notes if "is built on the meta device" in note]
 
 
-@pytest.mark.parametrize("strategy", long_but(SHARDED, "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(SHARDED, "fsdp"))
 @pytest.mark.parametrize("built_on", ["cpu", "meta"])
 def test_blocks_that_share_a_parameter_are_sharded_together(
     lab: Lab, strategy: str, built_on: str
@@ -188,7 +188,7 @@ def test_blocks_that_share_a_parameter_are_sharded_together(
         assert_equals_reference(lab, run, TIED)
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero2", *SHARDED], "zero2", "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(["zero2", *SHARDED], "zero2", "fsdp"))
 def test_the_values_of_rank_0_count(lab: Lab, strategy: str) -> None:
     before = """
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_the_values_of_rank_0_count(lab: Lab, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["zero1", "zero2", "zero3", "fsdp"], "zero1")
+    "strategy", release_but(["zero1", "zero2", "zero3", "fsdp"], "zero1")
 )
 def test_the_copy_that_is_updated_has_all_digits_of_the_model(
     lab: Lab, strategy: str, tmp_path: Path
@@ -270,7 +270,7 @@ def test_what_is_on_the_cpu_already_keeps_its_values() -> None:
 # ---- no rank holds the whole ----
 
 
-@pytest.mark.parametrize("strategy", long_but(["fsdp", "zero3"], "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(["fsdp", "zero3"], "fsdp"))
 def test_a_rank_holds_its_shards_and_one_block(lab: Lab, strategy: str) -> None:
     # In DeepSpeed the partitions are copied afterwards, for the optimizer.
     placing = """
@@ -338,7 +338,7 @@ with torch.device(built_on):
 """
 
 
-@pytest.mark.parametrize("strategy", long_but(["single", "zero2", *SHARDED], "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(["single", "zero2", *SHARDED], "fsdp"))
 def test_what_nothing_sets_is_refused_or_loaded(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
@@ -392,7 +392,7 @@ def test_what_nothing_can_set_is_refused_before_anything_has_changed(
 # ---- the forecast ----
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_forecast_says_when_set_up_is_what_does_not_fit() -> None:
     class Model(nn.Module):
         """A large table that is not trained, and a small block."""

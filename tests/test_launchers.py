@@ -260,6 +260,7 @@ def test_what_cannot_go_to_a_pool_is_one_error(lab: Lab, capsys: Captured) -> No
 
 
 @pytest.mark.parametrize("method", long_but(["spawn", "forkserver"], "spawn"))
+@pytest.mark.long
 def test_workers_find_a_dataset_of_the_cell(method: str, lab: Lab) -> None:
     lab.run(
         code(

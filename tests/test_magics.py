@@ -421,7 +421,6 @@ def test_wrong_options_of_a_step_are_reported(
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_memory_is_forecast_for_every_strategy(kernel: Kernel) -> None:
     kernel.run("from labkit.models import GPT\ngpt = GPT(64, context=16, dim=32)")
     reply = kernel.run("%dist_estimate gpt --sequence 16 --batch-size 8 --ranks 2,8")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from marks import in_suites
-from marks import long_but
+from marks import release_but
 
 from labkit import Lab
 from labkit.magics.lab_magics import to_read
@@ -152,7 +152,7 @@ def test_theory_agrees_with_the_bytes_sent(
 @pytest.mark.parametrize(
     "config", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}]
 )
-@pytest.mark.parametrize("strategy", long_but(["fsdp", "hsdp"], "hsdp"))
+@pytest.mark.parametrize("strategy", release_but(["fsdp", "hsdp"], "hsdp"))
 def test_theory_knows_what_stays_gathered(
     lab: Lab, strategy: str, config: dict[str, bool]
 ) -> None:
@@ -323,7 +323,7 @@ def compiled(what):
 
 @pytest.mark.parametrize(
     "strategy",
-    in_suites(["single", "ddp", "zero2", "fsdp"], test=["ddp"], long=["fsdp"]),
+    in_suites(["single", "ddp", "zero2", "fsdp"], test=["ddp"]),
 )
 @pytest.mark.parametrize("what", COMPILED)
 def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) -> None:
@@ -399,7 +399,8 @@ def test_sparse_gradients_are_measured(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["zero1", "zero2", "zero3", "fsdp", "hsdp"], "zero1", "fsdp")
+    "strategy",
+    release_but(["zero1", "zero2", "zero3", "fsdp", "hsdp"], "zero1", "fsdp"),
 )
 def test_what_cannot_be_sharded_is_refused(lab: Lab, strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"UnsupportedLoopError: 0 is an embedding"):
@@ -421,7 +422,7 @@ def test_a_compiled_model_under_zero3_is_refused(lab: Lab) -> None:
         lab.train("zero3", code, live=False)
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero1", "zero2", "zero3"], "zero3"))
+@pytest.mark.parametrize("strategy", release_but(["zero1", "zero2", "zero3"], "zero3"))
 def test_what_zero_trained_with_is_not_charged_to_the_next_run(
     lab: Lab, strategy: str
 ) -> None:
@@ -889,7 +890,9 @@ STEPS_OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", long_but(STEPS_OF_OTHERS, *list(STEPS_OF_OTHERS)[:2]))
+@pytest.mark.parametrize(
+    "name", release_but(STEPS_OF_OTHERS, *list(STEPS_OF_OTHERS)[:2])
+)
 def test_to_measure_a_loop_by_hand_changes_nothing_in_it(lab: Lab, name: str) -> None:
     """However it takes its steps: compiled code restores torch's state as it was
     before, and a mode that was entered within it would stay half."""
@@ -907,7 +910,7 @@ def test_to_measure_a_loop_by_hand_changes_nothing_in_it(lab: Lab, name: str) ->
         assert moments.empty
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_compiled_step_of_a_prepared_loop_is_not_measured(
     lab: Lab, strategy: str

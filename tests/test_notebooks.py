@@ -73,7 +73,6 @@ def test_it_is_saved_as_it_ran(path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.timeout(TAKES_S + 30)
 @each_notebook
 def test_it_runs_on_four_ranks(path: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def kernel() -> Iterator[Kernel]:
         yield kernel
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_of_a_run_that_has_ended_no_picture_is_kept(kernel: Kernel) -> None:
     """A session has thousands of them, and the lab keeps each run."""
     loop = LOOP.format(at_step_100="pass")
@@ -77,7 +77,7 @@ def test_of_a_run_that_has_ended_no_picture_is_kept(kernel: Kernel) -> None:
     assert left.stdout.strip() == "[]"
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_pictures_are_drawn_elsewhere_and_give_way(
     kernel: Kernel, tmp_path: Path
 ) -> None:
@@ -124,6 +124,7 @@ def test_a_long_run_is_drawn_less_often_where_cores_are_few(
     assert view._next_draw == pytest.approx(view._asked_at + wait_s)
 
 
+@pytest.mark.long
 def test_a_painter_that_dies_is_replaced(kernel: Kernel) -> None:
     pid = int(kernel.run(PID).stdout)
     reply = kernel.run(LOOP.format(at_step_100=f"os.kill({pid}, 9)"))
@@ -149,7 +150,7 @@ def test_it_keeps_no_figure_of_a_run_that_has_ended() -> None:
         assert not plots
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_it_keeps_no_records_of_a_run_that_has_ended() -> None:
     painter = Painter()
     process = psutil.Process(painter._process.pid)
@@ -194,7 +195,7 @@ def test_a_picture_that_failed_does_not_take_the_last_one_away(
     assert [set(each) for each in reply.displays] == [{"image/png", "text/plain"}]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_last_picture_does_not_wait_for_a_painter_without_a_core(
     kernel: Kernel,
 ) -> None:

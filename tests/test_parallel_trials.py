@@ -1,15 +1,12 @@
 """Studies whose trials run at once, on groups of ranks: a real lab of four."""
 
-import os
 import re
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import interrupt_when
 
 from labkit import Lab
 from labkit import RankError
@@ -83,6 +80,7 @@ def tune(lab: Lab, work: Any, space: Any, **options: Any) -> Any:
     return lab.tune(work, space, live=False, **given)
 
 
+@pytest.mark.long
 def test_trials_in_groups_have_the_losses_of_a_lab_of_that_size(
     lab: Lab, lab_of_4: Lab
 ) -> None:
@@ -201,16 +199,9 @@ except KeyboardInterrupt:
     raise
 """
 
-    def interrupt() -> None:
-        while len(list(tmp_path.glob("[01]-[01]"))) < 4:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
     pids = lab_of_4.status()["pid"].tolist()
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    tune(lab_of_4, code, {"level": [0, 1]})
-    thread.join()
+    with interrupt_when(lambda: len(list(tmp_path.glob("[01]-[01]"))) == 4):
+        tune(lab_of_4, code, {"level": [0, 1]})
     assert lab_of_4.status()["pid"].tolist() == pids
 
 
@@ -223,23 +214,19 @@ def test_three_failures_at_first_end_the_trials_of_all_groups(lab_of_4: Lab) -> 
     assert all(run.state != "running" for run in lab_of_4.runs)
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_all_trials_and_the_study(
     lab_of_4: Lab, capsys: Captured
 ) -> None:
     num_before = len(lab_of_4.runs)
 
-    def interrupt() -> None:
-        while len(runs := lab_of_4.runs[num_before:]) < 2 or not all(
-            run.num_steps for run in runs
-        ):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+    def both_train() -> bool:
+        runs = lab_of_4.runs[num_before:]
+        return len(runs) == 2 and all(run.num_steps for run in runs)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     code = LOOP.format(steps=10**7)
-    study = tune(lab_of_4, code, {"level": [1, 2, 3]}, name="stopped")
-    thread.join()
+    with interrupt_when(both_train):
+        study = tune(lab_of_4, code, {"level": [1, 2, 3]}, name="stopped")
     assert study.table.empty
     assert [run.state for run in lab_of_4.runs[num_before:]] == ["interrupted"] * 2
     assert "interrupted; stopped keeps what it has" in capsys.readouterr().err

@@ -110,7 +110,6 @@ def test_equals_one_process(
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_equals_one_process_on_4_ranks() -> None:
     with Lab(num_ranks=4, group_timeout_s=60) as lab:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from marks import in_suites
-from marks import long_but
+from marks import release_but
 from test_strategies import BOTH
 from test_strategies import assert_equals_reference
 from test_strategies import cell
@@ -55,7 +55,9 @@ def ask(lab: Lab, expression: str) -> Any:
 # ---- the same as one process ----
 
 
-@pytest.mark.parametrize("options", long_but([BOTH, {}], BOTH), ids=["both", "plain"])
+@pytest.mark.parametrize(
+    "options", release_but([BOTH, {}], BOTH), ids=["both", "plain"]
+)
 @pytest.mark.parametrize("setup", ["mlp", "gpt", "resnet", "waves"])
 def test_a_loop_equals_one_process(
     lab: Lab, setup: str, options: dict[str, Any]
@@ -73,7 +75,7 @@ def test_a_loop_equals_one_process(
     assert bool(passes_whole) == (setup == "resnet"), run.notes
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_parameter_groups_and_frozen_stages(lab: Lab) -> None:
     run = train(lab, "pipeline", cell("gpt, partly frozen"), **BOTH)
     expected = reference("gpt, partly frozen", **BOTH)
@@ -85,7 +87,9 @@ def test_parameter_groups_and_frozen_stages(lab: Lab) -> None:
     np.testing.assert_allclose(global_losses(run), expected.losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", long_but(["gpipe", "1f1b", "interleaved"], "1f1b"))
+@pytest.mark.parametrize(
+    "schedule", release_but(["gpipe", "1f1b", "interleaved"], "1f1b")
+)
 def test_fit_equals_one_process_in_every_order(lab: Lab, schedule: str) -> None:
     code = by_fit("gpt").replace("num_layers=2", "num_layers=4")
     code = code.replace("batch_size, epochs = 9, 2", "batch_size, epochs = 8, 3")
@@ -106,7 +110,7 @@ def test_fit_equals_one_process_in_every_order(lab: Lab, schedule: str) -> None:
 @pytest.mark.parametrize(
     "mesh", in_suites(["pp=4", "dp=2,pp=2", "dp=4,pp=1"], test=["dp=2,pp=2"])
 )
-@pytest.mark.parametrize("make", long_but([cell, by_fit], cell), ids=["loop", "fit"])
+@pytest.mark.parametrize("make", release_but([cell, by_fit], cell), ids=["loop", "fit"])
 def test_a_grid_of_ranks_equals_one_process(
     lab_of_4: Lab, mesh: str, make: Any
 ) -> None:
@@ -121,7 +125,7 @@ def test_a_grid_of_ranks_equals_one_process(
     assert run.mismatches == []
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_stages_in_bf16(lab: Lab) -> None:
     run = train(lab, "single", cell("gpt"), precision="bf16", **BOTH)
     losses, expected = global_losses(run), pull_weights(lab, "single")
@@ -135,7 +139,7 @@ def test_stages_in_bf16(lab: Lab) -> None:
         assert error < 0.03 * moved
 
 
-@pytest.mark.parametrize("make", long_but([cell, by_fit], cell), ids=["loop", "fit"])
+@pytest.mark.parametrize("make", release_but([cell, by_fit], cell), ids=["loop", "fit"])
 def test_activations_may_be_computed_again(lab: Lab, make: Any) -> None:
     run = train(lab, "pipeline", make("gpt"), activation_checkpointing=True, **BOTH)
     assert_equals_reference(lab, run, reference("gpt", **BOTH))
@@ -228,7 +232,7 @@ def test_a_forward_may_take_another_way_later(lab: Lab) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_way_that_changes_in_fit_is_refused(lab: Lab) -> None:
     code = OTHER_WAYS[: OTHER_WAYS.index("model, optimizer, loader")]
     code = code.replace("blocks[:depth]", "blocks[:self.depth]").replace(
@@ -262,7 +266,9 @@ fit(model, data, torch.nn.functional.mse_loss, optimizer=optimizer, batch_size=8
 """
 
 
-@pytest.mark.parametrize("schedule", long_but(["1f1b", "interleaved"], "interleaved"))
+@pytest.mark.parametrize(
+    "schedule", release_but(["1f1b", "interleaved"], "interleaved")
+)
 def test_stages_in_a_schedule_may_return_views(lab: Lab, schedule: str) -> None:
     train(lab, "single", RECURRENT)
     weights = pull_weights(lab, "single")
@@ -275,7 +281,7 @@ def test_stages_in_a_schedule_may_return_views(lab: Lab, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    long_but([{}, {"accumulate": 2}], {"accumulate": 2}),
+    release_but([{}, {"accumulate": 2}], {"accumulate": 2}),
     ids=["plain", "parts"],
 )
 def test_gradients_of_what_stages_share_add_up_over_passes(
@@ -304,7 +310,7 @@ def test_gradients_of_what_stages_share_add_up_over_passes(
     )
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_loss_that_is_no_mean_of_microbatches_is_exact_all_the_same(
     lab: Lab,
 ) -> None:
@@ -325,7 +331,9 @@ def loss_fn(logits, targets):
     assert any("is not the mean of those of its microbatches" in n for n in run.notes)
 
 
-@pytest.mark.parametrize("loss", long_but(["weighted", "of_pairs", "sum"], "of_pairs"))
+@pytest.mark.parametrize(
+    "loss", release_but(["weighted", "of_pairs", "sum"], "of_pairs")
+)
 def test_what_makes_a_loss_no_mean_is_found(lab: Lab, loss: str) -> None:
     losses = {
         # By class, of which the first half of a batch has others than the second.
@@ -453,7 +461,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", long_but(LOSSES, *list(LOSSES)[::3]))
+@pytest.mark.parametrize("loss", release_but(LOSSES, *list(LOSSES)[::3]))
 def test_losses_of_any_kind_equal_one_process(lab: Lab, loss: str) -> None:
     code = f"{NET}loss_fn = lambda o, y: {LOSSES[loss]}\n{FIT_NET}"
     run = assert_equals_single(lab, code, microbatches=4)
@@ -511,7 +519,7 @@ def test_a_layer_may_write_to_what_it_gets(lab: Lab) -> None:
     assert assert_equals_single(lab, code + FIT_NET).notes == []
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_places_in_a_table_pass_from_stage_to_stage(lab: Lab) -> None:
     code = """
 class First(torch.nn.Linear):
@@ -528,7 +536,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         assert_equals_single(lab, NET + code + FIT_NET)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_dropout_in_functions_leaves_samples_independent(lab: Lab) -> None:
     code = NET.replace("x + torch", "x + nn.functional.dropout(torch").replace(
         "(self.linear(x))", "(self.linear(x)), 0.5, self.training)"
@@ -644,7 +652,7 @@ kept = len(found._schedules), len(found.relay.channel._sending)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("precision", long_but(["fp32", "bf16"], "bf16"))
+@pytest.mark.parametrize("precision", release_but(["fp32", "bf16"], "bf16"))
 def test_what_stages_send_is_counted_as_it_is_sent(
     lab: Lab, schedule: str, precision: str
 ) -> None:
@@ -655,7 +663,7 @@ def test_what_stages_send_is_counted_as_it_is_sent(
     np.testing.assert_allclose(sent.max(), run.theory["wire_bytes"], rtol=0.05)
 
 
-@pytest.mark.parametrize("make", long_but([cell, by_fit], cell), ids=["loop", "fit"])
+@pytest.mark.parametrize("make", release_but([cell, by_fit], cell), ids=["loop", "fit"])
 def test_memory_and_bytes_are_those_of_theory(lab: Lab, make: Any) -> None:
     code = make("gpt", "adamw").replace("[:19", "[:32")
     code = code.replace("38, 9", "64, 65").replace(
@@ -670,7 +678,7 @@ def test_memory_and_bytes_are_those_of_theory(lab: Lab, make: Any) -> None:
     np.testing.assert_allclose(sent.max(), theory["wire_bytes"], rtol=0.05)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_run_has_the_schedule_of_its_passes(lab: Lab) -> None:
     code = by_fit("gpt").replace(
         "batch_size, epochs = 9, 2", "batch_size, epochs = 8, 6"
@@ -795,7 +803,9 @@ def test_options_that_stages_cannot_have_are_refused(
 # ---- failures, checkpoints, other strategies ----
 
 
-@pytest.mark.parametrize("make", long_but([cell, by_fit], by_fit), ids=["loop", "fit"])
+@pytest.mark.parametrize(
+    "make", release_but([cell, by_fit], by_fit), ids=["loop", "fit"]
+)
 def test_a_stage_that_raises_frees_the_others(lab: Lab, make: Any) -> None:
     raising = """
 def fail(module, args):
@@ -812,7 +822,9 @@ optimizer = torch
     assert_equals_reference(lab, train(lab, "pipeline", cell("gpt")), reference("gpt"))
 
 
-@pytest.mark.parametrize("schedule", long_but(["gpipe", "1f1b", "interleaved"], "1f1b"))
+@pytest.mark.parametrize(
+    "schedule", release_but(["gpipe", "1f1b", "interleaved"], "1f1b")
+)
 def test_an_interrupt_in_a_schedule_ends_it(lab: Lab, schedule: str) -> None:
     waiting = """
 import time
@@ -851,7 +863,7 @@ def test_a_stage_that_dies_ends_the_run(lab: Lab) -> None:
     assert_equals_reference(lab, train(lab, "pipeline", cell("gpt")), reference("gpt"))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_checkpoints_load_across_strategies(lab: Lab, tmp_path: Path) -> None:
     code = cell("gpt", "adamw")
     save, load = "\nsave_checkpoint({!r})", "load_checkpoint({!r})"
@@ -878,7 +890,7 @@ def test_checkpoints_load_across_strategies(lab: Lab, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_run_is_resumed(lab: Lab, tmp_path: Path) -> None:
     code = by_fit("gpt", "adamw")
     whole = global_losses(train(lab, "pipeline", code))
@@ -891,7 +903,9 @@ def test_a_run_is_resumed(lab: Lab, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", long_but(["ddp", "pipeline", "fsdp"], "pipeline"))
+@pytest.mark.parametrize(
+    "strategy", release_but(["ddp", "pipeline", "fsdp"], "pipeline")
+)
 def test_a_model_in_stages_is_prepared_again(lab: Lab, strategy: str) -> None:
     train(lab, "pipeline", cell("gpt", "no momentum"))
     again = """
@@ -911,7 +925,7 @@ for epoch in range(epochs):
     np.testing.assert_allclose(found, expected[-len(found) :], rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_model_in_stages_goes_on_after_the_run(lab: Lab) -> None:
     train(lab, "pipeline", cell("gpt"))
     lab.run("model.eval()\nwith torch.no_grad(): found = model(x)")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from marks import in_suites
-from marks import long_but
+from marks import release_but
 
 from labkit import Lab
 from labkit import RankError
@@ -201,9 +201,7 @@ def references(shared_lab: Lab) -> list[dict[str, Any]]:
     return [after_run, weights(shared_lab)]
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(STRATEGIES, test=["fsdp"], long=["ddp", "zero2"])
-)
+@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["fsdp"]))
 def test_every_failure_leaves_the_strategy_right(
     lab: Lab, strategy: str, references: list[dict[str, Any]]
 ) -> None:
@@ -232,7 +230,7 @@ TAKE_STEP = "F.cross_entropy(model(x), y).backward()\noptimizer.step()\n"
 @pytest.mark.parametrize("who", ["rank == 1 or world_size == 1", "True"])
 @pytest.mark.parametrize(  # a layer that is split takes no hook
     "strategy",
-    in_suites(STRATEGIES[:-1], test=["zero3"], long=["ddp", "zero2", "fsdp"]),
+    in_suites(STRATEGIES[:-1], test=["zero3"]),
 )
 def test_a_model_whose_backward_pass_failed_is_trained_on(
     lab: Lab, strategy: str, who: str, references: list[dict[str, Any]]
@@ -254,7 +252,7 @@ def test_a_model_whose_backward_pass_failed_is_trained_on(
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-@pytest.mark.parametrize("strategy", long_but(["zero2", "zero3", "fsdp"], "zero2"))
+@pytest.mark.parametrize("strategy", release_but(["zero2", "zero3", "fsdp"], "zero2"))
 def test_a_loop_that_catches_what_a_backward_pass_raises_continues(
     lab: Lab, strategy: str, zeroes: bool, references: list[dict[str, Any]]
 ) -> None:
@@ -272,7 +270,7 @@ def test_a_loop_that_catches_what_a_backward_pass_raises_continues(
     assert any(dropped in note for note in run.notes) is not zeroes
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero2", "zero3"], "zero2"))
+@pytest.mark.parametrize("strategy", release_but(["zero2", "zero3"], "zero2"))
 def test_what_a_loop_writes_to_weights_after_a_failed_backward_pass_stays(
     lab: Lab, strategy: str
 ) -> None:
@@ -359,7 +357,7 @@ def test_what_a_failed_pass_has_offloaded_is_not_added_to_the_next(
     torch.testing.assert_close(weights(lab), references[0])
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero1", "zero3"], "zero1"))
+@pytest.mark.parametrize("strategy", release_but(["zero1", "zero3"], "zero1"))
 def test_a_model_whose_backward_pass_was_interrupted_is_trained_on(
     lab: Lab, strategy: str, references: list[dict[str, Any]]
 ) -> None:
@@ -380,7 +378,7 @@ def test_a_model_whose_backward_pass_was_interrupted_is_trained_on(
     torch.testing.assert_close(weights(lab), references[1])
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_failures_in_all_that_a_cell_calls(
     lab: Lab, references: list[dict[str, Any]]
 ) -> None:
@@ -392,7 +390,7 @@ def test_failures_in_all_that_a_cell_calls(
     torch.testing.assert_close(weights(lab), references[0])
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_any_exception_ends_the_cell_and_no_more(lab: Lab) -> None:
     lab.run(SET_UP)
     for raised, text in EXCEPTIONS.items():
@@ -410,7 +408,7 @@ def test_any_exception_ends_the_cell_and_no_more(lab: Lab) -> None:
     assert_the_next_cell_works(lab)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_refusal_is_shown_at_the_users_line(lab: Lab) -> None:
     """Without labkit's code that holds the message, which would be there twice."""
     cell = (
@@ -429,7 +427,7 @@ def test_a_refusal_is_shown_at_the_users_line(lab: Lab) -> None:
     assert "frames)" not in shown
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_failures_of_half_the_ranks(lab: Lab) -> None:
     code = (
         "ones = torch.ones(1)\ndist.all_reduce(ones)\n"
@@ -492,7 +490,7 @@ for step in (1, 2):
 """
 
 
-@pytest.mark.parametrize("kind", long_but(["ddp", "fsdp", "hsdp"], "fsdp"))
+@pytest.mark.parametrize("kind", release_but(["ddp", "fsdp", "hsdp"], "fsdp"))
 def test_a_model_of_before_is_trained_on(lab: Lab, kind: str) -> None:
     """A failed backward pass of one rank, or of all; the step is taken again."""
     import_fsdp = "import torch.distributed.fsdp\n"
@@ -509,7 +507,7 @@ def test_a_model_of_before_is_trained_on(lab: Lab, kind: str) -> None:
         torch.testing.assert_close(lab.pull("wrapped", full=True), expected)
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero1", "zero3"], "zero3"))
+@pytest.mark.parametrize("strategy", release_but(["zero1", "zero3"], "zero3"))
 def test_a_run_of_before_can_be_pulled_and_trained_on(
     lab: Lab, strategy: str, references: list[dict[str, Any]]
 ) -> None:
@@ -591,7 +589,7 @@ def test_out_of_memory_tells_what_was_held_and_what_would_fit(lab: Lab) -> None:
     assert "Forecast" not in str(error)
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero1", "zero3"], "zero1"))
+@pytest.mark.parametrize("strategy", release_but(["zero1", "zero3"], "zero1"))
 def test_out_of_memory_in_a_backward_pass_tells_of_its_gradients(
     lab: Lab, strategy: str
 ) -> None:

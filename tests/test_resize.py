@@ -3,13 +3,13 @@
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from interrupts import interrupt_when
 from kernels import Kernel
 from kernels import wait_until
 from marks import in_suites
@@ -278,16 +278,11 @@ def test_an_interrupt_leaves_a_lab_that_works(lab: Lab) -> None:
     lab.run("kept = rank")
     engines = Engines(lab)
     before = engines.pids()
-
-    def interrupt_the_start() -> None:
-        wait_until(lambda: len(engines.pids()) > 2, 60, "no rank starts")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    interrupting = threading.Thread(target=interrupt_the_start)
-    interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        interrupt_when(lambda: len(engines.pids()) > 2),
+    ):
         lab.restart(num_ranks=4)
-    interrupting.join()
     assert lab.world_size == 2
     wait_until(lambda: engines.pids() == before, 10, "a rank is left")
     lab.run("dist.barrier()")

@@ -181,6 +181,7 @@ loader = """
             train("ddp", code, resume=True)
 
 
+@pytest.mark.long
 def test_where_an_epoch_ends_and_with_workers_and_after_a_finished_run(
     lab: Lab,
     train: Callable[..., Run],
@@ -351,6 +352,7 @@ learning_rate = optimizer.param_groups[0]["lr"]
     assert sorted(set(resumed.history["step"])) == [6, 7]
 
 
+@pytest.mark.long
 def test_what_a_killed_kernel_left_is_resumed_by_another(
     train: Callable[..., Run], tmp_path: Path
 ) -> None:

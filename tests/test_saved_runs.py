@@ -315,6 +315,7 @@ def test_records_of_a_rank_that_is_killed_are_there_up_to_the_kill(
     lab.restart()
 
 
+@pytest.mark.long
 def test_a_run_is_read_by_others_while_it_runs_and_after_its_kernel_died(
     folder: Path,
 ) -> None:

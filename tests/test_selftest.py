@@ -73,6 +73,7 @@ def seen(name: str, bench: Bench) -> Line:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_the_whole_of_it(tmp_path: Path) -> None:
     """By the command line, in a folder that holds nothing but its file after it."""
     environment = {k: v for k, v in os.environ.items() if k != "LABKIT_RUNS"}
@@ -110,7 +111,6 @@ def left_behind(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_a_notebook_shows_a_table_and_keeps_its_lab(
     kernel: Kernel, tmp_path: Path
 ) -> None:
@@ -145,7 +145,6 @@ def test_a_wrong_command_line_has_its_own_status(
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_the_stop_button_shows_what_was_found(kernel: Kernel, tmp_path: Path) -> None:
     def stop_at_the_raise(message: dict[str, Any]) -> None:
         text = message["content"].get("text", "")
@@ -379,6 +378,7 @@ def test_a_slow_all_reduce_is_worth_a_look() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_group_that_does_not_work_fails_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -406,7 +406,6 @@ def hang(bench: Bench) -> object:
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.engine
 def test_a_check_that_hangs_fails_and_an_interrupt_ends_them_all(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ def in_4_mib() -> list[str]:
     return command
 
 
+@pytest.mark.long
 def test_a_full_shared_memory_is_an_error_of_the_cell(in_4_mib: list[str]) -> None:
     done = subprocess.run(
         [*in_4_mib, sys.executable, "-c", SCRIPT],

@@ -134,6 +134,7 @@ def test_the_loss_of_a_step_that_the_cell_accumulates_is_whole(lab: Lab) -> None
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.long
 def test_an_engine_of_deepspeed_counts_its_own_steps(
     lab: Lab, stage: int, precision: str, accumulate: int
 ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from marks import in_suites
-from marks import long_but
+from marks import release_but
 from torch import nn
 
 from labkit import Lab
@@ -275,7 +275,7 @@ COMBINATIONS = {
 
 @pytest.mark.parametrize(
     "strategy",
-    in_suites(WITH_SINGLE, test=["ddp", "zero3", "fsdp"], long=["zero2"]),
+    in_suites(WITH_SINGLE, test=["ddp", "zero3", "fsdp"]),
 )
 @pytest.mark.parametrize("setup", COMBINATIONS)
 def test_losses_and_weights_equal_one_process(
@@ -296,9 +296,7 @@ def test_losses_and_weights_equal_one_process(
     plain_model(setup).load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(WITH_SINGLE, test=["zero3"], long=["ddp", "fsdp"])
-)
+@pytest.mark.parametrize("strategy", in_suites(WITH_SINGLE, test=["zero3"]))
 def test_adamw_with_parameter_groups_equals_one_process(
     lab: Lab, strategy: str
 ) -> None:
@@ -319,7 +317,7 @@ def test_adamw_with_parameter_groups_equals_one_process(
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["ddp", "zero2", "zero3", "fsdp"], "zero2")
+    "strategy", release_but(["ddp", "zero2", "zero3", "fsdp"], "zero2")
 )
 def test_frozen_parameters_stay_as_they_are(lab: Lab, strategy: str) -> None:
     run = train(lab, strategy, cell("gpt, partly frozen"), **BOTH)
@@ -344,9 +342,7 @@ def test_batchnorm_counts_no_sample_that_is_not_there(
     assert_equals_reference(lab, run, reference(setup, accumulate=2))
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(STRATEGIES, test=["fsdp"], long=["ddp", "zero3"])
-)
+@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["fsdp"]))
 def test_fit_equals_one_process_with_validation(lab: Lab, strategy: str) -> None:
     code = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -367,9 +363,7 @@ fit(
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
-@pytest.mark.parametrize(
-    "strategy", in_suites(WITH_SINGLE, test=["zero2"], long=["fsdp"])
-)
+@pytest.mark.parametrize("strategy", in_suites(WITH_SINGLE, test=["zero2"]))
 def test_schedulers_made_before_or_after_prepare_step_with_the_optimizer(
     lab: Lab, strategy: str, made: str, capsys: Captured
 ) -> None:
@@ -409,9 +403,7 @@ def in_bf16(shared_lab: Lab) -> InBf16:
     return InBf16(global_losses(run), pull_weights(shared_lab, "single"))
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(STRATEGIES, test=["ddp"], long=["zero3", "fsdp"])
-)
+@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["ddp"]))
 def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     lab: Lab, strategy: str, in_bf16: InBf16
 ) -> None:
@@ -433,9 +425,7 @@ def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     plain_model("gpt").load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize(
-    "strategy", in_suites(WITH_SINGLE, test=["fsdp"], long=["zero3"])
-)
+@pytest.mark.parametrize("strategy", in_suites(WITH_SINGLE, test=["fsdp"]))
 def test_activation_checkpointing_computes_twice_and_gives_the_same(
     lab: Lab, strategy: str
 ) -> None:
@@ -451,7 +441,7 @@ def test_activation_checkpointing_computes_twice_and_gives_the_same(
     assert lab.pull("num_calls") == 2 * len(reference("gpt").losses)
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero3", "fsdp"], "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(["zero3", "fsdp"], "fsdp"))
 def test_activation_checkpointing_takes_blocks_of_a_single_layer(
     lab: Lab, strategy: str
 ) -> None:
@@ -468,7 +458,7 @@ def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
 )
-@pytest.mark.parametrize("checkpointing", long_but([False, True], True))
+@pytest.mark.parametrize("checkpointing", release_but([False, True], True))
 def test_compile_compiles_the_blocks_and_gives_the_same(
     lab: Lab, checkpointing: bool
 ) -> None:
@@ -662,7 +652,7 @@ def test_techniques_are_functions_of_a_model_and_a_mesh(lab: Lab) -> None:
 # ---- one run after another ----
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero3", "fsdp", "hsdp"], "fsdp"))
+@pytest.mark.parametrize("strategy", release_but(["zero3", "fsdp", "hsdp"], "fsdp"))
 def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
     lab: Lab, strategy: str
 ) -> None:
@@ -673,8 +663,8 @@ def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
         train(lab, strategy, again)
 
 
-@pytest.mark.parametrize("then", long_but(["ddp", "zero1", "zero2"], "ddp"))
-@pytest.mark.parametrize("strategy", long_but(["ddp", "zero1", "zero2"], "zero1"))
+@pytest.mark.parametrize("then", release_but(["ddp", "zero1", "zero2"], "ddp"))
+@pytest.mark.parametrize("strategy", release_but(["ddp", "zero1", "zero2"], "zero1"))
 def test_a_whole_model_of_an_earlier_run_is_trained_on(
     lab: Lab, strategy: str, then: str
 ) -> None:
@@ -685,7 +675,7 @@ def test_a_whole_model_of_an_earlier_run_is_trained_on(
     assert run.mismatches == []
 
 
-@pytest.mark.parametrize("strategy", long_but(["zero2", "zero3", "fsdp"], "zero3"))
+@pytest.mark.parametrize("strategy", release_but(["zero2", "zero3", "fsdp"], "zero3"))
 def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
     lab: Lab, strategy: str
 ) -> None:
@@ -697,7 +687,7 @@ def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
 
 
 @pytest.mark.parametrize(
-    "strategy", long_but(["single", "ddp", "zero1", "zero2"], "zero1")
+    "strategy", release_but(["single", "ddp", "zero1", "zero2"], "zero1")
 )
 def test_fit_continues_with_the_model_of_an_earlier_fit(
     lab: Lab, strategy: str

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from marks import RELEASE
-from marks import long_but
+from marks import release_but
 from test_strategies import BOTH
 from test_strategies import assert_equals_reference
 from test_strategies import cell
@@ -49,8 +49,10 @@ def ask(lab: Lab, expression: str) -> Any:
 # ---- the same as one process ----
 
 
-@pytest.mark.parametrize("plan", long_but(PLANS, "the model's", "both"))
-@pytest.mark.parametrize("options", long_but([BOTH, {}], BOTH), ids=["both", "plain"])
+@pytest.mark.parametrize("plan", release_but(PLANS, "the model's", "both"))
+@pytest.mark.parametrize(
+    "options", release_but([BOTH, {}], BOTH), ids=["both", "plain"]
+)
 def test_split_layers_equal_one_process(
     lab: Lab, plan: str, options: dict[str, Any]
 ) -> None:
@@ -67,7 +69,9 @@ def test_split_layers_equal_one_process(
     assert ask(lab, "len(list(model.parameters()))") == [num_parameters] * 2
 
 
-@pytest.mark.parametrize("options", long_but([BOTH, {}], BOTH), ids=["both", "plain"])
+@pytest.mark.parametrize(
+    "options", release_but([BOTH, {}], BOTH), ids=["both", "plain"]
+)
 def test_linear_layers_of_a_sequential_are_split_in_pairs(
     lab: Lab, options: dict[str, Any]
 ) -> None:
@@ -80,10 +84,10 @@ def test_linear_layers_of_a_sequential_are_split_in_pairs(
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [
-        pytest.param("dp=2,tp=2", {}, marks=pytest.mark.long),
-        pytest.param("dp=2,tp=2", PLANS["both"], marks=pytest.mark.long),
+        pytest.param("dp=2,tp=2", {}, marks=pytest.mark.release),
+        pytest.param("dp=2,tp=2", PLANS["both"], marks=pytest.mark.release),
         pytest.param("dp_replicate=2,tp=2", {}, marks=RELEASE),
-        pytest.param("tp=4", {}, marks=pytest.mark.long),
+        pytest.param("tp=4", {}, marks=pytest.mark.release),
         pytest.param("dp=2", {"reshard_after_forward": False}, marks=RELEASE),
     ],
 )
@@ -103,7 +107,7 @@ def test_a_grid_of_ranks_equals_one_process(
     assert (norms.nunique() == 1).all()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_split_layers_in_bf16(lab: Lab) -> None:
     run = train(lab, "single", cell("gpt"), precision="bf16", **BOTH)
     losses, expected = global_losses(run), pull_weights(lab, "single")
@@ -132,7 +136,7 @@ def test_split_layers_within_a_loops_own_autocast(lab: Lab) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    long_but(
+    release_but(
         [
             *({}, {"precision": "bf16"}),
             *({"activation_checkpointing": True}, {"accumulate": 2}),
@@ -429,7 +433,6 @@ def test_a_model_that_is_called_by_parts_is_noted(lab: Lab) -> None:
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_checkpoints_load_across_grids(lab: Lab, lab_of_4: Lab, tmp_path: Path) -> None:
     lab_of_4.restart()

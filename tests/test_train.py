@@ -81,7 +81,6 @@ def test_losses_and_weights_equal_one_process(
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_an_odd_number_of_ranks_gives_the_weights_of_one_process() -> None:
     with Lab(num_ranks=3, group_timeout_s=30) as lab:
         code = PLAIN_LOOP.format(batch_size=100, shuffle=False, epochs=1)

@@ -134,7 +134,6 @@ def test_a_script_has_the_losses_of_the_cell(
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_a_rank_that_fails_ends_the_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     body = BODY + "if train.rank == 1:\n    raise KeyError('at the end')\n"

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupts import interrupt_when
 from kernels import Kernel
 
 import labkit
@@ -166,13 +166,9 @@ def test_an_interrupt_ends_the_study_with_what_it_has(
 ) -> None:
     num_before = len(lab.runs)
 
-    def interrupt() -> None:
-        while len(lab.runs) < num_before + 2 or not lab.runs[-1].num_steps:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+    def second_trains() -> bool:
+        return len(lab.runs) == num_before + 2 and bool(lab.runs[-1].num_steps)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     options = {"space": {"level": [1, 2]}, "trials": 2, "name": "stopped"}
     options |= {"pruner": "none", "sampler": "random"}
     started = tmp_path / "started"
@@ -185,8 +181,8 @@ def test_an_interrupt_ends_the_study_with_what_it_has(
         f"if rank == 0: open({str(started)!r}, 'a').write('x')\n"
         + LOOP.format(steps="10**7 if number == 1 else 20")
     )
-    study = tune(lab, code, **options)
-    thread.join()
+    with interrupt_when(second_trains):
+        study = tune(lab, code, **options)
     assert study.table["state"].tolist() == ["finished"]
     assert "interrupted; stopped keeps what it has" in capsys.readouterr().err
     lost = study.optuna.trials[1].params["level"]
@@ -223,6 +219,7 @@ with Lab(num_ranks=2) as lab:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_a_study_goes_on_after_the_death_of_its_kernel(
     lab: Lab, tmp_path: Path
 ) -> None:
@@ -384,6 +381,7 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
     assert len(lab.runs) == num_runs + 1  # to see which metrics there are
 
 
+@pytest.mark.long
 def test_the_magic_tunes_a_cell_and_a_function(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(f"import os; os.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
     kernel.run('space = {"level": [1, 2, 3]}')

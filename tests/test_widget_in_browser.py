@@ -222,6 +222,7 @@ class Widget:
         )
 
 
+@pytest.mark.long
 def test_a_run_can_be_looked_into_while_it_runs(
     lab_url: str, page: Any, tmp_path: Path
 ) -> None:

@@ -284,6 +284,7 @@ def test_half_a_collective_of_a_sub_group_breaks_the_group(lab: Lab) -> None:
 # ---- rank 0 alone ----
 
 
+@pytest.mark.long
 def test_a_group_of_one_is_made_where_it_is_needed(lab: Lab) -> None:
     count = "num = len(dist.distributed_c10d._world.pg_map)"
     lab.restart(everyone=True)

@@ -68,7 +68,6 @@ def test_loop(warm_lab: Lab, lab: Lab, loop: str) -> None:
     check(lab, loop, places(loop)[:NUM_STRATEGIES])
 
 
-@pytest.mark.long
 @pytest.mark.release
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop_under_other_strategies(warm_lab: Lab, lab: Lab, loop: str) -> None:
@@ -92,7 +91,6 @@ def test_the_page_has_every_loop() -> None:
     assert len(LOOPS) >= 60
 
 
-@pytest.mark.long
 @pytest.mark.release
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_wrong_loop_would_be_seen(loop: str) -> None:
