@@ -168,7 +168,8 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
         names = [f"{strategy}_{name}" for name in ("model", "optimizer", "loader")]
         lab.run(f"{', '.join(names)} = model, optimizer, loader")
     lab.run(
-        "val = ddp_loader.share(dataset, batch_size=4)\nnext(iter(val))\n"
+        "val = ddp_loader.share(dataset, batch_size=4)\n"
+        "begun = iter(val)\nnext(begun)\n"
         "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
         "zero = ZeroRedundancyOptimizer(inner.parameters(), torch.optim.SGD, lr=0.1)\n"
         "dealt = torch.utils.data.DistributedSampler(range(8))\n"
@@ -185,6 +186,7 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
         "ddp_optimizer.step()",
         "next(iter(ddp_loader))",
         "next(iter(val))",
+        "next(begun)",
         "for x in torch.utils.data.DataLoader(range(8), sampler=dealt): pass",
         "ddp_loader.share(dataset, batch_size=2)",
         f"save_checkpoint({str(tmp_path / 'x')!r}, model=sharded)",

@@ -184,6 +184,7 @@ class RankLoader:
             dealt = self._weighed(dealt, self._weigh)
         try:
             for number in itertools.count():
+                self.batches.dealer.peers.check()  # also in the midst of a pass
                 self._before_batch(self)
                 batch, share = next(dealt, (_END, None))
                 if number == 0 and had:

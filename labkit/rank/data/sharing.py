@@ -94,5 +94,6 @@ class ShareLoader:
         self._peers.check()
         self._on_begin()
         for batch in self._loader:
+            self._peers.check()  # also in the midst of a pass
             yield to_device(batch, self._peers.device)
         self._on_end()
