@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -80,9 +82,14 @@ def start(kernel: Kernel, keep: str = "60") -> psutil.Process:
     return psutil.Process(int(found[1]))
 
 
-def attach(kernel: Kernel, name: str = "") -> Reply:
+def attach(
+    kernel: Kernel,
+    keeper: psutil.Process,
+    on_message: Callable[[dict[str, Any]], None] = lambda message: None,
+) -> Reply:
+    """By its name: whoever runs the tests may have kept a lab as well."""
     kernel.run("%load_ext labkit")
-    return kernel.run(f"%dist_attach {name}")
+    return kernel.run(f"%dist_attach lab-{keeper.pid}", on_message=on_message)
 
 
 def losses(kernel: Kernel, strategy: str) -> str:
@@ -119,7 +126,7 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(opened)
     with running_kernel() as kernel:
-        reply = ok(attach(kernel))
+        reply = ok(attach(kernel, keeper))
         assert "Ready: 2 ranks on the CPU, gloo; every rank answered" in reply.stdout
         assert f"Kept as lab-{keeper.pid}: without a kernel" in reply.stdout
         assert ok(kernel.run(PIDS)).stdout == pids
@@ -130,7 +137,7 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
         assert ok(kernel.run("kept")).result["text/plain"] == "tensor([1., 1.])"
         # Another kernel has to wait.
         with running_kernel() as other:
-            reply = attach(other)
+            reply = attach(other, keeper)
             assert reply.status == "error"
             assert f"kernel {kernel.process.pid} is attached to lab-" in reply.stderr
         # A rank dies, is explained, and comes back.
@@ -164,8 +171,8 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
         assert losses(kernel, "ddp") == before["ddp"]
         ok(kernel.run("%dist_stop"))
         assert_ended(folder, keeper)
-        reply = kernel.run("%dist_attach")
-        assert "no lab is kept on this host; %dist_start --keep" in reply.stderr
+        there = f"no lab 'lab-{keeper.pid}' is kept on this host; "
+        assert there in attach(kernel, keeper).stderr
 
 
 def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
@@ -181,7 +188,6 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
         wait_until(mark.exists, LIMIT_S, "the cell runs")
         kernel.manager.restart_kernel(now=True)
         kernel.client.wait_for_ready(timeout=60)
-        kernel.run("%load_ext labkit")
         said: list[str] = []
 
         def hear(message: dict) -> None:
@@ -189,7 +195,7 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
             if "the former kernel's cell is running" in "".join(said):
                 mark.unlink(missing_ok=True)
 
-        ok(kernel.run("%dist_attach", on_message=hear))
+        ok(attach(kernel, keeper, hear))
         assert not mark.exists()
         assert ok(kernel.run("%%dist\ndist.barrier()\nprint(x)")).stdout == (
             "[rank 0] 10\n[rank 1] 11\n"
@@ -202,7 +208,6 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
         wait_until(mark.exists, LIMIT_S, "the cell runs")
         kernel.manager.shutdown_kernel(now=False)
     with running_kernel() as kernel:
-        kernel.run("%load_ext labkit")
         said.clear()
 
         def interrupt(message: dict) -> None:
@@ -211,7 +216,7 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
             if not had and "former kernel's cell" in "".join(said):
                 kernel.manager.interrupt_kernel()
 
-        ok(kernel.run("%dist_attach", on_message=interrupt))
+        ok(attach(kernel, keeper, interrupt))
         # The group that the cell has made is over, as after any cell.
         used = "from labkit.rank.engine.rpc import runner\n"
         used += "print(x, runner().group.in_place)"
@@ -236,9 +241,8 @@ def test_a_run_whose_kernel_dies_has_all_of_its_records(folder: Path) -> None:
         )
         kernel.process.send_signal(signal.SIGKILL)
     with running_kernel() as kernel:
-        kernel.run("%load_ext labkit")
         mark.unlink()
-        ok(kernel.run("%dist_attach"))
+        ok(attach(kernel, keeper))
         ok(kernel.run("run = __import__('labkit').load_run('alone')"))
         found = ok(kernel.run("run.state, len(run.history)"))
         assert found.result["text/plain"] == "('lost', 16)"
@@ -257,7 +261,7 @@ def test_a_rank_that_died_meanwhile_is_explained_and_brought_back(
     assert found
     psutil.Process(int(found[1])).send_signal(signal.SIGKILL)
     with running_kernel() as kernel:
-        reply = ok(attach(kernel))
+        reply = ok(attach(kernel, keeper))
         assert re.search(r"rank 1: dead since .*, killed by SIGKILL", reply.stdout)
         assert "every rank answered" not in reply.stdout
         assert "%dist_restart" in kernel.run("%%dist\n1").stderr
@@ -323,6 +327,7 @@ def test_a_kernel_that_dies_while_its_lab_starts_leaves_nothing(folder: Path) ->
 
 @pytest.mark.long
 def test_several_are_listed_and_the_wrong_ones_refused(folder: Path) -> None:
+    others = find_labs()[0]
     with running_kernel() as first, running_kernel() as second:
         keepers = [start(first), start(second)]
         labs = {int(lab.name.split("-")[1]): path for path, lab in find_labs()[0]}
@@ -332,37 +337,39 @@ def test_several_are_listed_and_the_wrong_ones_refused(folder: Path) -> None:
         kernel.run("%load_ext labkit")
         reply = ok(kernel.run("%dist_start -n 1"))
         assert f"another lab is kept; lab-{keepers[0].pid}: 2 ranks" in reply.stderr
-        assert "is running in this kernel; %dist_stop" in attach(kernel).stderr
+        assert (
+            "is running in this kernel; %dist_stop" in kernel.run("%dist_attach").stderr
+        )
         assert "one with --keep 30" in kernel.run("%dist_start --keep").stderr
         kernel.run("%dist_stop")
-        reply = attach(kernel)
-        assert "2 labs are kept on this host; %dist_attach NAME" in reply.stderr
+        reply = kernel.run("%dist_attach")
+        assert " labs are kept on this host; %dist_attach NAME" in reply.stderr
         for keeper in keepers:
             assert re.search(
                 rf"lab-{keeper.pid}: 2 ranks on the CPU, gloo, started at ..:..; "
                 r"without a kernel for \d+ min, ends ",
                 reply.stderr,
             )
-        assert "no lab 'lab-1' is kept" in attach(kernel, "lab-1").stderr
+        assert "no lab 'lab-1' is kept" in kernel.run("%dist_attach lab-1").stderr
         mine, other = labs[keepers[0].pid], labs[keepers[1].pid]
         keepers[1].suspend()
         assert "another lab is kept; lab-" in kernel.run("%dist_start -n 1").stderr
         kernel.run("%dist_stop")
         keepers[1].resume()
         other.chmod(0o755)
-        reply = attach(kernel, f"lab-{keepers[1].pid}")
+        reply = attach(kernel, keepers[1])
         assert f"refused: {other} has mode 755 and not 700" in reply.stderr
         other.chmod(0o700)
         told = json.loads((mine / "kept.json").read_text())
         told["versions"]["torch"] = "1.0"
         (mine / "kept.json").write_text(json.dumps(told))
-        reply = attach(kernel, f"lab-{keepers[0].pid}")
+        reply = attach(kernel, keepers[0])
         assert re.search(
             r"other versions: torch 1\.0 there and 2\S+ here", reply.stderr
         )
         # As that says, such a one is ended by its keeper.
         keepers[0].terminate()
-        ok(attach(kernel))
+        ok(attach(kernel, keepers[1]) if others else kernel.run("%dist_attach"))
         ok(kernel.run("%dist_stop"))
     for keeper in keepers:
         assert_ended(folder, keeper)

@@ -1,5 +1,6 @@
 """Scripts that start processes of their own: on a rank those are there already."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ def test_what_cannot_go_to_a_pool_is_one_error(lab: Lab, capsys: Captured) -> No
                     with lock:
                         return x
                 with multiprocessing.get_context("spawn").Pool(2) as pool:
-                    dist.barrier()  # both ranks then fail at one time
+                    dist.barrier()
                     pool.map(compute, range(4))
                 """
             )
@@ -255,7 +256,8 @@ def test_what_cannot_go_to_a_pool_is_one_error(lab: Lab, capsys: Captured) -> No
     assert "PicklingError: compute: this cannot be sent to another process" in str(
         caught.value
     )
-    assert "rank 1: the same" in str(caught.value)
+    # It may be stopped, because rank 0 has failed, before it fails alike.
+    assert re.search("rank 1: (the same|stopped)", str(caught.value))
     assert "AttributeError" not in capsys.readouterr().err
 
 
