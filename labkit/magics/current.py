@@ -10,6 +10,8 @@ from labkit.checks import UserError
 from labkit.lab import Lab
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.hosts.hosts import parse_hosts
+from labkit.notebook.keeper.kept_labs import waiting_labs
+from labkit.options import check_values
 
 if TYPE_CHECKING:
     from labkit.notebook.runs.run import Run
@@ -33,7 +35,10 @@ def current_lab() -> Lab:
     """
     lab = running_lab()
     if lab is None:
-        raise UserError("no lab is running; %dist_start starts one")
+        found = "no lab is running; %dist_start starts one"
+        if kept := waiting_labs():
+            found += "\n  ".join(["; %dist_attach attaches to a kept one:", *kept])
+        raise UserError(found)
     return lab
 
 
@@ -87,6 +92,7 @@ def start_lab(
     Raises ValueError where another kind is running, and else as `Lab` and `Lab.check`
     do.
     """
+    check_values(options)
     lab = running_lab()
     if lab is None:
         lab = Lab(**vars(options), on_progress=on_progress)
@@ -95,10 +101,12 @@ def start_lab(
     place = lab.placements[0]
     running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
     if options.num_ranks not in (None, lab.world_size):
+        other = f"{running}one with -n {options.num_ranks}"
+        if lab.kept is not None:  # it has the ranks that it was started with
+            raise ValueError(other)
         raise ValueError(
-            f"{running}one with -n {options.num_ranks}; or %dist_restart -n "
-            f"{options.num_ranks} changes the number of its ranks (unless it has "
-            "--keep), and those that stay keep their variables"
+            f"{other}; or %dist_restart -n {options.num_ranks} changes the number of "
+            "its ranks, and those that stay keep their variables"
         )
     is_other = options.backend not in ("auto", lab.backend)
     if is_other or options.device not in ("auto", lab.device):
@@ -109,10 +117,12 @@ def start_lab(
         if [each.name for each in wanted] != lab.hosts or any(
             each.num_ranks not in (None, ranks[each.name]) for each in wanted
         ):
+            other = f"{running}one on {options.hosts}"
+            if lab.kept is not None:
+                raise ValueError(other)
             raise ValueError(
-                f"{running}one on {options.hosts}; or %dist_restart --hosts "
-                f"{options.hosts} changes its hosts, and ranks that stay keep their "
-                "variables"
+                f"{other}; or %dist_restart --hosts {options.hosts} changes its hosts, "
+                "and ranks that stay keep their variables"
             )
     if options.launcher not in ("local", lab.launcher):
         raise ValueError(f"{running}one with --launcher {options.launcher}")

@@ -85,9 +85,10 @@ def check_group_timeout(what: str, value: Any) -> None:
 def check_keep(what: str, value: Any) -> None:
     """ValueError unless a lab can be kept for so many minutes."""
     if not (is_number(value) and 0 < value <= MAX_KEEP_MINUTES):
+        typed = short_repr(value).removesuffix(".0")
         raise ValueError(
-            f"{what} is {short_repr(value)}; it is the number of minutes, more than 0 "
-            f"and {MAX_KEEP_MINUTES:,} at most, for which ranks live without a kernel"
+            f"--{what} {typed}: minutes without a kernel, more than 0 and at most "
+            f"{MAX_KEEP_MINUTES:,}"
         )
 
 

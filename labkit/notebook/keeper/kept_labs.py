@@ -182,8 +182,9 @@ def choose(name: str | None) -> tuple[Path, KeptLab]:
     [(folder, lab, now)] = alive
     if now.kernel is not None:
         raise UserError(
-            f"kernel {now.kernel} is attached to {lab.name}; it came "
-            f"{clock(now.since)}. Shut that kernel down first: the lab stays as it is"
+            f"kernel {now.kernel} has been attached to {lab.name} since "
+            f"{clock(now.since).removeprefix('at ').removeprefix('on ')}. Shut that "
+            "kernel down first: the lab stays as it is"
         )
     check_versions(lab)
     return folder, lab

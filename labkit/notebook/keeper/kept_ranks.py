@@ -106,11 +106,13 @@ class KeptRanks(LabRanks):
     def _wait_until_idle(self, on_progress: Callable[[str], None]) -> None:
         """An interrupt goes to the cell that runs; a second one ends the wait."""
         asked_at: float | None = None
+        said = ""
         while busy := self._busy_cells():
-            what = "the former kernel's cell is running"
+            what = f"{format_ranks(busy)}: the former kernel's cell is running"
             if asked_at is None:
                 what += "; an interrupt ends it, and keeps the variables"
-            on_progress(f"{format_ranks(busy)}: {what}")
+            if said != (said := what):
+                on_progress(what)
             try:
                 interrupts.check()
             except KeyboardInterrupt:
