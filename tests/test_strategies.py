@@ -316,6 +316,69 @@ def test_adamw_with_parameter_groups_equals_one_process(
         )
 
 
+BROUGHT = """
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
+model = Scaled()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+torch.manual_seed(rank)
+for _ in range(5):
+    loss = (model(torch.randn(4, 8)) - torch.randn(4, 1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+AFTER_IT = """
+for x, y in loader:
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", in_suites(STRATEGIES, test=["ddp", "zero1", "zero3", "fsdp"])
+)
+def test_an_optimizer_brings_its_state_of_rank_0(lab: Lab, strategy: str) -> None:
+    here: dict[str, Any] = {"rank": 0}
+    exec(BROUGHT, here)
+    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
+    exec(AFTER_IT, here)
+    lab.run(BROUGHT)
+    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
+    train(lab, strategy, f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
+    found = lab.pull("model", full=True)
+    for name, expected in here["model"].state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_optimizer_with_states_on_some_ranks_is_refused(
+    lab: Lab, strategy: str
+) -> None:
+    lab.run(BROUGHT.replace("range(5)", "range(5 * rank)"))
+    weights = lab.pull("model", 0).state_dict()
+    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
+    message = "states.* of 5 parameters on one rank and of 0 on another.*--resume"
+    with pytest.raises(RankError, match=message):
+        train(lab, strategy, f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
+    torch.testing.assert_close(lab.pull("model", 0).state_dict(), weights)
+
+
 @pytest.mark.parametrize(
     "strategy", release_but(["ddp", "zero2", "zero3", "fsdp"], "zero2")
 )

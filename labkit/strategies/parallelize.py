@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.strategies import Strategy
 from labkit.strategies import load
 from labkit.strategies.autograd.backward import release_former
+from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
+from labkit.strategies.model.alike import check_states
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import Undo
 from labkit.strategies.options import checkpoint_activations
@@ -60,6 +62,8 @@ def parallelize(
     if options.compile:
         undo += compile_blocks(model)
     release_former(model.parameters())
+    team = team_on(mesh, device) if roles is None else roles.peers
+    check_states(optimizer, team)
     division = None
     if strategy.divide is not None:
         division = load(strategy.divide)(model, optimizer, mesh, device, options)

@@ -1,16 +1,64 @@
-"""Checks that ranks with parts of one model do the same with them."""
+"""Checks that ranks that train one model have the same of it, and do the same."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.mesh.peers import Peers
+
+
+def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
+    """Give what an optimizer keeps of its parameters the values of the first rank of
+    `team`, as a model has them. Collective.
+
+    UnsupportedLoopError where ranks keep other things; nothing has changed then.
+    """
+    if team.size == 1:
+        return
+    kept = [
+        [(key, value) for key, value in optimizer.state.get(parameter, {}).items()]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    tensors = [v for state in kept for _, v in state if isinstance(v, torch.Tensor)]
+    number = zlib.crc32(repr([[as_fact(*e) for e in s] for s in kept]).encode())
+    of = sum(map(bool, kept))
+    most, least, number, other = team.greatest([of, -of, number, -number])
+    if number != -other:
+        states = (
+            f"of {most} parameters on one rank and of {-least} on another"
+            if most != -least
+            else f"of {most} parameters, and not the same of each on every rank"
+        )
+        raise UnsupportedLoopError(
+            f"the optimizer holds states, such as momentum, {states}: ranks have "
+            "trained it differently, or some are new. Make the model and the optimizer "
+            "again on all ranks, and load into both what they are to continue from, or "
+            "continue a run with --resume"
+        )
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):  # each rank has its own part
+            continue
+        sent = tensor.detach().to(team.device).contiguous()
+        team.broadcast(sent)
+        tensor.detach().copy_(sent)
+
+
+def as_fact(key: str, value: Any) -> str:
+    """What has to be the same on every rank of a state."""
+    if isinstance(value, torch.Tensor):
+        return f"{key}: {tuple(value.shape)} {value.dtype}"
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return f"{key}: {value if is_plain else type(value).__name__}"
 
 
 def check_inputs(leaves: Sequence[Any], mesh: DeviceMesh) -> None:

@@ -35,6 +35,21 @@ class Source(Protocol):
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
+class Held:
+    """A `Source` of tensors that are here, whole on every rank."""
+
+    def __init__(self, held: Named) -> None:
+        self._held = held
+        self.tensors = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """They are those of this very model."""
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(self._held[name])
+
+
 def model_tensors(module: nn.Module) -> Named:
     """Parameters and persistent buffers, each once."""
     found: Named = {}

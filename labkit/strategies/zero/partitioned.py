@@ -24,10 +24,12 @@ from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.model.gradients import CellGradients
 from labkit.strategies.model.spectral import in_one_precision
+from labkit.strategies.model.states import Held
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
 from labkit.strategies.model.states import check_hyperparameters
+from labkit.strategies.model.states import optimizer_states
 from labkit.strategies.model.states import plain_shape
 from labkit.strategies.model.states import set_hyperparameters
 from labkit.strategies.prepared import DROPPED
@@ -91,6 +93,9 @@ class ZeRO(Prepared):
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
         ]
+        # DeepSpeed makes other parameters of these, and looks for no state of theirs.
+        brought = Held(optimizer_states(self.optimizer, self._names))
+        self.optimizer.state.clear()
         destroy_former_engines()
         self.num_shards = self.peers.size
         deepspeed = import_deepspeed(self.device)
@@ -112,7 +117,11 @@ class ZeRO(Prepared):
                 config=config,
                 dist_init_required=False,
             )
-        restore_digits(digits, [p for _, group in self.partitions() for p in group])
+        partitions = self.partitions()
+        restore_digits(digits, [p for _, group in partitions for p in group])
+        if brought.tensors:
+            held = ZeROStates(self.module, self._zero, partitions, self.peers)
+            held.restore_optimizer(brought)
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
         self.engine.set_gradient_accumulation_boundary(False)

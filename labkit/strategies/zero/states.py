@@ -79,23 +79,29 @@ class ZeROStates:
 
     def restore(self, source: Source, *, with_optimizer: bool) -> None:
         """Set all states to those of a checkpoint. Collective."""
-        if with_optimizer:
-            self._make_states(source)
         for name, tensor in states.model_tensors(self._module).items():
-            flat = self._flat_of.get(id(tensor))
-            if flat is None:
+            if id(tensor) not in self._flat_of:
                 self._fill_plain(source, name, tensor)
                 continue
             whole = torch.empty(plain_shape(tensor), dtype=torch.float32)
             source.fill({name: whole})
             self._set_full(tensor, whole, None)
-            if with_optimizer:
-                name = name.removeprefix("model.")
-                for key, value in self._zero.optimizer.state[flat].items():
-                    if is_like(value, flat):
-                        source.fill({f"optimizer.{name}.{key}": whole})
-                        self._set_full(tensor, whole, key)
+        if with_optimizer:
+            self.restore_optimizer(source)
         update_working_parameters(self._zero)
+
+    def restore_optimizer(self, source: Source) -> None:
+        """Set the optimizer's states alone. Collective."""
+        self._make_states(source)
+        for name, tensor in self._trained():
+            flat = self._flat_of[id(tensor)]
+            for key, value in self._zero.optimizer.state[flat].items():
+                named = f"optimizer.{name}.{key}"
+                # Of a parameter that has had no gradient yet there is none.
+                if is_like(value, flat) and named in source.tensors:
+                    whole = torch.empty(plain_shape(tensor), dtype=torch.float32)
+                    source.fill({named: whole})
+                    self._set_full(tensor, whole, key)
 
     def _trained(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The parameters that are partitioned, by name."""
@@ -146,6 +152,7 @@ class ZeROStates:
         optimizer = self._zero.optimizer
         for flat, parameters in self._partitions:
             state: dict[str, torch.Tensor] = {}
+            device = device_of_counts(optimizer, flat)
             for parameter in parameters:
                 name = names[id(parameter)]
                 for key in states.saved_keys(source, name):
@@ -154,7 +161,7 @@ class ZeROStates:
                         state.setdefault(key, torch.zeros_like(flat))
                         continue
                     # One count for the whole partition, that of the furthest.
-                    count = torch.empty(shape, dtype=dtype)
+                    count = torch.empty(shape, dtype=dtype, device=device)
                     source.fill({f"optimizer.{name}.{key}": count})
                     state[key] = torch.maximum(state.get(key, count), count)
             optimizer.state[flat] = state
@@ -189,6 +196,17 @@ def full_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
 
     whole: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
     return whole
+
+
+def device_of_counts(
+    optimizer: torch.optim.Optimizer, flat: torch.Tensor
+) -> torch.device | str:
+    """Where the optimizer expects the number of steps of a partition."""
+    for group in optimizer.param_groups:
+        if any(parameter is flat for parameter in group["params"]):
+            on_device = group.get("capturable") or group.get("fused")
+            return flat.device if on_device else "cpu"
+    return "cpu"
 
 
 def own_part(parameter: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
