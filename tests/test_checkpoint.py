@@ -235,6 +235,15 @@ def step(model, optimizer):
         assert lab.pull("found") == lab.pull("expected")
         assert lab.pull("v", "all") == [{"rank": 0}] * 2
     assert_same(tmp_path / "plain", tmp_path / "ddp")
+    # As a rank that fails in a cell leaves it.
+    lab.run(
+        "for each in model.parameters(): each.grad = torch.zeros_like(each)\n"
+        "if rank == 1: optimizer.step()"
+    )
+    mixed = f"{str(tmp_path / 'mixed')!r}, model=model, optimizer=optimizer"
+    with pytest.raises(RankError, match=r"different numbers of steps.*one model"):
+        lab.run(f"save_checkpoint({mixed})")
+    assert not (tmp_path / "mixed").exists()
 
 
 @pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp", "zero3"], "ddp"))

@@ -1,5 +1,6 @@
 """What a cell has for checkpoints: `save_checkpoint` and `load_checkpoint`."""
 
+import zlib
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -8,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
+from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
 from labkit.rank.group.recovery import check_groups_of
 from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero.engines import is_zero
@@ -214,6 +220,7 @@ class UserModel:
         tensors = states.model_tensors(self._model)
         if self._optimizer is None:
             return tensors, {}
+        check_counts(self._model, self._optimizer)
         settings = states.hyperparameters(self._optimizer, self._names)
         tensors |= states.optimizer_states(self._optimizer, self._names)
         return tensors, settings
@@ -224,6 +231,29 @@ class UserModel:
         """As `Prepared.restoring`."""
         return states.restoring(
             source, values, self._model, self._optimizer, self._names
+        )
+
+
+def check_counts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError where ranks that have a model in parts have taken different
+    numbers of steps with them, as far as the optimizer counts. Collective."""
+    parts = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if not parts:
+        return
+    counts = {
+        float(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and not value.dim()
+    }
+    everyone = Peers(
+        dist.get_rank(), dist.get_world_size(), local_part(parts[0]).device
+    )
+    if not everyone.agree_on(zlib.crc32(repr(sorted(counts)).encode())):
+        raise UnsupportedLoopError(
+            "ranks have taken different numbers of steps with this optimizer, as where "
+            "one of them fails in a cell, so their parts no longer belong to one "
+            "model. Load a checkpoint, or make model and optimizer again"
         )
 
 
