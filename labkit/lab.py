@@ -1058,5 +1058,7 @@ class Lab:
             return "the lab is running another cell; wait for it, or stop it"
         return (
             f"{run.name} is running in the background: %dist_show {run.name} shows it; "
-            "wait() and stop() of its Run, the last of lab.runs, wait for it and end it"
+            "stop() of its Run ends it, and wait() waits for its end, as in `import "
+            "labkit; labkit.current_lab().runs[-1].stop()`, or lab.runs[-1].stop() "
+            "where you have made a Lab"
         )

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from labkit.notebook.runs.run import Run
     from labkit.notebook.tuning.study import Study
 
+WITH_HOSTS = ("ssh", "mpi")
+"""The launchers whose ranks are on the hosts that `--hosts` names."""
+
 _current: Lab | None = None
 
 
@@ -101,12 +104,9 @@ def start_lab(
     place = lab.placements[0]
     running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
     if options.num_ranks not in (None, lab.world_size):
-        other = f"{running}one with -n {options.num_ranks}"
-        if lab.kept is not None:  # it has the ranks that it was started with
-            raise ValueError(other)
         raise ValueError(
-            f"{other}; or %dist_restart -n {options.num_ranks} changes the number of "
-            "its ranks, and those that stay keep their variables"
+            f"{running}one with -n {options.num_ranks}"
+            + other_size(lab, options.num_ranks)
         )
     is_other = options.backend not in ("auto", lab.backend)
     if is_other or options.device not in ("auto", lab.device):
@@ -117,13 +117,12 @@ def start_lab(
         if [each.name for each in wanted] != lab.hosts or any(
             each.num_ranks not in (None, ranks[each.name]) for each in wanted
         ):
-            other = f"{running}one on {options.hosts}"
-            if lab.kept is not None:
-                raise ValueError(other)
-            raise ValueError(
-                f"{other}; or %dist_restart --hosts {options.hosts} changes its hosts, "
-                "and ranks that stay keep their variables"
+            other = (
+                f"; or %dist_restart --hosts {options.hosts} changes its hosts, and "
+                "ranks that stay keep their variables"
             )
+            can_move = lab.launcher in WITH_HOSTS and not lab.kept
+            raise ValueError(f"{running}one on {options.hosts}{other * can_move}")
     if options.launcher not in ("local", lab.launcher):
         raise ValueError(f"{running}one with --launcher {options.launcher}")
     if options.nodes not in (None, len(lab.hosts)):
@@ -138,6 +137,18 @@ def start_lab(
         )
     lab.check()
     return lab
+
+
+def other_size(lab: Lab, num_ranks: int) -> str:
+    """How a lab that is running gets another number of ranks; "" where it cannot."""
+    if lab.kept:  # it has the ranks that it was started with
+        return ""
+    does = f"-n {num_ranks} changes the number of its ranks"
+    if lab.launcher in WITH_HOSTS:
+        there = Counter(each.host for each in lab.placements)
+        now = ",".join(f"{name}:{number}" for name, number in there.items())
+        does = f"--hosts HOST:N,HOST:N changes how many each host has, now {now}"
+    return f"; or %dist_restart {does}, and ranks that stay keep their variables"
 
 
 def attach_lab(

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import difflib
 import functools
+import re
 import shlex
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -14,7 +16,6 @@ from typing import get_args
 
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import argument
-from IPython.utils.process import arg_split
 
 from labkit.checks import UserError
 from labkit.checks import is_raised_by_labkit
@@ -113,14 +114,32 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
         return args
     except (UsageError, ValueError) as error:
         found = shorten(" ".join(str(error).split()), 300)
-        if found.startswith("unrecognized"):
-            takes = [
-                [*action.option_strings, action.metavar or action.dest.upper()]
-                for action in options_of(parser)
-            ]
-            words = ", ".join(words[0] for words in takes) or "no arguments"
-            found += f"; %{parser.prog} takes {words}"
+        found += what_it_takes(parser, found)
         raise UsageError(f"{found}; %{parser.prog}? shows its help") from None
+
+
+def what_it_takes(parser: Any, error: str) -> str:
+    """What to add to an error of argparse's, which names only what is wrong."""
+    actions = options_of(parser)
+    if number := re.match(r"argument (\S+): invalid (int|float) value", error):
+        flag = number[1].split("/")[-1]
+        [action] = [each for each in actions if flag in each.option_strings]
+        kind = "whole number" if number[2] == "int" else "number"
+        return f"; it takes a {kind}: {flag} {action.metavar or action.dest.upper()}"
+    if not error.startswith("unrecognized"):
+        return ""
+    flags = [flag for each in actions for flag in each.option_strings]
+    unknown = re.search(r"--[\w-]+", error)
+    near = difflib.get_close_matches(unknown[0], flags, 1, 0.8) if unknown else []
+    if near:
+        return f" (did you mean {near[0]}?)"
+    takes = [
+        [*action.option_strings, action.metavar or action.dest.upper()]
+        for action in actions
+    ]
+    return f"; %{parser.prog} takes " + (
+        ", ".join(words[0] for words in takes) or "no arguments"
+    )
 
 
 def rest_of(parser: Any) -> Any:
@@ -130,11 +149,11 @@ def rest_of(parser: Any) -> Any:
 
 
 def words_of(parser: Any, line: str) -> tuple[list[str], list[str]]:
-    """The words of a line, and those that are not the magic's own: where its last
-    argument takes the rest, what follows the first word that is no option, as a shell
-    has it."""
+    """The words of a line, as a shell has them, and those that are not the magic's own:
+    where its last argument takes the rest, what follows the first word that is no
+    option."""
     if rest_of(parser) is None:
-        return arg_split(line), []
+        return in_lists(shlex.split(line)), []
     actions = {
         word: each for each in options_of(parser) for word in each.option_strings
     }
@@ -151,6 +170,17 @@ def words_of(parser: Any, line: str) -> tuple[list[str], list[str]]:
             at += 1
     own = [each for each in words[: at + 1] if each != "--"]
     return own, words[at + 1 :]
+
+
+def in_lists(words: list[str]) -> list[str]:
+    """The words of a line, where a list may have spaces after its commas: "0, 2"."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1].endswith(",") and not word.startswith("-"):
+            found[-1] += word
+        else:
+            found.append(word)
+    return found
 
 
 def parsed(method: Callable[..., Any]) -> Callable[..., Any]:

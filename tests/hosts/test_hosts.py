@@ -172,7 +172,7 @@ def test_another_version_is_named_by_host(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_that_ssh_cannot_reach_is_named(three: list[Namespace]) -> None:
-    with pytest.raises(UserError, match=r"nowhere: ssh failed|address of nowhere is"):
+    with pytest.raises(UserError, match=r"nowhere(: ssh failed| has no .*: check how)"):
         Lab(launcher="ssh", hosts="lk1:1,nowhere:1")
 
 
@@ -190,8 +190,11 @@ def test_nothing_is_left_on_any_host(ending: str, three: list[Namespace]) -> Non
             assert (
                 "4 ranks on the CPU of" in kernel.run(start, timeout=300).stdout
             )  # the same lab
-            other = kernel.run("%dist_start --launcher ssh --hosts lk1:2")
-            assert "%dist_stop it before you start one on lk1:2" in other.stderr
+            other = kernel.run("%dist_start --launcher ssh --hosts lk1:2, lk2:1").stderr
+            assert "%dist_stop it before you start one on lk1:2,lk2:1; or %" in other
+            other = kernel.run("%dist_start --launcher ssh -n 3").stderr
+            assert "or %dist_restart --hosts HOST:N,HOST:N changes how many" in other
+            assert f"each host has, now {HOSTS}, and ranks that stay keep" in other
             kernel.run("%dist_stop")
         elif ending == "kill":
             kernel.client.execute(

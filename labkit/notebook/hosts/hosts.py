@@ -144,9 +144,10 @@ def _address_towards(launcher: HostLauncher) -> str:
             found[spec.name] = own_address(there)
         except OSError as error:
             raise UserError(
-                f"the address of {spec.name} is unknown here ({error}), so labkit "
-                "cannot choose the network between it and this host: name the network "
-                "interface with --interface. Nothing was started"
+                f"{spec.name} has no address that is known here ({error}): check how "
+                "its name is spelled. If it is right, labkit cannot choose the network "
+                "between that host and this one: name the network interface with "
+                "--interface. Nothing was started"
             ) from error
     others = {each for each in found.values() if not each.startswith("127.")}
     if len(others) > 1:
