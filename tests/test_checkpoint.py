@@ -246,6 +246,25 @@ def step(model, optimizer):
     assert not (tmp_path / "mixed").exists()
 
 
+def test_a_cell_says_where_what_deepspeed_holds_is_saved(
+    lab: Lab, tmp_path: Path
+) -> None:
+    train(lab, "zero2", setup("sgd") + EPOCH)
+    folder = f"{str(tmp_path / 'x')!r}"
+    alone = f"{folder}, model=model"
+    both = f"{alone}, optimizer=optimizer"
+    lab.run(f"save_checkpoint({alone})\nassert load_checkpoint({alone}) == {{}}")
+    before = contents(tmp_path / "x")
+    for call, message in {
+        f"save_checkpoint({both})": "prepared under zero2, in a training cell",
+        f"load_checkpoint({both})": "prepared under zero2, in a training cell",
+        f"save_checkpoint({folder})": "call save_checkpoint in the training cell",
+    }.items():
+        with pytest.raises(RankError, match=f"{message}.*--checkpoint FOLDER"):
+            lab.run(call)
+    assert contents(tmp_path / "x").keys() == before.keys()
+
+
 @pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp", "zero3"], "ddp"))
 @pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from labkit.checks import check_choice
 from labkit.checks import short_repr
 from labkit.strategies.zero.engines import is_zero
+from labkit.strategies.zero.engines import strategy_of
 
 
 def check_prepared(model: Any, optimizer: Any) -> None:
@@ -47,6 +48,14 @@ def check_prepared(model: Any, optimizer: Any) -> None:
         for group in optimizer.param_groups
         for parameter in group["params"]
     ):
+        if strategy := strategy_of(optimizer):
+            raise ValueError(
+                f"the optimizer is prepared under {strategy} already, by an earlier "
+                "run or by the cell, and holds partitions in place of the model's "
+                "parameters; make a new one in this cell, from model.parameters(). It "
+                "starts without the old one's state, which --checkpoint and --resume "
+                "carry over"
+            )
         raise ValueError(
             "the optimizer holds no parameter of this model; make it after the model, "
             "from model.parameters()"

@@ -23,6 +23,7 @@ from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.zero.engines import is_zero
+from labkit.strategies.zero.engines import strategy_of
 
 Named = dict[str, torch.Tensor]
 
@@ -73,8 +74,10 @@ class Checkpoints:
         tensors, sections = self._collect(model, optimizer)
         if not tensors and not values:
             raise ValueError(
-                "there is nothing to save; call prepare first, or give model=model, "
-                "optimizer=optimizer, or values by name"
+                "there is nothing to save: without model= that is what prepare made in "
+                "this cell, which has not called it. Give model=model, optimizer="
+                "optimizer, or values by name; or call save_checkpoint in the training "
+                "cell, or give that cell --checkpoint FOLDER"
             )
         contents = {"sections": sections, "user": values}
         checkpoint.save(path, tensors, contents)
@@ -195,7 +198,15 @@ class Checkpoints:
         if is_zero(model):
             raise ValueError(
                 "the model is partitioned by ZeRO, in another cell; save and load it "
-                "in the training cell that prepares it"
+                "in the training cell that prepares it, or give that cell --checkpoint "
+                "FOLDER"
+            )
+        if optimizer is not None and (strategy := strategy_of(optimizer)):
+            raise ValueError(
+                f"the model and its optimizer were prepared under {strategy}, in a "
+                "training cell, and the optimizer's state is in parts; save and load "
+                "both in that cell, or give it --checkpoint FOLDER. In this cell, give "
+                "model=model alone: the model without the optimizer's state"
             )
         return [UserModel(model, optimizer)]
 

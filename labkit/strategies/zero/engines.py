@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from labkit.compat.torch import drop_hooks_of
 from labkit.strategies.mesh.peers import Peers
 
 _linear = nn.functional.linear
+
+_STRATEGY = "labkit_strategy"
+"""The attribute of a part of parameters which says the strategy that made it."""
 
 _former: list[Any] = []
 """Engines of runs that have ended. Their models may be used on, until DeepSpeed, which
@@ -205,6 +209,19 @@ def is_zero(model: nn.Module) -> bool:
     return hasattr(model, "zero_optimization") or any(
         hasattr(parameter, "ds_id") for parameter in model.parameters()
     )
+
+
+def name_parts(parts: Iterable[torch.Tensor], strategy: str) -> None:
+    """Have `strategy_of` know the parts of parameters that an optimizer has now."""
+    for part in parts:
+        setattr(part, _STRATEGY, strategy)
+
+
+def strategy_of(optimizer: torch.optim.Optimizer) -> str:
+    """The strategy that has put parts of parameters in place of those that a user's
+    optimizer was made for; "" where none has."""
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    return next(filter(None, (getattr(each, _STRATEGY, "") for each in held)), "")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -48,6 +48,7 @@ from labkit.strategies.zero.engines import forget
 from labkit.strategies.zero.engines import free_training_states
 from labkit.strategies.zero.engines import import_deepspeed
 from labkit.strategies.zero.engines import land_parameters
+from labkit.strategies.zero.engines import name_parts
 from labkit.strategies.zero.engines import numbered_as
 from labkit.strategies.zero.engines import plain_copy
 from labkit.strategies.zero.engines import quiet
@@ -122,6 +123,7 @@ class ZeRO(Prepared):
         if brought.tensors:
             held = ZeROStates(self.module, self._zero, partitions, self.peers)
             held.restore_optimizer(brought)
+        name_parts((part for part, _ in partitions), self.name)
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
         self.engine.set_gradient_accumulation_boundary(False)
