@@ -751,7 +751,9 @@ class Lab:
         for name in values:
             check_pushed_name(name)
         targets = parse_ranks(ranks, self.world_size)
-        payload = serialization.dumps(values)
+        payload = serialization.dumps_named(
+            values, "make it on the ranks instead, in a %%dist cell"
+        )
         with self._working() as cluster:
             transfer.push(cluster, payload, targets)
         self._past.note_pushed(values)

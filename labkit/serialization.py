@@ -4,6 +4,7 @@ import io
 import mmap
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,32 @@ def _same(value: Any) -> Any:
     return value
 
 
-def dumps(value: Any) -> bytes:
+def dumps(
+    value: Any, what: str = "this", instead: str = "make it there instead"
+) -> bytes:
     """`value` as bytes; `loads` makes it again, in any process with labkit.
 
-    Raises ValueError for what belongs to this process: a lock, an open file, a lab.
+    Raises ValueError for what belongs to this process: a lock, an open file, a lab. It
+    says `what` that is, and what to do `instead`.
     """
     buffer = io.BytesIO()
     try:
         PortablePickler(buffer, protocol=_PROTOCOL).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ may raise
         raise ValueError(
-            f"this cannot be sent to another process: {error}; make it there instead"
+            f"{what} cannot be sent to another process: {error}; {instead}"
         ) from error
     return buffer.getvalue()
+
+
+def dumps_named(values: Mapping[str, Any], instead: str) -> bytes:
+    """`values` as bytes; the ValueError names the first of them that cannot be."""
+    try:
+        return dumps(values)
+    except ValueError:
+        for name, value in values.items():
+            dumps(value, name, instead)
+        raise
 
 
 def loads(payload: bytes | bytearray | memoryview) -> Any:

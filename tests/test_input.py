@@ -534,13 +534,14 @@ def test_wrong_arguments_of_a_lab_change_nothing(kept: Lab) -> None:
         ),
         ("cannot be loaded in another", lambda: lab.push(x=Unmakeable())),
         ("cannot be sent to another process", lambda: lab.push(x=deep)),
-        ("cannot be sent to another process", lambda: lab.push(x=lab)),
+        ("x cannot be sent to another process", lambda: lab.push(ok=1, x=lab)),
         ("rank is every rank's own", lambda: lab.push(rank=5)),
         ("__builtins__ is every rank's", lambda: lab.push(__builtins__=5)),
         ("'a b' is not a valid", lambda: lab.push(**{"a b": 5})),
         ("'for' is not a valid", lambda: lab.push(**{"for": 5})),
         ("takes a variable's name; found", lambda: lab.pull(["x"])),  # type: ignore[arg-type]
         ("cannot pickle 'sqlite3.Conn", lambda: lab.pull("get_ipython")),
+        ("; take values from it in a %%dist cell", lambda: lab.pull("get_ipython")),
         ("full is 'x'; it must", lambda: lab.pull("kept", full="x")),  # type: ignore[arg-type]
         ("is no run's name", lambda: lab.find_runs([5])),  # type: ignore[list-item]
         ("the input is tuple", lambda: lab.estimate(model, ())),

@@ -22,6 +22,17 @@ from labkit.strategies.zero.engines import full_state_dict
 from labkit.strategies.zero.engines import is_zero
 
 
+MODEL = (
+    "pull it with --full, which gives its whole state dict, or save it in a %%dist cell "
+    "with save_checkpoint"
+)
+OTHER = (
+    "take values from it in a %%dist cell, as numbers, tensors or a state_dict(), and "
+    "pull those"
+)
+"""What to do instead of pulling what cannot be pickled."""
+
+
 def push(payload: bytes | memoryview) -> None:
     """Put pickled names and values into this rank's namespace."""
     runner().shell.user_ns.update(serialization.loads(payload))
@@ -111,7 +122,8 @@ def pull(
         value = gather_full(value)
     if runner().placement.rank not in ranks:
         return None
-    payload = serialization.dumps(value)
+    instead = MODEL if isinstance(value, nn.Module) else OTHER
+    payload = serialization.dumps(value, name, instead)
     drop_parts()
     if file_bytes < len(payload) <= memory_bytes:
         with contextlib.suppress(OSError):
