@@ -263,7 +263,7 @@ def test_a_cell_says_where_what_deepspeed_holds_is_saved(
         with pytest.raises(RankError, match=f"{message}.*--checkpoint FOLDER"):
             lab.run(call)
     assert contents(tmp_path / "x").keys() == before.keys()
-    with pytest.raises(ValueError, match="^model cannot be sent.*pull it with --full"):
+    with pytest.raises(ValueError, match=r"^model cannot be sent.*pull it with --full"):
         lab.pull("model")
     assert {f"model.{name}" for name in lab.pull("model", full=True)} >= before.keys()
 

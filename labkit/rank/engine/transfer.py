@@ -21,10 +21,9 @@ from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import full_state_dict
 from labkit.strategies.zero.engines import is_zero
 
-
 MODEL = (
-    "pull it with --full, which gives its whole state dict, or save it in a %%dist cell "
-    "with save_checkpoint"
+    "pull it with --full, which gives its whole state dict, or save it in a %%dist "
+    "cell with save_checkpoint"
 )
 OTHER = (
     "take values from it in a %%dist cell, as numbers, tensors or a state_dict(), and "
