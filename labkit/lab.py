@@ -34,6 +34,7 @@ from labkit.notebook.export.cells import Past
 from labkit.notebook.kernel import interrupts
 from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
+from labkit.notebook.kernel.output import say
 from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.live import render_process
 from labkit.notebook.tuning.options import TuneOptions
@@ -150,7 +151,8 @@ class Lab:
     ) -> "Lab":
         """Find the ranks that a lab with `keep` has left running, as `%dist_attach`.
 
-        It waits for the end of a cell that still runs there; an interrupt ends it.
+        It waits for the end of a cell that still runs there; an interrupt ends it. A
+        line on stderr says where that cell has failed, or ranks took unequal steps.
 
         Parameters
         ----------
@@ -177,7 +179,18 @@ class Lab:
             lab._hosts, lab._keeper = None, attach(name)
             lab.launcher, lab.placements = lab._keeper.launcher, lab._keeper.placements
         lab._open(on_progress, lab._keeper.detach)
+        lab._say_what_was_missed()
         return lab
+
+    def _say_what_was_missed(self) -> None:
+        """Of a cell that has ended while no kernel was there."""
+        from labkit.notebook.execution.errors import unheard
+        from labkit.notebook.keeper.kept_ranks import KeptRanks
+
+        assert isinstance(self._ranks, KeptRanks)
+        for sentence in unheard(self._ranks.ended):
+            say(sentence)
+        self._ranks.received()
 
     def _open(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -431,6 +432,23 @@ class ReplicaNotes:
     """Along the axes of data parallelism: ranks of the same one have the same samples.
     None where each rank has its own."""
 
+    @property
+    def taken(self) -> "StepsTaken":
+        """Its number of steps alone."""
+        return StepsTaken(self.group, self.num_steps, bool(self.names))
+
+
+@dataclass(frozen=True)
+class StepsTaken:
+    """How far one rank is in a run, to be compared across ranks."""
+
+    group: int
+    """Ranks of the same group hold replicas of each other."""
+    num_steps: int
+    """Of the optimizer."""
+    has_replicas: bool
+    """Whether it holds any."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -554,6 +572,12 @@ class Outcome:
         lines = self.evalue.strip().splitlines()
         return self._line(shorten(lines[0], 160) if lines else "", because)
 
+    def in_short(self, num_characters: int) -> "Outcome":
+        """The same with no longer text than that in each field, and no traceback."""
+        texts = {k: v for k, v in vars(self).items() if isinstance(v, str)}
+        short = {name: shorten(text, num_characters) for name, text in texts.items()}
+        return replace(self, traceback=[], **short)
+
     def in_full(self) -> str:
         """As `summary`, with the whole message of an error, which may be many lines."""
         return self._line(self.evalue.strip())
@@ -576,6 +600,19 @@ class Outcome:
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{end}"
         return f"rank {self.rank}: {self.ename}{message and ': '}{message}{end}"
+
+
+@dataclass(frozen=True)
+class CellEnd:
+    """How a cell has ended on one rank, which keeps that until a kernel has it."""
+
+    number: int
+    """The cell's, of its `CellSpec`."""
+    at: float
+    """In seconds since the epoch, by the clock of the rank's host."""
+    outcome: Outcome
+    steps: StepsTaken | None = None
+    """None where the cell was no training run."""
 
 
 def shorten(text: str, num_characters: int) -> str:

@@ -103,6 +103,11 @@ def attach(
     return kernel.run(f"%dist_attach lab-{keeper.pid}", on_message=on_message)
 
 
+def restart(kernel: Kernel) -> None:
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(timeout=60)
+
+
 def losses(kernel: Kernel, strategy: str) -> str:
     ok(kernel.run(f"%%dist_train {strategy} --no-live\n{TRAIN}", timeout=120))
     history = "__import__('labkit').current_lab().runs[-1].history"
@@ -207,8 +212,7 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
             "dist.destroy_process_group()"
         )
         wait_until(mark.exists, LIMIT_S, "the cell runs")
-        kernel.manager.restart_kernel(now=True)
-        kernel.client.wait_for_ready(timeout=60)
+        restart(kernel)
         said: list[str] = []
 
         def hear(message: dict) -> None:
@@ -264,10 +268,58 @@ def test_a_run_whose_kernel_dies_has_all_of_its_records(folder: Path) -> None:
         kernel.process.send_signal(signal.SIGKILL)
     with running_kernel() as kernel:
         mark.unlink()
-        ok(attach(kernel, keeper))
+        assert "labkit: " not in ok(attach(kernel, keeper)).stderr
         ok(kernel.run("run = __import__('labkit').load_run('alone')"))
         found = ok(kernel.run("run.state, len(run.history)"))
         assert found.result["text/plain"] == "('lost', 16)"
+        # What this kernel hears no later one says.
+        failed = kernel.run("%%dist\nif rank: 1 / 0")
+        assert "ZeroDivisionError" in failed.error["evalue"]
+        restart(kernel)
+        assert "labkit: " not in ok(attach(kernel, keeper)).stderr
+        ok(kernel.run("%dist_stop"))
+    assert_ended(folder, keeper)
+
+
+def test_a_failure_while_no_kernel_is_there_is_shown_by_the_next(folder: Path) -> None:
+    mark = folder / "goes-on"
+    failing = (
+        "step += 1\n    if rank == 1 and step == 6:\n        mark.touch()\n"
+        "        while mark.exists(): time.sleep(0.1)\n"
+        "        raise ValueError('disk full on node2')\n    optimizer.step()"
+    )
+    code = TRAIN.replace("optimizer.step()", failing)
+    imports = f"import pathlib, time\nstep, mark = 0, pathlib.Path({str(mark)!r})"
+    with running_kernel() as kernel:
+        keeper = start(kernel)
+        kernel.client.execute(f"%%dist_train ddp --no-live\n{imports}\n{code}")
+        wait_until(mark.exists, LIMIT_S, "it is about to fail")
+        kernel.process.send_signal(signal.SIGKILL)
+    failure = "rank 1: ValueError: disk full on node2 at line 19: raise ValueError("
+    with running_kernel() as kernel:
+        kernel.run("%load_ext labkit")
+        said = kernel.run("%%dist\n1").stderr
+        assert "no lab is running; %dist_start starts one; %dist_attach " in said
+        assert f"\n  lab-{keeper.pid}: 2 ranks on the CPU, gloo, started " in said
+
+        def hear(message: dict) -> None:
+            text = message["content"].get("text", "")
+            if "the former kernel's cell is running" in text:
+                mark.unlink(missing_ok=True)
+            if "has failed in it (" in text and "an interrupt ends it" in text:
+                kernel.manager.interrupt_kernel()
+
+        reply = ok(attach(kernel, keeper, hear))
+        said = reply.stderr
+        assert f"may wait for a rank that has failed in it ({failure}" in reply.stdout
+        assert f"labkit: the former kernel's cell has failed\n{failure}" in said
+        assert re.search(r"\nrank 0: stopped at line .*, because rank 1 failed\n", said)
+        assert (
+            "labkit: rank 1 took 5 optimizer steps, rank 0 took 6, so they no longer "
+            "hold one model. To train on, load a checkpoint"
+        ) in said
+        restart(kernel)
+        assert "labkit: " not in ok(attach(kernel, keeper)).stderr
         ok(kernel.run("%dist_stop"))
     assert_ended(folder, keeper)
 

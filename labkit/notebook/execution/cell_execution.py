@@ -183,6 +183,9 @@ class CellExecution:
                 lost = self._end_the_dead()
             if self.problem is None:
                 self._output.finish()
+        for each in self.outcomes:  # no later kernel is to say it again
+            if each.status != "ok" or self._spec["strategy"] is not None:
+                self._cluster.ask(each.rank, "received", number=self._number)
         self._cluster.show_late_output(late_output())
         if lost:
             raise RankDiedError(lost)

@@ -1,11 +1,14 @@
 """What a user sees when a cell did not end well on every rank."""
 
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
+from labkit.notebook.history.consistency import step_mismatches
 from labkit.rank_spec import format_ranks
+from labkit.records import CellEnd
 from labkit.records import Outcome
 
 LOST_CONNECTION = re.compile(
@@ -116,6 +119,19 @@ def leave_at_users_line(error: BaseException) -> None:
         if package != "IPython":
             users = frames
         frames = frames.tb_next
+
+
+def unheard(ends: Mapping[int, CellEnd]) -> list[str]:
+    """What to say of cells that have ended without a kernel, by rank of the lab."""
+    ends, said = dict(sorted(ends.items())), []
+    for number in dict.fromkeys(end.number for end in ends.values()):
+        of_cell = [end for end in ends.values() if end.number == number]
+        in_order = [end.outcome for end in sorted(of_cell, key=lambda end: end.at)]
+        if (first := first_failure(in_order)) is not None:
+            error = RankError(first, [end.outcome for end in of_cell])
+            said.append(f"the former kernel's cell has failed\n{error}")
+    steps = {rank: end.steps for rank, end in ends.items() if end.steps is not None}
+    return [*said, *step_mismatches(steps).values()]
 
 
 def is_same_failure(one: Outcome, other: Outcome) -> bool:

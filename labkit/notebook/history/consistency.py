@@ -8,6 +8,7 @@ from labkit.checks import several
 from labkit.rank_spec import format_ranks
 from labkit.records import BUFFER
 from labkit.records import ReplicaNotes
+from labkit.records import StepsTaken
 
 MAX_NAMES = 3
 _WRAP = 2**64
@@ -40,6 +41,7 @@ def find_inconsistencies(
 def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
     """Parameters that differ between ranks that hold replicas of each other."""
     found: list[str] = []
+    other_steps = step_mismatches({rank: note.taken for rank, note in notes.items()})
     groups: dict[int, list[int]] = {}
     for rank, note in notes.items():
         groups.setdefault(note.group, []).append(rank)
@@ -47,12 +49,8 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
         first = notes[ranks[0]]
         for rank in ranks[1:]:
             other = notes[rank]
-            are_checked = bool(first.names or other.names)
-            if are_checked and first.num_steps != other.num_steps:
-                found.append(
-                    f"rank {rank} took {other.num_steps} optimizer steps, rank "
-                    f"{ranks[0]} took {first.num_steps}" + NO_LONGER_ONE
-                )
+            if rank in other_steps:
+                found.append(other_steps[rank])
                 continue
             if (first.steps, first.names) != (other.steps, other.names):
                 continue  # one of them has failed before it had a model
@@ -73,6 +71,23 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
             if len(columns) > MAX_NAMES:
                 found[-1] += f"; so do {len(columns) - MAX_NAMES} more parameters"
     return list(dict.fromkeys(found))
+
+
+def step_mismatches(taken: Mapping[int, StepsTaken]) -> dict[int, str]:
+    """By rank, where it took another number of optimizer steps than the first one of
+    those that it holds replicas of."""
+    found: dict[int, str] = {}
+    firsts: dict[int, int] = {}
+    for rank, own in taken.items():
+        number = firsts.setdefault(own.group, rank)
+        first = taken[number]
+        are_checked = own.has_replicas or first.has_replicas
+        if are_checked and own.num_steps != first.num_steps:
+            found[rank] = (
+                f"rank {rank} took {own.num_steps} optimizer steps, rank {number} took "
+                f"{first.num_steps}" + NO_LONGER_ONE
+            )
+    return found
 
 
 def one_of_each_place(notes: Mapping[int, ReplicaNotes]) -> dict[int, ReplicaNotes]:

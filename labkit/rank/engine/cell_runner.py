@@ -8,6 +8,7 @@ import gc
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,17 +66,22 @@ from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import PROFILE_NOTE
 from labkit.records import SERVE_NAME
+from labkit.records import CellEnd
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan
 from labkit.records import Outcome
 from labkit.records import Placement
+from labkit.records import ReplicaNotes
 from labkit.records import ScriptSpec
+from labkit.records import StepsTaken
 from labkit.step_folders import step_of
 from labkit.strategies import Strategy
 from labkit.strategies import find_strategy
 from labkit.strategies.mesh.roles import Roles
 from labkit.train_options import TrainOptions
 
+KEPT_CHARACTERS = 4096
+"""Of each text about how a cell has ended, for a kernel that comes later."""
 TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
 
 
@@ -108,6 +114,7 @@ class CellRunner:
         self._emitter: Emitter | None = None
         self._session: Session | None = None
         self._stop_point = StopPoint()
+        self._steps: StepsTaken | None = None
         self._begin_error: Exception | None = None
         self._shown_error: BaseException | None = None
         """Whose traceback IPython has shown while the cell ran, last."""
@@ -175,6 +182,7 @@ class CellRunner:
         if KEY not in metadata:
             return
         self._spec = spec = CellSpec(**metadata[KEY])
+        self._requests.ended = self._steps = None
         self._interrupts.begin(spec.number)
         self._torch_settings = ThreadSettings()
         self._set_names()
@@ -244,7 +252,10 @@ class CellRunner:
             num_ranks = self.placement.world_size
             fits = forecast_sentence(session.forecastable, self.group.device, num_ranks)
             memory = "\n".join([memory, *fits])
-        self._publish("outcome", replace(outcome, memory=memory))
+        outcome = replace(outcome, memory=memory)
+        short, number = outcome.in_short(KEPT_CHARACTERS), self._interrupts.number
+        self._requests.ended = CellEnd(number, time.time(), short, self._steps)
+        self._publish("outcome", outcome)
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads: it takes a tenth of a second.
@@ -397,7 +408,7 @@ class CellRunner:
             folder=spec.folder,
             checkpoints=plan,
             roles=roles,
-            report=lambda report: self._publish("report", report),
+            report=self._take_report,
             observers=[self._stop_point, *slowing, *profiling],
             profiled=ProfiledSteps(
                 recorder, () if profiler is None else profiler.left_out
@@ -420,6 +431,11 @@ class CellRunner:
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
+
+    def _take_report(self, report: Any) -> None:
+        if isinstance(report, ReplicaNotes):
+            self._steps = report.taken
+        self._publish("report", report)
 
     def _slowing(self, options: TrainOptions) -> list[Observer]:
         """What makes this rank slow, if it is to be."""

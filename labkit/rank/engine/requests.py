@@ -17,6 +17,7 @@ from labkit.rank.measuring.memory import memory_total
 from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
 from labkit.rank.training.stop_point import StopPoint
+from labkit.records import CellEnd
 
 
 class ControlRequests:
@@ -34,11 +35,14 @@ class ControlRequests:
         self._shell = shell
         self._group = group
         self._interrupts = interrupts
+        self.ended: CellEnd | None = None
+        """How the last cell has ended, until a kernel has received it."""
         self._answers: dict[str, Callable[..., Any]] = {
             "interrupt": interrupts.request,
             "hold": lambda: stop_point().hold(),
             "stop_after": lambda num_steps: stop_point().stop_after(num_steps),
             "describe": self._describe,
+            "received": self._received,
             "progress": lambda: {
                 "done": [stop_point().num_steps, finished_collectives()],
                 "overdue": group.overdue(),
@@ -49,8 +53,9 @@ class ControlRequests:
         answer_questions(shell.kernel, self._answers, console.listen)
 
     def _describe(self) -> dict[str, Any]:
-        """Host, process, device and memory of this rank, for `%dist_status`."""
-        device = self._group.device
+        """Host, process, device and memory of this rank, for `%dist_status`; and how
+        its last cell has ended, if no kernel knows that."""
+        device, ended = self._group.device, self.ended
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -60,7 +65,13 @@ class ControlRequests:
             **describe(device),
             "memory_used": memory_reader(device)(),
             "memory_total": memory_total(device),
+            "ended": None if ended is None else dataclasses.asdict(ended),
         }
+
+    def _received(self, number: int) -> None:
+        """A kernel knows how the cell of this number has ended."""
+        if self.ended is not None and self.ended.number == number:
+            self.ended = None
 
     def _stack(self) -> dict[str, Any]:
         """Where the main thread is: a `records.Position`, as a dict."""
