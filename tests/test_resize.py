@@ -177,21 +177,29 @@ def test_what_was_made_for_another_number_of_ranks_is_refused(
     )
     lab.restart(num_ranks=num_ranks)
     here = range(min(num_ranks, 2))
-    before = f"for a lab of 2 ranks .*has made that {num_ranks}"
-    for code in (
-        "by_hand(ones)",
-        "sharded(ones)",
-        "fsdp_model(torch.ones(2, 8))",
-        "ddp_model(torch.ones(2, 8)).sum().backward()",
-        "ddp_optimizer.step()",
-        "next(iter(ddp_loader))",
-        "next(iter(val))",
-        "next(begun)",
-        "for x in torch.utils.data.DataLoader(range(8), sampler=dealt): pass",
-        "ddp_loader.share(dataset, batch_size=2)",
-        f"save_checkpoint({str(tmp_path / 'x')!r}, model=sharded)",
+    before = f"made for a lab of 2 ranks, and the lab now has {num_ranks}: "
+    loop = "for x in torch.utils.data.DataLoader(range(8), sampler=dealt): pass"
+    for code, thing, remedy in (
+        ("by_hand(ones)", "DistributedDataParallel", "Wrap its module again"),
+        ("sharded(ones)", "model and its optimizer", "Make both again"),
+        ("fsdp_model(torch.ones(2, 8))", "model and its optimizer", "Make both again"),
+        ("ddp_model(torch.ones(2, 8)).sum().backward()", "model and", "Make both"),
+        ("ddp_optimizer.step()", "model and its optimizer", "Make both again"),
+        ("next(iter(ddp_loader))", "loader", "the loader that prepare gives"),
+        ("next(iter(val))", "loader.share", "Call share again"),
+        ("next(begun)", "loader.share", "Call share again"),
+        (loop, "DistributedSampler", "Make it again, and the DataLoader"),
+        (
+            "ddp_loader.share(dataset, batch_size=2)",
+            "loader",
+            "the loader that prepare",
+        ),
+        (
+            f"save_checkpoint({str(tmp_path / 'x')!r}, model=sharded)",
+            *("model and its optimizer", "Make both again"),
+        ),
     ):
-        with pytest.raises(RankError, match=before):
+        with pytest.raises(RankError, match=f"this {thing} .*{before}.*{remedy}"):
             lab.run(code, ranks=list(here))
     for code in (
         "next(sharded.parameters()).full_tensor()",

@@ -731,7 +731,11 @@ def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
 def test_a_whole_model_of_an_earlier_run_is_trained_on(
     lab: Lab, strategy: str, then: str
 ) -> None:
-    train(lab, strategy, cell("mlp", "no momentum").replace("epochs = 9, 2", "9, 1"))
+    train(
+        lab,
+        strategy,
+        cell("mlp", "no momentum").replace("epochs = 9, 2", "epochs = 9, 1"),
+    )
     if strategy != "ddp":
         again = "prepare(model, optimizer, data, batch_size=9)"
         held = f"optimizer is prepared under {strategy} already.*make a new one"

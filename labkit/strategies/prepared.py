@@ -35,6 +35,7 @@ from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.mesh import worlds
 from labkit.strategies.mesh.device_mesh import part_of_model
 from labkit.strategies.mesh.peers import peers_on
 from labkit.strategies.mesh.peers import team_on
@@ -204,7 +205,7 @@ class Prepared:
 
     def check_ranks(self) -> None:
         """UnsupportedLoopError where those that it was prepared for are no more."""
-        self.team.check()
+        self.team.check(worlds.MODEL)
 
     @property
     def has_parts(self) -> bool:

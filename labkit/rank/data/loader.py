@@ -21,6 +21,7 @@ from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
 from labkit.rank.data.devices import to_device
 from labkit.rank.data.sharing import ShareLoader
+from labkit.strategies.mesh.worlds import LOADER
 
 Weigh = Callable[[Any], float | torch.Tensor]
 
@@ -159,7 +160,7 @@ class RankLoader:
         >>> dist.all_reduce(correct)
         """
         peers = self.batches.dealer.peers
-        peers.check()
+        peers.check(LOADER)
         return ShareLoader(
             dataset, batch_size, peers, self.before_evaluation, self.on_evaluated
         )
@@ -168,7 +169,7 @@ class RankLoader:
         if not is_in_main_thread():
             self.refuse(UnsupportedLoopError(DRAWN_BY_A_THREAD))
             return
-        self.batches.dealer.peers.check()
+        self.batches.dealer.peers.check(LOADER)
         self.batches.epoch = self.num_epochs
         self.num_epochs += 1
         had = self._batches_had()
@@ -184,7 +185,7 @@ class RankLoader:
             dealt = self._weighed(dealt, self._weigh)
         try:
             for number in itertools.count():
-                self.batches.dealer.peers.check()  # also in the midst of a pass
+                self.batches.dealer.peers.check(LOADER)  # also in the midst of a pass
                 self._before_batch(self)
                 batch, share = next(dealt, (_END, None))
                 if number == 0 and had:

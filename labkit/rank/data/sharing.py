@@ -17,6 +17,7 @@ from labkit.rank.data.dealing import kept_options
 from labkit.rank.data.dealing import part_of
 from labkit.rank.data.devices import to_device
 from labkit.strategies.mesh.peers import Peers
+from labkit.strategies.mesh.worlds import SHARE
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -91,9 +92,9 @@ class ShareLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._peers.check()
+        self._peers.check(SHARE)
         self._on_begin()
         for batch in self._loader:
-            self._peers.check()  # also in the midst of a pass
+            self._peers.check(SHARE)  # also in the midst of a pass
             yield to_device(batch, self._peers.device)
         self._on_end()

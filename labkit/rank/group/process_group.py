@@ -53,15 +53,6 @@ _LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "P
 """Prefixes of the variables by which torchrun and MPI pass a process its rank."""
 
 
-OTHER_SIZE = (
-    "this was made for a lab of {former} (%dist_restart has made that {now}): it "
-    "would train with only some of the samples or parameters. Make the model and the "
-    "optimizer again and prepare them, in a %%dist_train cell; --resume, or "
-    "load_checkpoint, goes on from a checkpoint of any number of ranks"
-)
-"""Where a model, a loader or a group is used in a lab of another size."""
-
-
 def forget_launchers() -> None:
     """Remove what another launcher, which started the notebook, says of itself:
     DeepSpeed reads MPI's."""
@@ -265,10 +256,10 @@ class RankProcessGroup:
         if former in (0, num_ranks):
             return
         ranks = f"{former} rank{'s' * (former > 1)}"
-        why = OTHER_SIZE.format(former=ranks, now=num_ranks)
-        begin_world(why)
+        lab = f"a lab of {ranks}, and the lab now has {num_ranks}"
+        begin_world(lab)
         for each in self._former.values():
-            each.let_go(why)
+            each.let_go(lab)
         self._former.clear()
         close_connections(self.peers, self._others)
 

@@ -6,7 +6,9 @@ import json
 import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +25,9 @@ from labkit.compat.c10d import ranks_of
 from labkit.compat.c10d import set_groups_of
 from labkit.compat.data_parallel import remake_reducer
 from labkit.compat.data_parallel import reset_step
+from labkit.strategies.mesh.worlds import MODEL
+from labkit.strategies.mesh.worlds import SAMPLER
+from labkit.strategies.mesh.worlds import WRAPPED
 from labkit.strategies.prepared import Prepared
 
 Group = dist.ProcessGroup
@@ -84,14 +89,10 @@ class FormerGroups:
         self.ranks = {mark + name: ranks for name, ranks in self.ranks.items()}
         forget_shardings()
 
-    def let_go(self, why: str) -> None:
+    def let_go(self, lab: str) -> None:
         """Let nothing find these groups any more: there are no successors. A model that
-        needs them says `why` where it is called, and a sampler that divides its
-        samples by their ranks where it is iterated over."""
-
-        def refuse(module: Any, arguments: Any) -> None:
-            raise UnsupportedLoopError(why)
-
+        needs them says so where it is called, and a sampler that divides its samples
+        by their ranks where it is iterated over; `lab` is theirs, in words."""
         for each in models_and_meshes():
             if isinstance(each, DeviceMesh):
                 names = group_names_of(each)
@@ -99,11 +100,13 @@ class FormerGroups:
                     set_groups_of(each, [LOST for _ in names], {})
             elif isinstance(each, DistributedSampler):
                 if each.num_replicas > 1:
-                    refuse_iteration(each, why)
+                    refuse_iteration(each, SAMPLER.format(lab=lab))
             elif not isinstance(each, Prepared) or each.has_parts:
                 model = each.module if isinstance(each, Prepared) else each
-                model.register_forward_pre_hook(refuse, prepend=True)
-                if not isinstance(model, DistributedDataParallel):  # which has a whole
+                is_whole = isinstance(model, DistributedDataParallel)
+                why = (WRAPPED if is_whole else MODEL).format(lab=lab)
+                model.register_forward_pre_hook(partial(refuse, why), prepend=True)
+                if not is_whole:
                     _over[model] = why
         forget_shardings()
 
@@ -203,15 +206,19 @@ def models_and_meshes() -> list[Any]:
     return found
 
 
+def refuse(why: str, *arguments: Any) -> NoReturn:
+    """Instead of what would be called with these arguments."""
+    raise UnsupportedLoopError(why)
+
+
 def refuse_iteration(sampler: Any, why: str) -> None:
     """Have `iter(sampler)` raise UnsupportedLoopError, and all else as before: Python
     looks for `__iter__` in the class alone."""
     kind = type(sampler)
-
-    def refuse(self: Any) -> Any:
-        raise UnsupportedLoopError(why)
-
-    known = {"__iter__": refuse, "__module__": kind.__module__}
+    known = {
+        "__iter__": lambda self: refuse(why),
+        "__module__": kind.__module__,
+    }
     sampler.__class__ = type(kind.__name__, (kind,), known)
 
 

@@ -35,9 +35,10 @@ class Peers:
     world: int = field(default_factory=current_world, compare=False)
     """The number of the world that they are ranks of."""
 
-    def check(self) -> None:
-        """UnsupportedLoopError where the lab has another number of ranks by now."""
-        check_world(self.world)
+    def check(self, why: str) -> None:
+        """UnsupportedLoopError, with a text of `worlds`, where the lab has another
+        number of ranks by now."""
+        check_world(self.world, why)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
