@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from itertools import groupby
@@ -25,7 +26,12 @@ from kernels import wait_until
 from marks import long_but
 
 from labkit.host import watchdog
+from labkit.notebook.execution.errors import unheard
 from labkit.notebook.keeper.kept_labs import find_labs
+from labkit.notebook.keeper.kept_labs import since
+from labkit.records import CellEnd
+from labkit.records import Outcome
+from labkit.records import StepsTaken
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.engine]
 
@@ -476,3 +482,21 @@ def test_how_long_is_checked_first(minutes: str, kernel: Kernel) -> None:
     if minutes == "0.5h":
         allowed = "argument --keep: invalid float value: '0.5h'"
     assert allowed in reply.stderr
+
+
+def test_since_when_is_said_with_the_day_where_that_is_another() -> None:
+    assert re.fullmatch(r"since \d\d:\d\d", since(time.time()))
+    assert re.fullmatch(r"since 1970-01-\d\d at \d\d:\d\d", since(86400.0))
+
+
+def test_ranks_of_different_cells_are_not_compared() -> None:
+    """Trials run on parts of a lab, each part with its own rank 0."""
+    ends = {
+        rank: CellEnd(cell, float(-rank), Outcome(rank, status), StepsTaken(0, n, True))
+        for rank, (cell, status, n) in enumerate(
+            [(1, "ok", 6), (1, "ok", 6), (2, "error", 5), (2, "error", 4)]
+        )
+    }
+    failed, steps = unheard(ends)
+    assert failed.splitlines()[1:] == ["rank 2: ", "rank 3: the same"]
+    assert steps.startswith("rank 3 took 4 optimizer steps, rank 2 took 5, so they ")

@@ -123,15 +123,18 @@ def leave_at_users_line(error: BaseException) -> None:
 
 def unheard(ends: Mapping[int, CellEnd]) -> list[str]:
     """What to say of cells that have ended without a kernel, by rank of the lab."""
-    ends, said = dict(sorted(ends.items())), []
-    for number in dict.fromkeys(end.number for end in ends.values()):
-        of_cell = [end for end in ends.values() if end.number == number]
-        in_order = [end.outcome for end in sorted(of_cell, key=lambda end: end.at)]
-        if (first := first_failure(in_order)) is not None:
-            error = RankError(first, [end.outcome for end in of_cell])
+    said: list[str] = []
+    cells: dict[int, dict[int, CellEnd]] = {}
+    for rank, end in sorted(ends.items()):  # trials may have run on parts of the lab
+        cells.setdefault(end.number, {})[rank] = end
+    for cell in cells.values():
+        in_order = sorted(cell.values(), key=lambda end: end.at)
+        if (first := first_failure([end.outcome for end in in_order])) is not None:
+            error = RankError(first, [end.outcome for end in cell.values()])
             said.append(f"the former kernel's cell has failed\n{error}")
-    steps = {rank: end.steps for rank, end in ends.items() if end.steps is not None}
-    return [*said, *step_mismatches(steps).values()]
+        steps = {rank: end.steps for rank, end in cell.items() if end.steps}
+        said += step_mismatches(steps).values()
+    return said
 
 
 def is_same_failure(one: Outcome, other: Outcome) -> bool:

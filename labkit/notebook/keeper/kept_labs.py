@@ -72,6 +72,11 @@ def clock(when: float) -> str:
     return time.strftime("at %H:%M" if is_today else "on %Y-%m-%d at %H:%M", then)
 
 
+def since(when: float) -> str:
+    """As "since 16:52", or "since 2026-11-25 at 16:52"."""
+    return f"since {clock(when).removeprefix('at ').removeprefix('on ')}"
+
+
 def place(folder: Path) -> Meeting:
     """Where the keeper of the lab with this folder listens."""
     return Meeting(str(folder / _SOCKET))
@@ -182,9 +187,8 @@ def choose(name: str | None) -> tuple[Path, KeptLab]:
     [(folder, lab, now)] = alive
     if now.kernel is not None:
         raise UserError(
-            f"kernel {now.kernel} has been attached to {lab.name} since "
-            f"{clock(now.since).removeprefix('at ').removeprefix('on ')}. Shut that "
-            "kernel down first: the lab stays as it is"
+            f"kernel {now.kernel} has been attached to {lab.name} {since(now.since)}. "
+            "Shut that kernel down first: the lab stays as it is"
         )
     check_versions(lab)
     return folder, lab
