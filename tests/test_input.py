@@ -290,6 +290,7 @@ def test_an_unknown_option_is_answered_with_what_there_is(
         ("dist_runs --strategy dpp", "unknown strategy 'dpp'; choose one of: single"),
         ("dist_start -n 99999999999999", "ranks, and the .* of this machine hold"),
         ("dist_start --threads 1000000", "threads is 1000000; .* from 1 to 1,024"),
+        ('dist_start --launcher-options "-p x -t 1"', "^--launcher-options -p x -t 1 "),
     ],
 )
 def test_what_contradicts_itself_or_cannot_be_is_refused(
