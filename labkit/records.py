@@ -575,7 +575,9 @@ class Outcome:
     def in_short(self, num_characters: int) -> "Outcome":
         """The same with no longer text than that in each field, and no traceback."""
         texts = {k: v for k, v in vars(self).items() if isinstance(v, str)}
-        short = {name: shorten(text, num_characters) for name, text in texts.items()}
+        short: dict[str, Any] = {
+            name: shorten(text, num_characters) for name, text in texts.items()
+        }
         return replace(self, traceback=[], **short)
 
     def in_full(self) -> str:

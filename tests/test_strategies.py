@@ -333,7 +333,9 @@ class Scaled(nn.Module):
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
 model = Scaled()
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+used = [model.scale, *model.first.parameters(), *model.last.parameters()]
+groups = [{"params": used}, {"params": model.unused.parameters()}]
+optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
 torch.manual_seed(rank)
 for _ in range(5):
     loss = (model(torch.randn(4, 8)) - torch.randn(4, 1)).square().mean()
@@ -361,6 +363,36 @@ def test_an_optimizer_brings_its_state_of_rank_0(lab: Lab, strategy: str) -> Non
     lab.run(BROUGHT)
     prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
     train(lab, strategy, f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
+    found = lab.pull("model", full=True)
+    for name, expected in here["model"].state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_zero_refuses_an_optimizer_with_other_counts_in_one_group(lab: Lab) -> None:
+    uneven = BROUGHT.replace("AdamW(groups", "AdamW(model.parameters()")
+    lab.run(f"{uneven}before = len(optimizer.state)")
+    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
+    with pytest.raises(RankError, match=r"group 0 have taken different numbers of st"):
+        train(lab, "zero2", f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
+    # What is refused later changes nothing of it either.
+    lab.run(f"{BROUGHT}before = len(optimizer.state)")
+    config = {"zero_optimization": {"typo": 1}}
+    with pytest.raises(RankError, match="zero_optimization has no 'typo'"):
+        train(lab, "zero2", f"prepare{prepare[7:]}\n{AFTER_IT}", config=config)
+    lab.run("assert len(optimizer.state) == before > 0")
+
+
+@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero1", "zero3"]))
+def test_adagrad_has_the_rates_that_the_loop_sets(lab: Lab, strategy: str) -> None:
+    code = BROUGHT.replace("AdamW(", "Adagrad(").replace("lr=0.01, ", "lr=0.1, ")
+    rates = "for group in optimizer.param_groups: group['lr'] = 0.02\n"
+    here: dict[str, Any] = {"rank": 0}
+    exec(code, here)
+    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
+    exec(rates + AFTER_IT, here)
+    lab.run(code)
+    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
+    train(lab, strategy, f"model, optimizer, loader = {prepare}\n{rates}{AFTER_IT}")
     found = lab.pull("model", full=True)
     for name, expected in here["model"].state_dict().items():
         torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)

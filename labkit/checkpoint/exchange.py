@@ -38,6 +38,14 @@ def all_gather_plans(
     return found
 
 
+def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors are that ranks of a group exchange."""
+    is_nccl = "nccl" in dist.get_backend(group)
+    if is_nccl:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def all_gather_json(
     value: Any, what: str, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
@@ -45,8 +53,7 @@ def all_gather_json(
 
     Raises ValueError, in which `what` names it, for what is no JSON.
     """
-    is_nccl = "nccl" in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
+    device = device_of_group(group)
     payload = json.dumps(value).encode()
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     num_ranks = dist.get_world_size(group)

@@ -108,6 +108,19 @@ def partition(partitioner: Any, parameter: nn.Parameter) -> None:
     partitioner._convert_to_zero_parameters([parameter])
 
 
+@GATE.needs(f"{_STAGE_2}._link_all_hp_params")
+def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Have the user's own optimizer update the partitions.
+
+    In place of an Adagrad, which makes its states at once, DeepSpeed puts another of
+    one group with the first settings, which the loop cannot change.
+    """
+    if zero.optimizer is not optimizer:
+        zero.optimizer = optimizer
+        if hasattr(zero, "_link_all_hp_params"):  # it went by the other's groups
+            zero._link_all_hp_params()
+
+
 @GATE.needs(
     f"{_STAGE_2}._hp_optimizer_states_linked",
     f"{_STAGE_2}._lazy_init_hp_params_optimizer_state",

@@ -184,7 +184,9 @@ def failures(ends: Mapping[int, CellEnd], in_cells: Set[int]) -> str:
         if end.outcome.status == "error" and in_cells & {0, end.number}:
             words = end.outcome.summary().removeprefix(f"rank {rank}: ")
             alike.setdefault(words, []).append(rank)
-    return "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in alike.items())
+    return "; ".join(
+        f"{format_ranks(ranks)}: {words}" for words, ranks in alike.items()
+    )
 
 
 def ranks_of(

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
+from labkit.checkpoint.exchange import device_of_group
 from labkit.checks import UnsupportedLoopError
-from labkit.compat.c10d import local_part
 from labkit.rank.group.recovery import check_groups_of
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies.mesh.peers import Peers
@@ -248,19 +248,20 @@ class UserModel:
 def check_counts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """UnsupportedLoopError where ranks that have a model in parts have taken different
     numbers of steps with them, as far as the optimizer counts. Collective."""
-    parts = [p for p in model.parameters() if isinstance(p, DTensor)]
-    if not parts:
-        return
     counts = {
         float(value)
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and not value.dim()
     }
-    everyone = Peers(
-        dist.get_rank(), dist.get_world_size(), local_part(parts[0]).device
-    )
-    if not everyone.agree_on(zlib.crc32(repr(sorted(counts)).encode())):
+    number = zlib.crc32(repr(sorted(counts)).encode())
+    has_parts = any(isinstance(each, DTensor) for each in model.parameters())
+    device = device_of_group()
+    everyone = Peers(dist.get_rank(), dist.get_world_size(), device)
+    least_of_all = -(2**40)  # of ranks without parts, which are not compared
+    sent = [number, -number] if has_parts else [least_of_all] * 2
+    most, least = everyone.greatest(sent)
+    if most not in (-least, least_of_all):
         raise UnsupportedLoopError(
             "ranks have taken different numbers of steps with this optimizer, as where "
             "one of them fails in a cell, so their parts no longer belong to one "

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.torch import no_dispatch
+from labkit.compat.torch import tree_leaves
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.mesh.peers import Peers
 
@@ -24,14 +25,18 @@ def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
     """
     if team.size == 1:
         return
-    kept = [
-        [(key, value) for key, value in optimizer.state.get(parameter, {}).items()]
+    kept: list[dict[str, Any]] = [
+        optimizer.state.get(parameter, {})
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    tensors = [v for state in kept for _, v in state if isinstance(v, torch.Tensor)]
-    number = zlib.crc32(repr([[as_fact(*e) for e in s] for s in kept]).encode())
+    facts = [
+        (key, [as_fact(leaf) for leaf in tree_leaves(value)])
+        for state in kept
+        for key, value in state.items()
+    ]
     of = sum(map(bool, kept))
+    number = zlib.crc32(repr(facts).encode())
     most, least, number, other = team.greatest([of, -of, number, -number])
     if number != -other:
         states = (
@@ -45,20 +50,21 @@ def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
             "again on all ranks, and load into both what they are to continue from, or "
             "continue a run with --resume"
         )
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):  # each rank has its own part
-            continue
-        sent = tensor.detach().to(team.device).contiguous()
-        team.broadcast(sent)
-        tensor.detach().copy_(sent)
+    for leaf in tree_leaves(kept):
+        # Of a DTensor each rank has its own part.
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+            sent = leaf.detach().to(team.device).contiguous()
+            # As bytes: a backend knows but some dtypes.
+            team.broadcast(sent.view(-1).view(torch.uint8))
+            leaf.detach().copy_(sent)
 
 
-def as_fact(key: str, value: Any) -> str:
-    """What has to be the same on every rank of a state."""
-    if isinstance(value, torch.Tensor):
-        return f"{key}: {tuple(value.shape)} {value.dtype}"
-    is_plain = value is None or isinstance(value, bool | int | float | str)
-    return f"{key}: {value if is_plain else type(value).__name__}"
+def as_fact(leaf: Any) -> Any:
+    """What has to be the same on every rank of a part of a state."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    is_plain = leaf is None or isinstance(leaf, bool | int | float | str)
+    return leaf if is_plain else type(leaf).__name__
 
 
 def check_inputs(leaves: Sequence[Any], mesh: DeviceMesh) -> None:

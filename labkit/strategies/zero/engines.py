@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -211,17 +210,15 @@ def is_zero(model: nn.Module) -> bool:
     )
 
 
-def name_parts(parts: Iterable[torch.Tensor], strategy: str) -> None:
-    """Have `strategy_of` know the parts of parameters that an optimizer has now."""
-    for part in parts:
-        setattr(part, _STRATEGY, strategy)
+def name_strategy(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Have `strategy_of` know what a user's optimizer is under from now on."""
+    setattr(optimizer, _STRATEGY, strategy)
 
 
 def strategy_of(optimizer: torch.optim.Optimizer) -> str:
-    """The strategy that has put parts of parameters in place of those that a user's
+    """The strategy that has put partitions in place of the parameters that a user's
     optimizer was made for; "" where none has."""
-    held = (each for group in optimizer.param_groups for each in group["params"])
-    return next(filter(None, (getattr(each, _STRATEGY, "") for each in held)), "")
+    return str(getattr(optimizer, _STRATEGY, ""))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import call_before_reduction
 from labkit.compat.deepspeed import forget_backward
+from labkit.compat.deepspeed import keep_optimizer
 from labkit.compat.deepspeed import prepare_backward
 from labkit.compat.torch import call_step_hooks
 from labkit.compat.torch import without_step_hooks
@@ -48,7 +49,7 @@ from labkit.strategies.zero.engines import forget
 from labkit.strategies.zero.engines import free_training_states
 from labkit.strategies.zero.engines import import_deepspeed
 from labkit.strategies.zero.engines import land_parameters
-from labkit.strategies.zero.engines import name_parts
+from labkit.strategies.zero.engines import name_strategy
 from labkit.strategies.zero.engines import numbered_as
 from labkit.strategies.zero.engines import plain_copy
 from labkit.strategies.zero.engines import quiet
@@ -94,9 +95,9 @@ class ZeRO(Prepared):
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
         ]
+        check_counts(self.optimizer)
         # DeepSpeed makes other parameters of these, and looks for no state of theirs.
         brought = Held(optimizer_states(self.optimizer, self._names))
-        self.optimizer.state.clear()
         destroy_former_engines()
         self.num_shards = self.peers.size
         deepspeed = import_deepspeed(self.device)
@@ -118,12 +119,14 @@ class ZeRO(Prepared):
                 config=config,
                 dist_init_required=False,
             )
+        keep_optimizer(self._zero, self.optimizer)
         partitions = self.partitions()
         restore_digits(digits, [p for _, group in partitions for p in group])
         if brought.tensors:
+            self.optimizer.state.clear()
             held = ZeROStates(self.module, self._zero, partitions, self.peers)
             held.restore_optimizer(brought)
-        name_parts((part for part, _ in partitions), self.name)
+        name_strategy(self.optimizer, self.name)
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
         self.engine.set_gradient_accumulation_boundary(False)
@@ -584,3 +587,32 @@ def has_memory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bo
     """Whether a gradient of 0 changes a parameter: by momentum or weight decay."""
     is_sgd = type(optimizer) is torch.optim.SGD
     return not is_sgd or bool(group["momentum"] or group["weight_decay"])
+
+
+def check_counts(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError where parameters of one group, which are to be one partition
+    with one count of its steps, have taken different numbers of steps."""
+    for number, group in enumerate(optimizer.param_groups):
+        trained = [p for p in group["params"] if p.requires_grad]
+        # Without a state there are no counts, and no other values either.
+        counts = {
+            tuple(
+                (key, float(value) if is_count(value) else None)
+                for key, value in optimizer.state.get(parameter, {}).items()
+                if value is not None
+            )
+            for parameter in trained
+        }
+        if len(counts) > 1:
+            raise UnsupportedLoopError(
+                f"parameters of the optimizer's group {number} have taken different "
+                "numbers of steps, as where some were frozen, and ZeRO counts the "
+                "steps of a group. Make an optimizer with groups of their own for "
+                "these, or a new one, or use ddp or fsdp"
+            )
+
+
+def is_count(value: Any) -> bool:
+    """Whether this is one number, as the number of steps is."""
+    is_number = isinstance(value, int | float)
+    return is_number or (isinstance(value, torch.Tensor) and not value.dim())

@@ -152,7 +152,7 @@ class ZeROStates:
         optimizer = self._zero.optimizer
         for flat, parameters in self._partitions:
             state: dict[str, torch.Tensor] = {}
-            device = device_of_counts(optimizer, flat)
+            device = flat.device if counts_on_device(optimizer) else "cpu"
             for parameter in parameters:
                 name = names[id(parameter)]
                 for key in states.saved_keys(source, name):
@@ -198,15 +198,10 @@ def full_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
     return whole
 
 
-def device_of_counts(
-    optimizer: torch.optim.Optimizer, flat: torch.Tensor
-) -> torch.device | str:
-    """Where the optimizer expects the number of steps of a partition."""
-    for group in optimizer.param_groups:
-        if any(parameter is flat for parameter in group["params"]):
-            on_device = group.get("capturable") or group.get("fused")
-            return flat.device if on_device else "cpu"
-    return "cpu"
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it expects the number of steps where its parameters are."""
+    groups = optimizer.param_groups
+    return any(each.get("capturable") or each.get("fused") for each in groups)
 
 
 def own_part(parameter: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
