@@ -1,5 +1,6 @@
 """Ranks in Slurm jobs: a real Slurm, with two of the hosts as its nodes."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from namespaces import LIMIT_S
 from namespaces import Namespace
 from training import CELL
 from training import mean_losses
+from training import training_cell
 
 from labkit import Lab
 from labkit import RankError
@@ -213,3 +215,33 @@ def test_a_run_stops_with_a_checkpoint_before_the_job_ends(
         again = lab.train("fsdp", CELL, live=False, checkpoint=tmp_path, resume=True)
         assert f"resumed from step {saved}" in capsys.readouterr().out
         assert again.state == "finished"
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("nothing_left", "no_job_left")
+def test_a_job_that_is_requeued_resumes(tmp_path: Path) -> None:
+    """A script with `resume` is the same in its first job and in every other."""
+    checkpoint, told = tmp_path / "checkpoint", tmp_path / "told"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from labkit import Lab\n"
+        "with Lab(launcher='slurm') as lab:\n"
+        f"    run = lab.train('fsdp', {training_cell(pause_s=2)!r}, live=False,\n"
+        f"                    checkpoint={str(checkpoint)!r}, every=1, resume=True)\n"
+        f"open({str(told)!r}, 'w').write(f'{{run.resumed_from}} {{run.num_steps}}')\n"
+    )
+    options = ["--requeue", "--nodes=2", "--ntasks=2", "--chdir", str(tmp_path)]
+    command = shlex.join([sys.executable, str(script)])
+    subprocess.run(["sbatch", *options, "--wrap", command], check=True)
+    [job] = jobs()
+    wait_until(lambda: any(checkpoint.glob("step-*")), 120, "no checkpoint is there")
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    update = ["scontrol", "update", f"JobId={job}", "StartTime=now"]  # not in 2 minutes
+    wait_until(
+        lambda: subprocess.run(update, check=False).returncode == 0,
+        LIMIT_S,
+        "the job cannot start again",
+    )
+    wait_until(told.exists, 300, "the job does not end")
+    resumed_from, num_steps = told.read_text().split()
+    assert 1 <= int(resumed_from) < int(num_steps) == 8
