@@ -293,8 +293,11 @@ def test_a_loop_that_uses_parts_of_the_model_by_other_names_is_not_plain(
         plain(code.replace(LOG, f"f({name})"))
     of_parameters = code.replace("SGD(model.parameters()", "SGD(given")
     plain(of_parameters)
-    with pytest.raises(ValueError, match="optimizer is not made right before prepare"):
-        plain(of_parameters, "fsdp")
+    for strategy in ("fsdp", "zero2"):
+        with pytest.raises(ValueError, match="is not made right before prepare"):
+            plain(of_parameters, strategy)
+    with pytest.raises(ValueError, match="DeepSpeed replaces Adagrad"):
+        plain(code.replace("SGD(", "Adagrad("), "zero2")
 
 
 def test_a_fit_is_written_out_where_its_arguments_can_be() -> None:

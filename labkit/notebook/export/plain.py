@@ -83,8 +83,10 @@ def plain_text(
     for each in parts.earlier:
         if {loop.model, loop.optimizer, loop.loader} & each.names.needs_later:
             raise NotPlainError("a function of an earlier cell uses what prepare takes")
-    if kind == "fsdp" and loop.making is None:
+    if kind in ("fsdp", "zero") and loop.making is None:  # it may have states by then
         raise NotPlainError(f"{loop.optimizer} is not made right before prepare")
+    if kind == "zero" and "Adagrad" in f"{earlier}\n{body}":
+        raise NotPlainError("DeepSpeed replaces Adagrad by one of its own")
     written = _written_out(body, loop, kind, run.strategy, is_even=is_even)
     layout = Layout(Parts(parts.earlier, written))
     inside = ["global " + ", ".join(layout.globals)] if layout.globals else []
