@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -63,10 +64,11 @@ def program(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def running(folder: Path, hosts: Sequence[Namespace]) -> Iterator[Path]:
-    """Slurm with a node of the name of each host; its configuration file, which
-    SLURM_CONF is to name."""
-    folder.mkdir()
+def running(place: Path, hosts: Sequence[Namespace]) -> Iterator[Path]:
+    """Slurm with a node of the name of each host, in a folder of its own at `place`;
+    its configuration file, which SLURM_CONF is to name."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=place))
+    folder.chmod(0o755)  # munged's socket is for everyone
     for name in ("state", *(f"spool-{host.name}" for host in hosts)):
         (folder / name).mkdir()
     key = folder / "munge.key"

@@ -34,7 +34,7 @@ def nodes(four: list[Namespace], folder: Path) -> Iterator[list[Namespace]]:
         pytest.skip(reason)
     with (
         pytest.MonkeyPatch.context() as patch,
-        slurm.running(folder / "slurm", four[:2]) as config,
+        slurm.running(folder, four[:2]) as config,
     ):
         patch.setenv("SLURM_CONF", str(config))
         yield four[:2]
