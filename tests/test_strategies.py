@@ -343,59 +343,61 @@ for _ in range(5):
     optimizer.step()
     optimizer.zero_grad()
 """
-AFTER_IT = """
+LOOP_AFTER_IT = """
 for x, y in loader:
     loss = (model(x) - y).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 """
+PREPARED = (
+    "model, optimizer, loader = prepare(\n"
+    "    model, optimizer, data, batch_size=8, shuffle=False\n"
+    ")\n"
+)
+
+
+def assert_trained_on_as_in_one_process(
+    lab: Lab, strategy: str, brought: str, loop: str
+) -> None:
+    """Where the cell `brought` has trained with plain PyTorch, as rank 0 has."""
+    here: dict[str, Any] = {"rank": 0}
+    exec(brought, here)
+    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
+    exec(loop, here)
+    lab.run(brought)
+    train(lab, strategy, PREPARED + loop)
+    found = lab.pull("model", full=True)
+    for name, expected in here["model"].state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "strategy", in_suites(STRATEGIES, test=["ddp", "zero1", "zero3", "fsdp"])
 )
 def test_an_optimizer_brings_its_state_of_rank_0(lab: Lab, strategy: str) -> None:
-    here: dict[str, Any] = {"rank": 0}
-    exec(BROUGHT, here)
-    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
-    exec(AFTER_IT, here)
-    lab.run(BROUGHT)
-    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
-    train(lab, strategy, f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
-    found = lab.pull("model", full=True)
-    for name, expected in here["model"].state_dict().items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_zero_refuses_an_optimizer_with_other_counts_in_one_group(lab: Lab) -> None:
-    uneven = BROUGHT.replace("AdamW(groups", "AdamW(model.parameters()")
-    lab.run(f"{uneven}before = len(optimizer.state)")
-    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
-    with pytest.raises(RankError, match=r"group 0 have taken different numbers of st"):
-        train(lab, "zero2", f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
-    # What is refused later changes nothing of it either.
-    lab.run(f"{BROUGHT}before = len(optimizer.state)")
-    config = {"zero_optimization": {"typo": 1}}
-    with pytest.raises(RankError, match="zero_optimization has no 'typo'"):
-        train(lab, "zero2", f"prepare{prepare[7:]}\n{AFTER_IT}", config=config)
-    lab.run("assert len(optimizer.state) == before > 0")
+    assert_trained_on_as_in_one_process(lab, strategy, BROUGHT, LOOP_AFTER_IT)
 
 
 @pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero1", "zero3"]))
 def test_adagrad_has_the_rates_that_the_loop_sets(lab: Lab, strategy: str) -> None:
-    code = BROUGHT.replace("AdamW(", "Adagrad(").replace("lr=0.01, ", "lr=0.1, ")
+    brought = BROUGHT.replace("AdamW(", "Adagrad(").replace("lr=0.01, ", "lr=0.1, ")
     rates = "for group in optimizer.param_groups: group['lr'] = 0.02\n"
-    here: dict[str, Any] = {"rank": 0}
-    exec(code, here)
-    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
-    exec(rates + AFTER_IT, here)
-    lab.run(code)
-    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
-    train(lab, strategy, f"model, optimizer, loader = {prepare}\n{rates}{AFTER_IT}")
-    found = lab.pull("model", full=True)
-    for name, expected in here["model"].state_dict().items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+    assert_trained_on_as_in_one_process(lab, strategy, brought, rates + LOOP_AFTER_IT)
+
+
+def test_zero_refuses_an_optimizer_with_other_counts_in_one_group(lab: Lab) -> None:
+    lab.run(BROUGHT.replace("AdamW(groups", "AdamW(model.parameters()"))
+    with pytest.raises(RankError, match=r"group 0 have taken different numbers of st"):
+        train(lab, "zero2", PREPARED + LOOP_AFTER_IT)
+
+
+def test_a_config_that_is_refused_leaves_an_optimizer_its_states(lab: Lab) -> None:
+    lab.run(f"{BROUGHT}before = len(optimizer.state)")
+    config = {"zero_optimization": {"typo": 1}}
+    with pytest.raises(RankError, match="zero_optimization has no 'typo'"):
+        train(lab, "zero2", PREPARED + LOOP_AFTER_IT, config=config)
+    lab.run("assert len(optimizer.state) == before > 0")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -404,10 +406,9 @@ def test_an_optimizer_with_states_on_some_ranks_is_refused(
 ) -> None:
     lab.run(BROUGHT.replace("range(5)", "range(5 * rank)"))
     weights = lab.pull("model", 0).state_dict()
-    prepare = "prepare(model, optimizer, data, batch_size=8, shuffle=False)"
     message = "states.* of 5 parameters on one rank and of 0 on another.*--resume"
     with pytest.raises(RankError, match=message):
-        train(lab, strategy, f"model, optimizer, loader = {prepare}\n{AFTER_IT}")
+        train(lab, strategy, PREPARED + LOOP_AFTER_IT)
     torch.testing.assert_close(lab.pull("model", 0).state_dict(), weights)
 
 

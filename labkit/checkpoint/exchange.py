@@ -40,8 +40,7 @@ def all_gather_plans(
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where tensors are that ranks of a group exchange."""
-    is_nccl = "nccl" in dist.get_backend(group)
-    if is_nccl:
+    if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
