@@ -343,7 +343,8 @@ DEATHS = {
         (0,),
         "ctypes.string_at(0)",
         "dist.barrier()",
-        r"killed by SIGSEGV \(a crash in native code\).* at line 3: ctypes.string_at",
+        r"killed by SIGSEGV \(a crash in native code, in string_at at .*ctypes/"
+        r"__init__.py:\d+\).* at line 3: ctypes.string_at",
     ),
     "exit, in output": Death(
         (1,), "os._exit(3)", "print('x' * 10**6)", "ended with exit code 3"

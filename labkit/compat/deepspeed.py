@@ -25,6 +25,8 @@ _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _BASE = "deepspeed.runtime.base_optimizer"
+_UTILS = "deepspeed.runtime.zero.utils"
+_COMPARES = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
 
 ATTRIBUTES = (
     f"{_STAGE_2}.all_grad_tensors",
@@ -43,6 +45,7 @@ ATTRIBUTES = (
     f"{_STAGE_3}.reduce_ready_partitions_and_remove_grads",
     f"{_INIT}.param_id",
     f"{_OFFLOAD}:FWD_MODULE_STACK",
+    *(f"{_UTILS}:{name}" for name in _COMPARES),
     "deepspeed.comm.comm:cdb",
     "deepspeed.ops:__compatible_ops__",
 )
@@ -198,6 +201,17 @@ def forget_offloaded(zero: Any) -> None:
 def release_buckets(zero: Any) -> None:
     """Free the buckets that stages 1 and 2 reduce gradients in."""
     zero._release_ipg_buffers()
+
+
+_compare: dict[str, Callable[..., Any]] = {}
+
+
+def compare_within(context: contextlib.ContextDecorator) -> None:
+    """Have stage 3 compare what it does with other ranks, as it does now and then, in
+    `context`."""
+    utils = importlib.import_module(_UTILS)
+    for name in _COMPARES:
+        setattr(utils, name, context(_compare.setdefault(name, getattr(utils, name))))
 
 
 @GATE.needs(f"{_COORDINATOR}:PartitionedParameterCoordinator._invalidate_trace")

@@ -168,6 +168,8 @@ class EngineProcess:
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
         why = self._killer() if name == "SIGKILL" else _LIKELY_CAUSES.get(name)
+        if call := crash_call(self.log()):
+            why = f"{why}, {call}" if why else call
         return f"killed by {name}" + (f" ({why})" if why else "")
 
     def _killer(self) -> str:
@@ -205,6 +207,18 @@ def crash_line(log: str) -> int | None:
     _, _, threads = log.rpartition("Fatal Python error: ")  # the main one is last
     lines = re.findall(r'File ".*ipykernel_\d+/\d+\.py", line (\d+)', threads)
     return int(lines[-1]) if lines else None
+
+
+def crash_call(log: str) -> str:
+    """The call of Python's in which native code crashed, in words, where that is not a
+    line of the cell itself."""
+    _, _, threads = log.rpartition("Fatal Python error: ")
+    _, _, own = threads.partition("Current thread ")
+    found = re.search(r'File "(.*)", line (\d+) in (\S+)', own)
+    if found is None or re.search(r"ipykernel_\d+/\d+\.py$", found[1]):
+        return ""
+    path = re.split(r"(?:site|dist)-packages/", found[1])[-1]
+    return f"in {found[3]} at {path}:{found[2]}"
 
 
 # ---- the kernel's out-of-memory killer (Linux) ----

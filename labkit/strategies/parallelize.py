@@ -12,6 +12,7 @@ from labkit.strategies.autograd.backward import release_former
 from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model.alike import check_states
+from labkit.strategies.model.states import move_states
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import Undo
 from labkit.strategies.options import checkpoint_activations
@@ -70,6 +71,7 @@ def parallelize(
         options = division.options
     technique = strategy.load(None if mesh is None else mesh.mesh_dim_names)
     prepared = technique(strategy, model, optimizer, mesh, device, options, roles)
+    move_states(optimizer)  # those that it has brought, after the model
     prepared.note = note
     undo.append(prepared.close)
     if division is not None:

@@ -341,7 +341,8 @@ class CellExecution:
         where = ""
         if death.line is not None:
             code = self._other_codes.get(rank, self._code)
-            lines = code.splitlines()[death.line - 1 :]
+            # IPython takes empty lines at the top of a cell away.
+            lines = code.lstrip().splitlines()[death.line - 1 :]
             where = f"line {death.line}: {lines[0].strip()}" if lines else ""
         return Outcome(
             rank=rank,

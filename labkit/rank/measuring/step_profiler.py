@@ -27,6 +27,7 @@ from labkit.compat.torch import current_dispatch_mode
 from labkit.compat.torch import get_unwrapped
 from labkit.compat.torch import is_fake
 from labkit.compat.torch import is_functorch_wrapped
+from labkit.compat.torch import is_plain
 from labkit.compat.torch import is_profiled
 from labkit.compat.torch import is_traceable_wrapper_subclass
 from labkit.compat.torch import is_within_backward
@@ -50,8 +51,8 @@ from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 
 LOOK_EVERY_OPS = 16
-"""How often all storages are looked at, which takes some 0.2 ms: FSDP and DeepSpeed
-change the size of some without an operator."""
+"""How often all model states are looked at: FSDP and DeepSpeed change the size of some
+without an operator. Of many states more rarely: a look takes 5 us for each."""
 
 FEW_PARAMETERS = 64
 """Of so few the gradients are looked at before every operator of a backward pass."""
@@ -143,7 +144,7 @@ class StepProbe(TorchDispatchMode):
         """The bytes of all live storages, as far as they were looked at."""
         self._held = dict.fromkeys(COMPONENTS, 0)
         self._collectives: dict[str, Collective] = {}
-        self._num_ops = 0
+        self._ops_until_look = LOOK_EVERY_OPS
         self._is_backward = self._had_backward = False
         self._keeps_gradients = any(p.keeps_gradients for p in self._prepared)
         self._num_gradients = self._gradient_bytes = 0
@@ -296,8 +297,8 @@ class StepProbe(TorchDispatchMode):
             self._note_collective(name, args, out, began)
         for storage in self._storages_of(tree_leaves(out)):
             self._see(storage)
-        self._num_ops += 1
-        if name in KINDS or self._num_ops % LOOK_EVERY_OPS == 0:
+        self._ops_until_look -= 1
+        if name in KINDS or self._ops_until_look <= 0:
             self.look()
         else:
             self._note_total()
@@ -321,6 +322,7 @@ class StepProbe(TorchDispatchMode):
                     self._log.is_part(self._numbers[key], component)
             if is_after_backward or component != "gradients":
                 self._held[component] = max(self._held[component], total)
+        self._ops_until_look = max(LOOK_EVERY_OPS, len(seen) // 4)
         self._weigh()
         self._note_total()
 
@@ -368,10 +370,15 @@ class StepProbe(TorchDispatchMode):
 
     def _storages_of(self, values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         """What on this device holds the tensors among `values`."""
+        kind = self._device.type
         for value in values:
+            if is_plain(value):
+                if value.device.type == kind:
+                    yield value.untyped_storage()
+                continue
             for part in parts(value):
                 # Operators are also run on fake tensors, to learn a result's shape.
-                if part.device.type == self._device.type and not is_fake(part):
+                if part.device.type == kind and not is_fake(part):
                     yield part.untyped_storage()
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
@@ -414,7 +421,9 @@ class StepProbe(TorchDispatchMode):
         if self._waits and kind not in BETWEEN_TWO:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.ScriptObject):
-                    dist.Work.unbox(leaf).wait()
+                    # NCCL gives none of a collective that the caller does not wait for.
+                    if (work := dist.Work.unbox(leaf)) is not None:
+                        work.wait()
                 elif name.startswith(FUNCTIONAL):
                     wait_for(leaf)
             self._synchronize()

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import call_before_reduction
+from labkit.compat.deepspeed import compare_within
 from labkit.compat.deepspeed import forget_backward
 from labkit.compat.deepspeed import keep_optimizer
 from labkit.compat.deepspeed import prepare_backward
@@ -119,6 +120,8 @@ class ZeRO(Prepared):
                 config=config,
                 dist_init_required=False,
             )
+        if self.stage == 3:
+            compare_within(numbered_as(self.device))
         keep_optimizer(self._zero, self.optimizer)
         partitions = self.partitions()
         restore_digits(digits, [p for _, group in partitions for p in group])
