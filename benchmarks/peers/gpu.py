@@ -15,7 +15,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12}
 """Of dense bf16, by a part of the device's name."""
 NUM_PARAMETERS = 124.4e6
 DIM, NUM_LAYERS, CONTEXT = 768, 12, 1024
-SEQUENCES, STEPS, FIRST_TIMED = 16, 60, 10
+SEQUENCES, STEPS, FIRST_TIMED = 16, 110, 10
 """Sequences of a rank in a step, and steps."""
 LIMIT_S = 240.0
 

@@ -71,7 +71,8 @@ def parallelize(
         options = division.options
     technique = strategy.load(None if mesh is None else mesh.mesh_dim_names)
     prepared = technique(strategy, model, optimizer, mesh, device, options, roles)
-    move_states(optimizer)  # those that it has brought, after the model
+    if strategy.server is None:  # its optimizers have their states on the servers
+        move_states(optimizer)  # those that it has brought, after the model
     prepared.note = note
     undo.append(prepared.close)
     if division is not None:

@@ -415,10 +415,11 @@ class Prepared:
         """By name, facts that are equal where all ranks train one model."""
         settings = self._stepped_with or self._optimizer_settings.number
         return {
-            "the optimizer's settings": torch.tensor([settings], device=self.device),
-            "the number of batches": torch.tensor(
-                [self.num_batches], device=self.device
-            ),
+            name: torch.full((1,), number, device=self.device)  # it waits for no GPU
+            for name, number in (
+                ("the optimizer's settings", settings),
+                ("the number of batches", self.num_batches),
+            )
         }
 
     def checkpoint(

@@ -46,6 +46,8 @@ def set_variables(
         # Torch's record of collectives is read while a cell hangs; all 2000 that it
         # keeps by itself would take 0.2 s.
         "TORCH_FR_BUFFER_SIZE": "256",
+        # The pipeline's messages go one after the other in each direction.
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
         # A thread of torch's would ask the store each second whether to dump.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }

@@ -28,12 +28,14 @@ class Channel:
     """This rank's messages to and from others of `group`.
 
     Words go through `control`, a gloo group of the same ranks, and are no part of what
-    is measured of a step; tensors go through `group`.
+    is measured of a step; tensors go through `group`, but for those to a lower rank,
+    which go through `downward` where that is given.
     """
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     device: torch.device
+    downward: dist.ProcessGroup | None = None
     seconds_waited: float = 0.0
     """For what others were to send, so far; not for words that may come at any time,
     which threads of their own wait for."""
@@ -78,7 +80,8 @@ class Channel:
         are until `flush`."""
         for tensor in tensors:
             if tensor.numel():
-                self._send(self._as_sent(tensor), to, self.group, _TENSORS)
+                group = self._towards(to, self.rank)
+                self._send(self._as_sent(tensor), to, group, _TENSORS)
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -94,13 +97,17 @@ class Channel:
             if tensor.numel():
                 place = self._as_sent(tensor)
                 tag = self._tag(_TENSORS)
-                work = dist.irecv(place, group=self.group, group_src=source, tag=tag)
+                group = self._towards(self.rank, source)
+                work = dist.irecv(place, group=group, group_src=source, tag=tag)
                 waiting.append((work, place, tensor))
         for work, place, tensor in waiting:
             _wait(work)
             if place is not tensor and place.data_ptr() != tensor.data_ptr():
                 tensor.copy_(place)
         self.seconds_waited += time.perf_counter() - began
+
+    def _towards(self, to: int, source: int) -> dist.ProcessGroup:
+        return self.group if self.downward is None or to > source else self.downward
 
     def _send(
         self, tensor: torch.Tensor, to: int, group: dist.ProcessGroup, tag: int

@@ -50,6 +50,37 @@ def mesh_of(
     return init_device_mesh(device_type, shape, mesh_dim_names=axes)
 
 
+@lru_cache(maxsize=8)
+def control_of(group: Any) -> Any:
+    """A group over gloo of the ranks of `group`, for numbers that the CPU decides by:
+    through NCCL they would have to wait for all that the GPU has to do. Collective."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    # Without the others, which would expect that NCCL's group is split.
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="gloo",
+        use_local_synchronization=True,
+        group_desc="labkit's numbers",
+    )
+
+
+@lru_cache(maxsize=4)
+def another_group(group: Any, mesh: DeviceMesh, axis: str) -> Any:
+    """Another group of the ranks of `group`, which are those along an axis of `mesh`;
+    over gloo the same. Collective, for all ranks of `mesh`.
+
+    NCCL works off what a rank sends and receives in a group one after the other: two
+    ranks that send to each other at once, before they receive, need two.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    place = (mesh.mesh_dim_names or ()).index(axis)
+    rows = mesh.mesh.movedim(place, -1).reshape(-1, mesh.size(place)).tolist()
+    groups = [(row, dist.new_group(row)) for row in rows]
+    return next(made for row, made in groups if dist.get_rank() in row)
+
+
 def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Give all ranks of `mesh` the values of its first, one axis after the other."""
     for axis in reversed(range(mesh.ndim)):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.compat.c10d import flattened
 from labkit.compat.torch import no_dispatch
+from labkit.strategies.mesh.device_mesh import control_of
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.mesh.worlds import ALONE
 from labkit.strategies.mesh.worlds import check_world
@@ -64,11 +65,11 @@ class Peers:
         with no_dispatch():
             # In a step of some strategies: `torch.tensor` and `dist.all_reduce` take
             # twice as long.
-            sent = torch.from_numpy(np.array(numbers, np.int64)).to(self.device)
+            sent = torch.from_numpy(np.array(numbers, np.int64))
             if self.size > 1:
                 if self.group is None:
                     raise RuntimeError("the ranks have no process group any more")
-                work = self.group.allreduce([sent], _GREATEST)
+                work = control_of(self.group).allreduce([sent], _GREATEST)
                 if work is not None:
                     work.wait()
             found: list[int] = sent.tolist()

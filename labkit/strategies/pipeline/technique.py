@@ -150,7 +150,7 @@ class Pipeline(Prepared):
         self._place_stages()
         self._gradients = CellGradients(self, self.given_parameters, StagedParameter)
         self.autocast()  # within what follows: outputs are broadcast as fp32
-        self.relay = Relay(self.module, self._stages, mesh, self.device)
+        self.relay = Relay(self.module, self._stages, self.mesh, self.device)
         self.relay.run_whole = self._run_in_microbatches
         own = self._placement.own
         self._num_parameters = sum(p.numel() for p in own)

@@ -106,6 +106,9 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # ask as well, of gradients, and mean that.
         if func == _tensor.device.__get__ and not is_within_backward():
             return place_of(remote)
+        if func == _tensor.get_device:  # as in a checkpointed block
+            index = place_of(remote).index
+            return -1 if index is None else index
         if func in _MOVES:
             args, kwargs = without_devices(args), without_devices(kwargs)
             func = _tensor.to if args[1:] or kwargs else _tensor.clone

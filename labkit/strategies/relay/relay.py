@@ -32,6 +32,7 @@ from labkit.compat.torch import tree_unflatten
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.mesh.channel import Channel
+from labkit.strategies.mesh.device_mesh import another_group
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import as_elsewhere
@@ -144,11 +145,11 @@ class Relay:
         mesh: DeviceMesh,
         device: torch.device,
     ) -> None:
-        """`mesh` has one axis, along which ranks have stages."""
+        """Along the axis `pp` of `mesh` ranks have stages."""
         self.stages = stages
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._whole_mesh, self._mesh = mesh, mesh["pp"]
+        self.rank, self.size = self._mesh.get_local_rank(), self._mesh.size()
         self.device = device
-        self._mesh = mesh
         self._channel: Channel | None = None
         self.anchor = nn.Parameter(torch.zeros((), device=device))
         """In every graph on every rank, also where a rank trains nothing of it."""
@@ -679,7 +680,8 @@ class Relay:
         group = self.group
         if self._channel is None or self._channel.group is not group:
             control: Any = group if dist.get_backend(group) == "gloo" else None
-            self._channel = Channel(group, control, self.device)
+            downward = another_group(group, self._whole_mesh, "pp")
+            self._channel = Channel(group, control, self.device, downward)
         return self._channel
 
     def send(self, tensor: torch.Tensor, to: int) -> None:

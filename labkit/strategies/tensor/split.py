@@ -160,6 +160,17 @@ def check_tied(model: nn.Module, plan: Mapping[str, Styles]) -> None:
                 )
 
 
+def check_backend(device: torch.device) -> None:
+    """UnsupportedLoopError where what ranks with parts of layers exchange would end
+    them: `all_gather_tensor` of tensors on a GPU crashes over gloo (torch 2.11)."""
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        raise UnsupportedLoopError(
+            "layers are split among ranks that share a GPU, and what these exchange "
+            "over gloo makes torch crash; start ranks with a GPU each, or leave the "
+            "GPU alone, as %dist_start -n 2 --device cpu"
+        )
+
+
 class Split:
     """The division of a model's layers along `tp`, for the strategy of the parts.
 
@@ -179,6 +190,7 @@ class Split:
         rest = {key: options.config[key] for key in options.config if key not in KEYS}
         self.options = replace(options, config=rest)
         self._mesh = mesh["tp"]
+        check_backend(device)
         check_fused(optimizer)
         quiet_redistribution()
         plan = checked_plan(model, self._mesh.size(), mine)

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from labkit.checks import UnsupportedLoopError
 from labkit.strategies.prepared import check_keys
 from labkit.train_options import TrainOptions
 
@@ -83,6 +86,21 @@ def deepspeed_config(
             f"the magic line says zero{stage}; leave it out"
         )
     return merged
+
+
+def check_ratio(config: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError for a part of the update on the CPU, which DeepSpeed can
+    have with new states and its own optimizer alone."""
+    offload = config["zero_optimization"].get("offload_optimizer")
+    ratio = offload.get("ratio", 1.0) if isinstance(offload, Mapping) else 1.0
+    if ratio != 1.0 and (
+        type(optimizer).__name__ != "DeepSpeedCPUAdam" or len(optimizer.state)
+    ):
+        raise UnsupportedLoopError(
+            f'--config: the ratio of "offload_optimizer" is {ratio!r:.40}; DeepSpeed '
+            "updates a part on the CPU only with a DeepSpeedCPUAdam that has no states "
+            "yet; leave ratio out, which offloads all"
+        )
 
 
 def bucket_elements(num_parameters: int, device: str) -> int:

@@ -43,6 +43,7 @@ from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import read_if_here
+from labkit.strategies.zero.config import check_ratio
 from labkit.strategies.zero.config import deepspeed_config
 from labkit.strategies.zero.engines import agree_on_ids
 from labkit.strategies.zero.engines import destroy_former_engines
@@ -92,6 +93,7 @@ class ZeRO(Prepared):
         config = deepspeed_config(
             self.options, self.stage, self._num_parameters, self.device.type
         )
+        check_ratio(config, self.optimizer)
         self._given_groups = [
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
