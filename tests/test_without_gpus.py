@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from labkit import Lab
 from labkit import RankError
+from labkit.checks import UnsupportedLoopError
 from labkit.compat import c10d
 from labkit.notebook.cluster.rank_group import are_alike
 from labkit.rank.data.devices import to_device
@@ -33,9 +34,12 @@ from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
 from labkit.strategies.model.shards import norm_of_parts
+from labkit.strategies.model.states import move_states
 from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import read_if_here
+from labkit.strategies.relay.elsewhere import elsewhere
 from labkit.strategies.zero.config import bucket_elements
+from labkit.strategies.zero.config import check_ratio
 from labkit.strategies.zero.config import deepspeed_config
 from labkit.strategies.zero.engines import numbered_as
 from labkit.train_options import TrainOptions
@@ -612,3 +616,148 @@ def test_batchnorm_makes_no_fp32_copy_on_a_gpu(
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
     assert dtypes == [torch.float32, torch.float32 if is_synchronized else x.dtype]
+
+
+# ---- NCCL's own ways ----
+
+
+def test_a_batch_that_was_cut_short_is_known() -> None:
+    class Group:
+        def _start_coalescing(self, device: Any) -> None:
+            """As a process group does."""
+
+        def _end_coalescing(self, device: Any) -> None:
+            raise RuntimeError("the communicator was aborted")
+
+    batch: Any = c10d.c10d._coalescing_manager
+    group: Any = Group()
+    with pytest.raises(RuntimeError) as at_end, batch(group, GPU):
+        pass
+    assert c10d.is_batch_cut(at_end.value)
+    assert not c10d.is_batch_cut(RuntimeError("another one"))
+    with pytest.raises(KeyboardInterrupt) as within, batch(group, GPU):
+        raise KeyboardInterrupt
+    assert c10d.is_batch_cut(within.value)
+    c10d.c10d._world.pg_coalesce_state.clear()
+    assert not c10d.is_batch_cut(within.value)
+
+
+def test_a_default_group_has_the_numbers_of_its_ranks() -> None:
+    options = SimpleNamespace()
+    group = SimpleNamespace(
+        size=lambda: 3, _get_backend=lambda device: SimpleNamespace(options=options)
+    )
+    c10d.number_ranks(group, GPU)
+    assert options.global_ranks_in_group == [0, 1, 2]
+
+
+AS_NCCL = """
+import torch.distributed as dist
+from labkit.strategies.mesh import device_mesh
+
+class AsNccl:
+    def get_backend(self, group):
+        return "nccl"
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+device_mesh.dist = AsNccl()
+"""
+TRAINING = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=4, shuffle=False
+)
+for x, y in loader:
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "made"),
+    [
+        ("fsdp", "control_of"),
+        pytest.param("zero2", "control_of", marks=pytest.mark.long),
+        ("pipeline", "another_group"),
+    ],
+)
+def test_numbers_and_messages_have_groups_of_their_own(
+    lab: Lab, strategy: str, made: str
+) -> None:
+    def losses(name: str) -> list[float]:
+        run = lab.train(name, TRAINING, live=False, hang_after=0)
+        return [float(each) for each in run.mean_loss()["loss"]]
+
+    wanted = losses("single")
+    lab.run(AS_NCCL)
+    try:
+        found = losses(strategy)
+        lab.run(f"assert device_mesh.{made}.cache_info().misses")
+    finally:
+        lab.restart(everyone=True)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_work_that_nobody_waits_for_is_none(lab: Lab) -> None:
+    lab.run(
+        "from types import SimpleNamespace\n"
+        "from labkit.rank.measuring import step_profiler\n"
+        "unboxed = SimpleNamespace(unbox=lambda work: None)\n"
+        "step_profiler.dist = SimpleNamespace(Work=unboxed)"
+    )
+    try:
+        run = lab.train("ddp", TRAINING, live=False, hang_after=0)
+    finally:
+        lab.run("step_profiler.dist = dist")
+    assert len(run.comm)
+
+
+def test_layers_are_not_split_among_ranks_that_share_a_gpu(lab: Lab) -> None:
+    lab.run(
+        "from labkit.strategies.tensor.split import check_backend\n"
+        "check_backend(device)"
+    )
+    with pytest.raises(RankError, match="--device cpu"):
+        lab.run("check_backend(torch.device('cuda', 0))")
+
+
+# ---- states that an optimizer brings ----
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_states_follow_their_parameters(capturable: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device="meta"))  # as a device
+    optimizer = torch.optim.AdamW([weight], capturable=capturable)
+    optimizer.state[weight] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.ones(2),
+        "exp_avg_sq": torch.ones(2),
+    }
+    move_states(optimizer)
+    kinds = {name: t.device.type for name, t in optimizer.state[weight].items()}
+    count = "meta" if capturable else "cpu"
+    assert kinds == {"step": count, "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_a_part_of_the_update_on_the_cpu_loses_no_states() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    offload = {"device": "cpu", "ratio": 0.5}
+    config = {"zero_optimization": {"offload_optimizer": offload}}
+    with pytest.raises(UnsupportedLoopError, match=r"0\.5.*leave ratio out"):
+        check_ratio(config, optimizer)
+    offload["ratio"] = 1.0
+    check_ratio(config, optimizer)
+    check_ratio({"zero_optimization": {"offload_optimizer": "cpu"}}, optimizer)
+
+
+def test_a_tensor_elsewhere_is_on_the_gpu_that_it_is_on_there() -> None:
+    for device, number in ((torch.device("cuda", 3), 3), (torch.device("cpu"), -1)):
+        assert elsewhere(torch.empty(2, device="meta"), device).get_device() == number

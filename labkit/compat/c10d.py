@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
@@ -116,6 +117,47 @@ def flight_records(*flags: bool) -> list[str]:
     collectives, and only active ones. Gloo's, and NCCL's, which CPU builds lack."""
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     return [getattr(_c10d, n)(*flags).decode() for n in names if hasattr(_c10d, n)]
+
+
+@GATE.needs(f"{_C10D}:_get_default_store")
+def gloo_of(group: Any) -> Any:
+    """A backend of gloo for the ranks of `group`, which torch's own table of groups
+    does not have: to be listed there, all ranks of the world would have to take part,
+    and each to have as many groups as the others. Collective, for these ranks."""
+    ranks = dist.get_process_group_ranks(group)
+    name = f"labkit's numbers of {ranks}"
+    store = dist.PrefixStore(name, c10d._get_default_store())
+    timeout = dist.constants.default_pg_timeout
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
+
+
+@GATE.needs("torch.distributed:ProcessGroup._get_backend")
+def number_ranks(group: Any, device: torch.device) -> None:
+    """Have NCCL's default group know the numbers of its ranks. Of none but the first
+    of a process it does by itself, and crashes where a mesh splits another.
+
+    Source: `ProcessGroupNCCL::groupRanks` and `split` (torch 2.9 to 2.13).
+    """
+    options = group._get_backend(device).options
+    options.global_ranks_in_group = list(range(group.size()))
+
+
+@GATE.needs(
+    f"{_C10D}:_coalescing_manager",
+    f"{_C10D}:_World.pg_coalesce_state",
+)
+def is_batch_cut(error: BaseException) -> bool:
+    """Whether an error has ended a batch of collectives or messages, or has come before
+    its end: torch then counts a batch too many, and forms no other group of NCCL in
+    this process ("ncclGroupEnd: not in a group call").
+
+    Source: `ProcessGroupNCCL::groupEnd`, which does not count one that has failed.
+    """
+    batch: Any = c10d._coalescing_manager
+    frames = traceback.walk_tb(error.__traceback__)
+    return bool(c10d._world.pg_coalesce_state) or any(
+        frame.f_code is batch.__wrapped__.__code__ for frame, _ in frames
+    )
 
 
 FUNCTIONAL = "_c10d_functional"

@@ -64,7 +64,8 @@ def test_stacks_name_the_collective_that_the_gpu_waits_in(nccl: Lab, name: str) 
     def is_named() -> bool:
         texts.append(str(nccl.stack()))
         [first, *_] = texts[-1].splitlines()
-        return re.search(rf"rank 0: .*{name}", first) is not None
+        wanted = "_coalescing_manager" if name == "recv" else name
+        return re.search(rf"rank 0: .*{wanted}", first) is not None
 
     with hanging(nccl, ONE_OF_TWO[name]) as ended:
         try:
@@ -72,7 +73,9 @@ def test_stacks_name_the_collective_that_the_gpu_waits_in(nccl: Lab, name: str) 
         finally:
             print(texts[-1])
     assert isinstance(ended[0], CellTimeoutError)
-    nccl.run(f"assert kept == rank + 1\n{REDUCE}")
+    # NCCL cannot be used any more where a batch of messages was cut short.
+    lost = "rank == 0 or" if name == "recv" else ""
+    nccl.run(f"assert {lost} kept == rank + 1\n{REDUCE}")
 
 
 def test_ten_groups_leave_no_memory(nccl: Lab) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from labkit.checks import slow_rank
 from labkit.checks import steps_to_profile
+from labkit.compat.c10d import is_batch_cut
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import publish_no_echo
@@ -82,6 +83,8 @@ from labkit.train_options import TrainOptions
 
 KEPT_CHARACTERS = 4096
 """Of each text about how a cell has ended, for a kernel that comes later."""
+BATCH_CUT = "NCCL waits for the end of a batch of messages that was cut short"
+"""Why a process can be in no group of NCCL any more."""
 TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
 
 
@@ -309,6 +312,8 @@ class CellRunner:
                 "where": self._where(error),
             }
         lost = why_lost(self.group.device)
+        if not lost and error is not None and self.group.can_abort:
+            lost = BATCH_CUT if is_batch_cut(error) else ""
         if lost and error is None:  # what a kernel did was not waited for in the cell
             ended = {"status": "error", "ename": "AcceleratorError", "evalue": lost}
         if emitter is not None:

@@ -22,6 +22,7 @@ from labkit.compat.c10d import forget_aborted_groups
 from labkit.compat.c10d import has_rpc_agent
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_groups_made
+from labkit.compat.c10d import number_ranks
 from labkit.compat.c10d import rendezvous_of
 from labkit.compat.c10d import replace_rendezvous
 from labkit.compat.c10d import reset_group_count
@@ -236,6 +237,8 @@ class RankProcessGroup:
         )
         self._group = dist.group.WORLD
         assert self._group is not None
+        if placement.backend == "nccl":
+            number_ranks(self._group, self.device)
         forget_world_group()
         former = self._former.pop(placement.world_size, None)
         bind_to_new_groups(former, self._group, self._variables, self._store)

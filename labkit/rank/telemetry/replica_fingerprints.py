@@ -17,6 +17,9 @@ from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.model.fingerprints import scrambled
 
 MAX_CHECKS = 64
+TENSORS_A_STEP = 16
+"""Of more tensors a check comes less often: each of them takes some 50 us of a CPU, or
+ten kernels of a GPU."""
 
 
 class ReplicaWatch:
@@ -46,6 +49,8 @@ class ReplicaWatch:
             return
         if list(replicas) != self._names:
             self._names, self._checks = list(replicas), {}
+            while self._interval * TENSORS_A_STEP < len(replicas):
+                self._interval *= 2
         self._checks[step] = fingerprints(replicas.values())
         if len(self._checks) > MAX_CHECKS:
             self._interval *= 2

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
+from labkit.compat.c10d import gloo_of
 from labkit.strategies.mesh.sizes import DATA_PARALLEL
 
 
@@ -50,19 +51,11 @@ def mesh_of(
     return init_device_mesh(device_type, shape, mesh_dim_names=axes)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def control_of(group: Any) -> Any:
-    """A group over gloo of the ranks of `group`, for numbers that the CPU decides by:
-    through NCCL they would have to wait for all that the GPU has to do. Collective."""
-    if dist.get_backend(group) == "gloo":
-        return group
-    # Without the others, which would expect that NCCL's group is split.
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend="gloo",
-        use_local_synchronization=True,
-        group_desc="labkit's numbers",
-    )
+    """What reduces numbers on the CPU over the ranks of `group`: through NCCL they
+    would have to wait for all that the GPU has to do. Collective."""
+    return group if dist.get_backend(group) == "gloo" else gloo_of(group)
 
 
 @lru_cache(maxsize=4)
