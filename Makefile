@@ -20,7 +20,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # Each of the many processes of a lab would compile labkit again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lab check test test-long test-hosts test-release test-third-party test-oldest lock lint browser sshd
+.PHONY: help lab check test test-long test-hosts test-gpu test-release test-third-party test-oldest lock lint browser sshd
 .PHONY: docs format notebooks pictures conformance bench bench-quick clean
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
 	@echo "make test-long                             chaos, every loop, what takes long"
 	@echo "make test-hosts                            three hosts, as network namespaces"
+	@echo "make test-gpu                              with a GPU or more"
 	@echo "make test-release                          the rest, before a release"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
@@ -66,7 +67,7 @@ check: .venv/installed lint
 # Three suit two cores: one works while the labs of the others wait.
 test: WORKERS = 3
 test: .venv/installed lint browser
-	$(PYTEST) -m "not long and not release and not hosts"
+	$(PYTEST) -m "not long and not release and not hosts and not gpu"
 
 test-long: WORKERS = 3
 test-long: .venv/installed browser
@@ -78,6 +79,10 @@ HOST_TESTS = $(BIN)/pytest --reruns 2 --reruns-delay 3 -rs --durations=20 tests/
 
 test-hosts: .venv/installed sshd
 	$(HOST_TESTS) -m "hosts and not release"
+
+# Two ranks on each GPU in turns: NCCL's would wait for those of other tests.
+test-gpu: .venv/installed
+	$(BIN)/pytest -rs --durations=20 tests/gpu
 
 test-release: .venv/installed browser sshd
 	$(PYTEST) -m "release and not hosts"

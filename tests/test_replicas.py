@@ -5,6 +5,7 @@ import torch
 
 from labkit import Lab
 from labkit.notebook.runs.run import Run
+from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.strategies.model.fingerprints import fingerprints
 
 CELL = """
@@ -144,3 +145,12 @@ def test_what_workers_draw_ahead_of_the_backward_pass_counts(lab: Lab) -> None:
     code = TEXTBOOK.format(sampler="None").replace("=64,", "=1024, num_workers=1,")
     [only] = lab.train("raw", code, live=False).mismatches
     assert only.startswith("ranks 0-1 each drew all 1438 samples")
+
+
+def test_many_tensors_are_compared_more_rarely() -> None:
+    watch = ReplicaWatch()
+    replicas = {f"{number}.weight": torch.ones(2) for number in range(50)}
+    for step in range(1, 13):
+        if watch.is_due(step):
+            watch.check(step, replicas)
+    assert watch.notes(12).steps[1:] == [4, 8, 12]

@@ -1,7 +1,4 @@
-"""GPT-2 124M in bf16 on GPUs: a cell under `%%dist_train` against the same script.
-
-It has not been run on a GPU yet.
-"""
+"""GPT-2 124M in bf16 on GPUs: a cell under `%%dist_train` against the same script."""
 
 from peers import cells
 from peers.lab import Labkit

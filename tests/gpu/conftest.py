@@ -15,12 +15,6 @@ from labkit.records import Placement
 FOLDER = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if FOLDER in item.path.parents:
-            item.add_marker("gpu")
-
-
 @pytest.fixture(scope="session")
 def num_gpus() -> int:
     found = count_gpus()

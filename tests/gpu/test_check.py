@@ -5,7 +5,7 @@ import pytest
 import labkit
 from labkit.selftest.report import FAILED
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook.execution.errors import CellTimeoutError
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(150)]
 
 REDUCE = "dist.all_reduce(torch.ones(1, device=device))\ntorch.cuda.synchronize()"
 ONE_OF_TWO = {

@@ -5,7 +5,7 @@ import pytest
 from labkit import Lab
 from labkit import RankError
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(200)]
 
 START = """
 import torch
