@@ -29,7 +29,7 @@ help:
 	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
 	@echo "make test-long                             chaos, every loop, what takes long"
 	@echo "make test-hosts                            three hosts, as network namespaces"
-	@echo "make test-gpu                              with a GPU or more"
+	@echo "make test-gpu                              tests that need a GPU; one is enough"
 	@echo "make test-release                          the rest, before a release"
 	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
 	@echo "make test-oldest                           tests with the lowest versions"
@@ -80,7 +80,7 @@ HOST_TESTS = $(BIN)/pytest --reruns 2 --reruns-delay 3 -rs --durations=20 tests/
 test-hosts: .venv/installed sshd
 	$(HOST_TESTS) -m "hosts and not release"
 
-# Two ranks on each GPU in turns: NCCL's would wait for those of other tests.
+# One test at a time: ranks of several tests would compete for the GPU.
 test-gpu: .venv/installed
 	$(BIN)/pytest -rs --durations=20 tests/gpu
 

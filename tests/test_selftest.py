@@ -443,6 +443,7 @@ def test_a_check_that_hangs_fails_and_an_interrupt_ends_them_all(
         {"num_ranks": 1, "device": "cpu"},
         num_ranks=1,
         device="cpu",
+        backend="gloo",
         on_check=on_check,
     )
     over.set()
@@ -629,3 +630,11 @@ def test_a_report_is_text_html_and_markdown() -> None:
     assert "1 &lt; 2" in page
     assert "<b>more</b>" not in page
     assert Report(WELL, [], lines[:1], is_whole=True).is_right
+
+
+def test_what_crashes_over_a_backend_is_not_tried_there() -> None:
+    check = CHECKS["tensor"]
+    why = check.not_applicable(num_ranks=2, device="cuda", backend="gloo")
+    assert "--device cpu" in why
+    for device, backend in (("cuda", "nccl"), ("cpu", "gloo")):
+        assert not check.not_applicable(num_ranks=2, device=device, backend=backend)

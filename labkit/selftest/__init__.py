@@ -90,6 +90,7 @@ def check(
             {"num_ranks": num_ranks, "backend": backend, "device": device},
             num_ranks=len(placements),
             device=kind,
+            backend=placements[0].backend,
             on_check=on_check,
             on_stage=on_stage,
         )

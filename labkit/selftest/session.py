@@ -41,6 +41,7 @@ def run_checks(
     *,
     num_ranks: int,
     device: str,
+    backend: str,
     on_check: Callable[[str], None] = lambda what: None,
     on_stage: Callable[[str], None] = lambda text: None,
 ) -> Report:
@@ -64,7 +65,9 @@ def run_checks(
                 for check in checks:
                     name, what = check.name, check.what
                     on_check(what)
-                    reason = check.not_applicable(num_ranks=num_ranks, device=device)
+                    reason = check.not_applicable(
+                        num_ranks=num_ranks, device=device, backend=backend
+                    )
                     if reason:
                         line = Line(name, what, NOT_APPLICABLE, reason)
                     elif not is_started:

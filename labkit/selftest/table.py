@@ -24,11 +24,18 @@ class Check:
     num_ranks: int = 1
     """It needs at least so many."""
     needs_gpu: bool = False
+    crashes_over: str = ""
+    """The backend over which torch crashes in it, where ranks are on GPUs."""
 
-    def not_applicable(self, *, num_ranks: int, device: str) -> str:
+    def not_applicable(self, *, num_ranks: int, device: str, backend: str) -> str:
         """Why it is not for so many ranks on this device; "" where it is."""
         if self.needs_gpu and device != "cuda":
             return "for ranks on GPUs"
+        if device == "cuda" and backend == self.crashes_over:
+            return (
+                f"over {backend} torch crashes in it on GPUs: it needs a GPU for each "
+                "rank, or --device cpu"
+            )
         if num_ranks < self.num_ranks:
             how = " --backend gloo, on one GPU" if device == "cuda" else ""
             return f"it needs {self.num_ranks} ranks: -n {self.num_ranks}{how}"
@@ -50,6 +57,7 @@ CHECKS = {
                 partial(training.strategy, name),
                 120.0,  # the first under ZeRO loads DeepSpeed
                 num_ranks=2 if strategy.server else 1,
+                crashes_over="gloo" if name == "tensor" else "",
             )
             for name, strategy in STRATEGIES.items()
             if not (strategy.is_by_hand or strategy.is_single)

@@ -45,6 +45,13 @@ def find_place() -> Placement:
         world_size if rank == local_rank else local_rank + 1
     )
     num_gpus = torch.cuda.device_count()
+    if 0 < num_gpus < num_local:
+        gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are"
+        raise ValueError(
+            f"{num_local} processes, but {gpus} visible and NCCL needs one for each; "
+            f"launch with --nproc-per-node {num_gpus}, or with CUDA_VISIBLE_DEVICES= "
+            "set, for the CPU"
+        )
     options = StartOptions(num_ranks=num_local, device="auto" if num_gpus else "cpu")
     place = place_ranks(options, num_gpus=num_gpus)[local_rank]
     return replace(place, rank=rank, local_rank=local_rank, world_size=world_size)

@@ -228,8 +228,8 @@ def _place_on_host(
         gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are"
         raise ValueError(
             f"{num_ranks} ranks, but {gpus} visible and NCCL needs one for each rank; "
-            f"use {fewer}{num_gpus}, or --backend gloo to let several ranks share a "
-            "GPU, or --backend gloo --device cpu to leave it alone"
+            f"use {fewer}{num_gpus}, or --device cpu to compute on the CPU, or "
+            "--backend gloo to let several ranks share a GPU"
         )
     if threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.

@@ -486,11 +486,8 @@ def places_in_part(places: Sequence[Placement]) -> list[Placement]:
 
 
 def lost_line(rank: int, why: str) -> str:
-    """What is said of a rank that has lost its device."""
-    return (
-        f"rank {rank} cannot use its device any more: {why}. Restarting it: its "
-        "variables are gone"
-    )
+    """What is said of a rank whose process cannot go on."""
+    return f"rank {rank} has to be restarted: {why}. Its variables are gone"
 
 
 def are_alike(counts: Sequence[Mapping[str, int]]) -> bool:

@@ -83,7 +83,10 @@ from labkit.train_options import TrainOptions
 
 KEPT_CHARACTERS = 4096
 """Of each text about how a cell has ended, for a kernel that comes later."""
-BATCH_CUT = "NCCL waits for the end of a batch of messages that was cut short"
+BATCH_CUT = (
+    "it was stopped within a batch of messages or collectives, after which NCCL forms "
+    "no group in its process"
+)
 """Why a process can be in no group of NCCL any more."""
 TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
 

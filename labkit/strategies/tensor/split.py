@@ -165,9 +165,9 @@ def check_backend(device: torch.device) -> None:
     them: `all_gather_tensor` of tensors on a GPU crashes over gloo (torch 2.11)."""
     if device.type == "cuda" and dist.get_backend() == "gloo":
         raise UnsupportedLoopError(
-            "layers are split among ranks that share a GPU, and what these exchange "
-            "over gloo makes torch crash; start ranks with a GPU each, or leave the "
-            "GPU alone, as %dist_start -n 2 --device cpu"
+            "layers are split here over gloo between ranks on GPUs, where torch "
+            "crashes (all_gather_tensor); use NCCL, with a GPU for each rank, or the "
+            f"CPU: %dist_stop, then %dist_start -n {dist.get_world_size()} --device cpu"
         )
 
 
