@@ -1,5 +1,6 @@
 """What labkit takes of torch.distributed that is private: groups, meshes, rpc."""
 
+import inspect
 import logging
 import sys
 import traceback
@@ -119,16 +120,36 @@ def flight_records(*flags: bool) -> list[str]:
     return [getattr(_c10d, n)(*flags).decode() for n in names if hasattr(_c10d, n)]
 
 
-@GATE.needs(f"{_C10D}:_get_default_store")
+_over_gloo: dict[Any, tuple[list[int], Any]] = {}
+
+
+@GATE.needs(
+    f"{_C10D}:_get_default_store", "torch.distributed:ProcessGroup._get_backend"
+)
 def gloo_of(group: Any) -> Any:
     """A backend of gloo for the ranks of `group`, which torch's own table of groups
     does not have: to be listed there, all ranks of the world would have to take part,
     and each to have as many groups as the others. Collective, for these ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    name = f"labkit's numbers of {ranks}"
-    store = dist.PrefixStore(name, c10d._get_default_store())
-    timeout = dist.constants.default_pg_timeout
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
+    if group not in _over_gloo:
+        ranks = dist.get_process_group_ranks(group)
+        number = sum(others == ranks for others, _ in _over_gloo.values())
+        name = f"numbers {number} of {ranks}"
+        store = dist.PrefixStore(name, c10d._get_default_store())
+        kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        timeout = group._get_backend(torch.device(kind)).options._timeout
+        made = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
+        _over_gloo[group] = ranks, made
+    return _over_gloo[group][1]
+
+
+def num_over_gloo() -> int:
+    """How many groups have such a backend: on all their ranks, where all is well."""
+    return len(_over_gloo)
+
+
+def forget_gloo() -> None:
+    """Close those backends, whose groups are about to be left."""
+    _over_gloo.clear()
 
 
 @GATE.needs("torch.distributed:ProcessGroup._get_backend")
@@ -142,21 +163,20 @@ def number_ranks(group: Any, device: torch.device) -> None:
     options.global_ranks_in_group = list(range(group.size()))
 
 
-@GATE.needs(
-    f"{_C10D}:_coalescing_manager",
-    f"{_C10D}:_World.pg_coalesce_state",
-)
+@GATE.needs(f"{_C10D}:_coalescing_manager")
 def is_batch_cut(error: BaseException) -> bool:
-    """Whether an error has ended a batch of collectives or messages, or has come before
-    its end: torch then counts a batch too many, and forms no other group of NCCL in
-    this process ("ncclGroupEnd: not in a group call").
+    """Whether an error has ended a batch of messages, or has come before its end: torch
+    then counts a batch too many, and forms no other group of NCCL in this process
+    ("ncclGroupEnd: not in a group call").
 
     Source: `ProcessGroupNCCL::groupEnd`, which does not count one that has failed.
     """
-    batch: Any = c10d._coalescing_manager
-    frames = traceback.walk_tb(error.__traceback__)
-    return bool(c10d._world.pg_coalesce_state) or any(
-        frame.f_code is batch.__wrapped__.__code__ for frame, _ in frames
+    batch = inspect.unwrap(c10d.batch_isend_irecv).__code__
+    manager = inspect.unwrap(c10d._coalescing_manager).__code__
+    return any(
+        (frame.f_code is batch and "cm" in frame.f_locals)
+        or (frame.f_code is manager and frame.f_locals.get("device") is not None)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
 

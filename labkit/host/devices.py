@@ -14,10 +14,14 @@ ASK_DRIVER = """
 import ctypes
 driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-print(0 if error else count.value)
+if error in (0, 100):  # CUDA_ERROR_NO_DEVICE
+    print(count.value)
+else:
+    import torch
+    print(torch.cuda.device_count())
 """
 """Of a torch that is built for CUDA: what it would be told, without the seconds that it
-takes to import it."""
+takes to import it, but where the driver does not work."""
 ASK_TORCH = "import torch; print(torch.cuda.device_count())"
 
 

@@ -15,7 +15,7 @@ from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.records import Placement
-from labkit.strategies.mesh.device_mesh import mesh_of
+from labkit.strategies.mesh.device_mesh import forget_groups
 from labkit.strategies.zero.engines import destroy_former_engines
 
 
@@ -97,7 +97,7 @@ def join(place: Placement) -> Iterator[RankProcessGroup]:
     group.adopt()
     yield group
     abandon_saves()  # lets go of the store
-    mesh_of.cache_clear()
+    forget_groups()
     # DeepSpeed's engines hold the group, whose threads are to end before the process.
     destroy_former_engines()
     gc.collect()

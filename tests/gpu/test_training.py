@@ -239,6 +239,10 @@ def test_a_step_does_not_wait_for_the_gpu(nccl: Lab, strategy: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_precision(lab: Lab, strategy: str, precision: str) -> None:
+    if precision == "fp16" and strategy in ("pipeline", "parameter_server"):
+        with pytest.raises(RankError, match="fp16"):
+            losses(lab, strategy, PLAIN, precision=precision)
+        return
     wanted = losses(lab, "single", PLAIN)
     found = losses(lab, strategy, PLAIN, precision=precision)
     assert found == pytest.approx(wanted, rel=0.1)

@@ -22,6 +22,7 @@ from labkit.compat.c10d import forget_aborted_groups
 from labkit.compat.c10d import has_rpc_agent
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_groups_made
+from labkit.compat.c10d import num_over_gloo
 from labkit.compat.c10d import number_ranks
 from labkit.compat.c10d import rendezvous_of
 from labkit.compat.c10d import replace_rendezvous
@@ -43,7 +44,7 @@ from labkit.rank.telemetry.stack_trace import started_collectives
 from labkit.records import HOST_VARIABLE
 from labkit.records import Placement
 from labkit.strategies.mesh.channel import Channel
-from labkit.strategies.mesh.device_mesh import mesh_of
+from labkit.strategies.mesh.device_mesh import forget_groups
 from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.mesh.worlds import begin_world
 
@@ -171,7 +172,8 @@ class RankProcessGroup:
         how many meetings."""
         if not self.in_place:
             return {}
-        return {**started_collectives(), "meetings": self._num_meetings}
+        own = {"meetings": self._num_meetings, "backends": num_over_gloo()}
+        return {**started_collectives(), **own}
 
     def overdue(self) -> str:
         """The collective that has outlasted the group's timeout, in words; "" for none.
@@ -324,7 +326,7 @@ class RankProcessGroup:
         self._note_groups()
         if dist.is_initialized():
             self._destroy()
-        mesh_of.cache_clear()
+        forget_groups()
         self._group = self._solo = None
         self._divided.clear()
 
@@ -343,7 +345,7 @@ class RankProcessGroup:
                 self._note_groups()
             if dist.is_initialized():
                 self._destroy()
-        mesh_of.cache_clear()  # or it would keep the groups, and their connections
+        forget_groups()
         if self._store is not None:
             self._store.close()
         self._group = self._solo = self._store = None
@@ -491,6 +493,8 @@ class RankProcessGroup:
             **more,
         )
         assert dist.group.WORLD is not None
+        if "nccl" in (backend or here.backend):
+            number_ranks(dist.group.WORLD, self.device)
         self._users_groups.append(dist.group.WORLD)
         forget_world_group()
 

@@ -384,9 +384,14 @@ class StepProbe(TorchDispatchMode):
     def _see(self, storage: torch.UntypedStorage) -> bool:
         """Whether it was not known before."""
         key = storage_key(storage)
+        size = storage.nbytes()
         if key in self._storages:
+            if change := size - self._sizes[key]:  # as FSDP makes of what is gathered
+                self._sizes[key] = size
+                self._total += change
+                self._log.change(self._numbers[key], change, is_seen_late=True)
             return False
-        self._sizes[key] = size = storage.nbytes()
+        self._sizes[key] = size
         self._numbers[key] = self._log.add(size)
         self._total += size
         # Last: an interrupt may come at any line before.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
+from labkit.compat.c10d import forget_gloo
 from labkit.compat.c10d import gloo_of
 from labkit.strategies.mesh.sizes import DATA_PARALLEL
 
@@ -51,7 +52,13 @@ def mesh_of(
     return init_device_mesh(device_type, shape, mesh_dim_names=axes)
 
 
-@lru_cache(maxsize=64)
+def forget_groups() -> None:
+    """Keep none of the groups that are about to be left, nor their connections."""
+    mesh_of.cache_clear()
+    another_group.cache_clear()
+    forget_gloo()
+
+
 def control_of(group: Any) -> Any:
     """What reduces numbers on the CPU over the ranks of `group`: through NCCL they
     would have to wait for all that the GPU has to do. Collective."""

@@ -7,6 +7,7 @@ first name; `optimizer.<name>.<key>` is what the optimizer keeps of that paramet
 from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from labkit.compat.torch import buffers_of
+from labkit.compat.torch import tree_map_only
 
 Named = dict[str, torch.Tensor]
 
@@ -208,11 +210,15 @@ def move_states(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         counts_on_device = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and (
-                    value.dim() or counts_on_device
-                ):
-                    optimizer.state[parameter][key] = value.to(parameter.device)
+            state: Any = optimizer.state.get(parameter)
+            to_device = partial(tree_map_only, torch.Tensor, mover(parameter.device))
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if key != "step" or counts_on_device:
+                    state[key] = to_device(value)
+
+
+def mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(device)
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:

@@ -148,10 +148,14 @@ class Pipeline(Prepared):
             self.given_parameters, self._stages.owners(), mesh, self.device
         )
         self._place_stages()
+        for parameter in self.given_parameters:
+            if id(parameter) not in self._placement.own_ids:
+                self.optimizer.state.pop(parameter, None)  # its owner has it
         self._gradients = CellGradients(self, self.given_parameters, StagedParameter)
         self.autocast()  # within what follows: outputs are broadcast as fp32
         self.relay = Relay(self.module, self._stages, self.mesh, self.device)
         self.relay.run_whole = self._run_in_microbatches
+        _ = self.relay.channel  # all ranks make its groups, and here all come along
         own = self._placement.own
         self._num_parameters = sum(p.numel() for p in own)
         self._num_trainable = sum(p.numel() for p in own if p.requires_grad)
