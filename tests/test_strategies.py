@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -377,6 +378,35 @@ def assert_trained_on_as_in_one_process(
 )
 def test_an_optimizer_brings_its_state_of_rank_0(lab: Lab, strategy: str) -> None:
     assert_trained_on_as_in_one_process(lab, strategy, BROUGHT, LOOP_AFTER_IT)
+
+
+def test_a_stage_saves_no_states_that_another_trains(lab: Lab, tmp_path: Path) -> None:
+    """Each rank has brought all of them, and trains its own layers'."""
+    deep = """
+class Scaled(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+"""
+    start = BROUGHT.index("class Scaled")
+    brought = BROUGHT[:start] + deep + BROUGHT[BROUGHT.index("torch.manual_seed(0)") :]
+    used = brought.index("used = ")
+    made = brought.index("torch.manual_seed(rank)")
+    adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n"
+    brought = (brought[:used] + adamw + brought[made:]).replace("seed(rank)", "seed(1)")
+    here: dict[str, Any] = {"rank": 0}
+    exec(brought, here)
+    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
+    exec(LOOP_AFTER_IT, here)
+    lab.run(brought)
+    save = f"save_checkpoint({str(tmp_path / 'saved')!r})"
+    train(lab, "pipeline", PREPARED + LOOP_AFTER_IT + save)
+    load = f"load_checkpoint({str(tmp_path / 'saved')!r})\n"
+    keep = "states = [optimizer.state[p]['exp_avg'] for p in model.parameters()]"
+    train(lab, "single", brought + PREPARED + load + keep)
+    found = lab.pull("states", 0)
+    wanted = [here["optimizer"].state[p]["exp_avg"] for p in here["model"].parameters()]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero1", "zero3"]))

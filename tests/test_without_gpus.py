@@ -746,6 +746,19 @@ def test_states_follow_their_parameters(capturable: bool) -> None:
     assert kinds == {"step": count, "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
+def test_states_in_lists_and_of_scalars_follow_their_parameters() -> None:
+    scalar = torch.nn.Parameter(torch.ones((), device="meta"))
+    plain = torch.nn.Parameter(torch.ones(1, device="meta"))
+    optimizer = torch.optim.SGD([scalar, plain], lr=0.1)
+    optimizer.state[scalar] = {"exp_avg": torch.tensor(1.0), "step": torch.tensor(1.0)}
+    optimizer.state[plain] = {"old_dirs": [torch.ones(1)], "ro": None, "n_iter": 3}
+    move_states(optimizer)
+    state = optimizer.state[scalar]
+    assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
+    assert optimizer.state[plain]["old_dirs"][0].device.type == "meta"
+    assert optimizer.state[plain]["n_iter"] == 3
+
+
 def test_a_part_of_the_update_on_the_cpu_loses_no_states() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     offload = {"device": "cpu", "ratio": 0.5}
