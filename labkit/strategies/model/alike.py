@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from labkit.compat.torch import no_dispatch
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.mesh.peers import Peers
+from labkit.strategies.model.fingerprints import fingerprints
 
 
 def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
@@ -53,10 +55,27 @@ def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
     for leaf in tree_leaves(kept):
         # Of a DTensor each rank has its own part.
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-            sent = leaf.detach().to(team.device).contiguous()
-            # As bytes: a backend knows but some dtypes.
-            team.broadcast(sent.view(-1).view(torch.uint8))
-            leaf.detach().copy_(sent)
+            receive_bytes(leaf, team)
+
+
+def take_values(model: nn.Module, team: Peers) -> None:
+    """Give a model the values of the first rank of `team`, where they are others: each
+    rank is to keep but some of them. Collective."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    # For a seed that all ranks have nothing is sent.
+    own = sum(int(fingerprints([tensor])) for tensor in tensors)
+    if team.size == 1 or team.agree_on(own % 2**62):
+        return
+    for tensor in tensors:
+        receive_bytes(tensor, team)
+
+
+def receive_bytes(tensor: torch.Tensor, team: Peers) -> None:
+    """Give it the values of the first rank of `team`. Collective."""
+    sent = tensor.detach().to(team.device).contiguous()
+    # As bytes: a backend knows but some dtypes.
+    team.broadcast(sent.view(-1).view(torch.uint8))
+    tensor.detach().copy_(sent)
 
 
 def as_fact(leaf: Any) -> Any:

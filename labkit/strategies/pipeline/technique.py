@@ -26,9 +26,11 @@ from labkit.strategies.autograd.backward import keeping_seeds
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.mesh.device_mesh import broadcast
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
+from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.model import states
 from labkit.strategies.model.alike import check_inputs
 from labkit.strategies.model.alike import check_roots
+from labkit.strategies.model.alike import take_values
 from labkit.strategies.model.gradients import CellGradients
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
@@ -147,6 +149,7 @@ class Pipeline(Prepared):
         self._placement = Placement(
             self.given_parameters, self._stages.owners(), mesh, self.device
         )
+        take_values(self.module, team_on(self.mesh, self.device))
         self._place_stages()
         for parameter in self.given_parameters:
             if id(parameter) not in self._placement.own_ids:
