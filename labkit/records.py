@@ -557,7 +557,7 @@ class Outcome:
     freed_bytes: int = 0
     """Of its tensors, which went with the traceback and the cell's garbage."""
     lost_device: str = ""
-    """Why its process cannot use its device any more, and is to be restarted."""
+    """Why its process can use its device, or NCCL, no more, and is to be restarted."""
     memory: str = ""
     """Where it ran out of memory: what it held, and what would fit; some lines."""
     traceback: list[str] = field(default_factory=list)

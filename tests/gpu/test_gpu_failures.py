@@ -51,8 +51,10 @@ def hanging(lab: Lab, call: str) -> Iterator[list[BaseException]]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    yield ended
-    thread.join(60)
+    try:
+        yield ended
+    finally:
+        thread.join(60)
     assert not thread.is_alive(), "the cell is not over"
 
 
@@ -91,7 +93,7 @@ def test_ten_groups_leave_no_memory(nccl: Lab) -> None:
 
 
 def test_a_failure_under_one_strategy_spoils_no_other(nccl: Lab) -> None:
-    """Their communicators are made anew, and from those of a group of before."""
+    """Their communicators are re-created, and split from a re-created group's."""
     prepared = """
 import torch
 from torch.utils.data import TensorDataset

@@ -1,6 +1,7 @@
 """Training on GPUs ends where one process ends; what is measured there is there."""
 
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from labkit import Lab
 from labkit import RankError
@@ -141,8 +142,8 @@ STRATEGIES = [
     *("tensor", "pipeline", "parameter_server"),
 ]
 NCCL_ONLY = ("tensor",)
-OFFLOAD = {
-    "fsdp": {"offload_policy": "CPUOffloadPolicy()"},
+OFFLOAD: dict[str, dict[str, object]] = {
+    "fsdp": {"offload_policy": CPUOffloadPolicy()},
     "zero2": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "zero3": {
         "zero_optimization": {
@@ -254,11 +255,7 @@ def test_precision(lab: Lab, strategy: str, precision: str) -> None:
 def test_offload(lab: Lab, name: str, clip: float | None, before: str) -> None:
     code = PREPARE + LOOP if before else PLAIN
     wanted = losses(lab, "single", code, before, clip=clip)
-    config: object = OFFLOAD[name]
-    if name == "fsdp":
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        config = {"offload_policy": CPUOffloadPolicy()}
+    config = OFFLOAD[name]
     if "part" in name:
         with pytest.raises(RankError, match="leave ratio out"):
             losses(lab, "zero3", code, before, clip=clip, config=config)
@@ -273,7 +270,7 @@ def test_a_profile_has_kernels_and_collectives(lab: Lab) -> None:
     print(run.profile)
     text = str(run.profile)
     assert "rank 1: data" in text
-    assert "communication" in text
+    assert "communication 0 %" not in text
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -288,36 +285,3 @@ def test_memory_is_the_allocators(lab: Lab, strategy: str) -> None:
     for rank, total in run.memory["total_peak"].items():
         assert total <= 1.05 * peaks[rank]
         assert total >= 0.5 * peaks[rank]
-
-
-ESTIMATED = """
-from labkit.models import GPT, next_token_loss
-ids = torch.randint(0, 512, (64, 257))
-model = GPT(512, context=256, dim=512, num_heads=8, num_layers=4)
-data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
-optimizer = torch.optim.AdamW(model.parameters())
-model, optimizer, loader = prepare(model, optimizer, data, batch_size=16)
-for x, y in loader:
-    loss = next_token_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_the_estimate_is_what_is_measured(nccl: Lab) -> None:
-    import torch
-
-    from labkit.estimate import estimate
-    from labkit.models import GPT
-
-    model = GPT(512, context=256, dim=512, num_heads=8, num_layers=4)
-    x = torch.zeros(16, 256, dtype=torch.long)
-    names = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
-    table = estimate(
-        model, x, world_sizes=[2], batch_size=16, device="cuda", strategies=names
-    )
-    print(table.to_string())
-    for name in names:
-        run = nccl.train(name, ESTIMATED, live=False)
-        print(name, run.memory.to_string())
