@@ -211,7 +211,10 @@ def test_a_second_notebook_follows_a_run_of_the_first(
     kernel: Kernel, end: Path
 ) -> None:
     code = LOOP.format(path=str(end))
-    kernel.run("%%dist_train ddp --name followed --background --no-live\n" + code)
+    began = kernel.run(
+        "%%dist_train ddp --name followed --background --no-live\n" + code
+    )
+    assert began.status == "ok", began.stderr
     with running_kernel() as second:
         shown = second.run("%load_ext labkit\n%dist_show followed")
         assert shown.status == "ok", shown.stderr
