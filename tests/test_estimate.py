@@ -19,6 +19,7 @@ from labkit.estimate import STRATEGIES
 from labkit.estimate import estimate
 from labkit.estimate import forecast
 from labkit.estimate.techniques.tensor import split
+from labkit.estimate.trace import UntraceableError
 from labkit.models import GPT
 from labkit.models import ResNet
 from labkit.models import mlp
@@ -309,12 +310,9 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
         ({"sequence": 8, "precision": "fp8"}, "choose one of: fp32, bf16, fp16"),
         ({"sequence": 8, "optimizer": "Foo"}, "--optimizer Foo: .*AdamW"),
         ({"model": nn.Flatten(), "x": torch.zeros(2, 2)}, "requires a gradient"),
-        pytest.param(
-            {"sequence": 8, "device": "cuda"},
-            "this build of torch is for the CPU",
-            marks=pytest.mark.skipif(
-                torch.backends.cuda.is_built(), reason="torch has CUDA"
-            ),
+        (
+            {"sequence": 8, "device": "xpu"},  # torch would end the process
+            "unknown device 'xpu'; choose one of: cpu, cuda",
         ),
     ],
 )
@@ -330,6 +328,19 @@ def test_what_cannot_be_estimated_says_what_to_do(
     }
     with pytest.raises(ValueError, match=message):
         forecast(given.pop("model"), given.pop("x", None), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU here")
+def test_a_step_for_a_gpu_is_refused_where_none_is_visible() -> None:
+    model, x = nn.Linear(4, 4), torch.zeros(8, 4)
+    refused = "device is 'cuda', and torch .* sees no GPU here .*give device=\"cpu\""
+    with pytest.raises(UntraceableError, match=refused) as error:
+        estimate(model, x, world_sizes=[2], device="cuda")
+    assert "--input" not in str(error.value)
+    table, says = forecast(model, x, world_sizes=[2], device="cuda", device_bytes=2**30)
+    assert f"Activations are not included: {error.value}." in says
+    assert table["activations_peak"].isna().all()
+    assert table.loc[(2, "ddp"), "parameters"] == 4 * 4 * 4 + 4 * 4
 
 
 class TwoTowers(nn.Module):

@@ -117,7 +117,8 @@ def estimate(
     ValueError
         For what cannot be estimated.
     UntraceableError
-        A ValueError: the model does not run without data.
+        A ValueError: the model does not run without data, or `device` is "cuda" and
+        no GPU is visible.
     """
     import pandas as pd
 

@@ -18,8 +18,11 @@ from labkit.checks import is_number
 from labkit.checks import short_repr
 from labkit.compat.torch import tree_leaves
 from labkit.estimate.trace import Inputs
+from labkit.estimate.trace import UntraceableError
 from labkit.strategies.zero.engines import is_zero
 from labkit.train_options import PRECISIONS
+
+DEVICES = ("cpu", "cuda")
 
 
 def check(
@@ -34,7 +37,8 @@ def check(
     device: str,
     device_bytes: Any,
 ) -> None:
-    """ValueError with what to do, unless `estimate` can use these arguments."""
+    """ValueError with what to do, unless `estimate` can use these arguments;
+    UntraceableError where it can without `x`."""
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is {type(model).__name__}; an estimate needs a torch.nn.Module"
@@ -76,11 +80,13 @@ def check(
             f"a device's memory is {short_repr(device_bytes)} bytes; it must be more "
             "than 0"
         )
-    if device.startswith("cuda") and not torch.backends.cuda.is_built():
-        # Torch would end the whole process.
-        raise ValueError(
-            f"device is {device!r}; this build of torch is for the CPU: give "
-            'device="cpu", or install a build for CUDA'
+    check_choice("device", device, DEVICES)
+    if device == "cuda" and x is not None and not torch.cuda.device_count():
+        # Torch fails in words of its own there, or ends the whole process.
+        raise UntraceableError(
+            f"device is 'cuda', and torch {torch.__version__} sees no GPU here to "
+            'trace a step for; give device="cpu", or estimate where a GPU is: a lab\'s '
+            "ranks do, by %dist_estimate NAME of a model made in a %%dist cell"
         )
 
 

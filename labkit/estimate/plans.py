@@ -81,10 +81,9 @@ class Plan:
         self.accumulate = accumulate
         self.width = DTYPES[precision].itemsize
         """Bytes of an element in what is computed."""
-        self.device_type = device.partition(":")[0]
-        self.is_cpu = self.device_type == "cpu"
+        self.device_type = device
+        self.is_cpu = device == "cpu"
         self._optimizer = optimizer
-        self._device = device
         self._trace: Callable[..., list[Trace]] = lambda **step: [NOTHING]
         if inputs is not None:
             self._trace = partial(
@@ -157,7 +156,10 @@ class Plan:
         key = tuple(map(tuple, shapes))
         if key not in self._updates:
             self._updates[key] = trace_update(
-                shapes, self._optimizer, self._device, together=self._updates_together
+                shapes,
+                self._optimizer,
+                self.device_type,
+                together=self._updates_together,
             )
         return self._updates[key]
 
