@@ -304,7 +304,9 @@ def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
     assert "killed by SIGKILL" in reply.error["evalue"]
     assert "dead" in kernel.run("%dist_status").result["text/plain"]
     assert "%dist_restart" in usage_error(kernel, "%%dist\n1")
-    assert kernel.run("%dist_restart").stdout.startswith("rank 1 restarted; Ready: ")
+    assert kernel.run("%dist_restart").stdout.startswith(
+        "rank 1 restarted: its variables are gone; Ready: "
+    )
     assert kernel.run("%dist_restart").stdout.startswith("no rank was dead; Ready: ")
     assert kernel.run("%%dist\ndist.barrier()\nprint('ok')").stdout == (
         "[ranks 0-1] ok\n"

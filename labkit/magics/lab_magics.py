@@ -494,7 +494,8 @@ class LabMagics(Magics):
         if lab.world_size < before:
             what.append(f"{format_ranks(range(lab.world_size, before))} ended")
         if back := [rank for rank in started if rank < before]:
-            what.append(f"{format_ranks(back)} restarted")
+            whose = "its" if len(back) == 1 else "their"
+            what.append(f"{format_ranks(back)} restarted: {whose} variables are gone")
         if new := [rank for rank in started if rank >= before]:
             what.append(f"{format_ranks(new)} started")
         print("; ".join([*(what or ["no rank was dead"]), ready_line(lab)]))
