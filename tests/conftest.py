@@ -112,6 +112,16 @@ def kernel(shared_kernel: Kernel) -> Kernel:
 
 
 @pytest.fixture
+def runs_folder(kernel: Kernel, tmp_path: Path) -> Iterator[Path]:
+    """Where the kernel keeps its runs, until the test is over."""
+    kernel.run("import os\nbefore = os.environ.pop('LABKIT_RUNS', None)")
+    kernel.run(f"os.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+    yield tmp_path
+    kernel.run("del os.environ['LABKIT_RUNS']")
+    kernel.run("if before is not None: os.environ['LABKIT_RUNS'] = before")
+
+
+@pytest.fixture
 def shared_data() -> Path:
     """The folder with real data beside the project; skips where there is none."""
     folder = Path(__file__).parents[2] / "shared" / "data"

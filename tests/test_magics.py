@@ -2,7 +2,6 @@
 
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -347,16 +346,6 @@ def test_comparing_strategies_is_editing_one_word(kernel: Kernel) -> None:
     assert "master_parameters" not in shown, "none of them has any"
     losses = kernel.run("print(table.loc['last_loss'].nunique())")
     assert losses.stdout == "1\n"
-
-
-@pytest.fixture
-def runs_folder(kernel: Kernel, tmp_path: Path) -> Iterator[Path]:
-    """Where the kernel keeps its runs, until the test is over."""
-    kernel.run("import os\nbefore = os.environ.pop('LABKIT_RUNS', None)")
-    kernel.run(f"os.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
-    yield tmp_path
-    kernel.run("del os.environ['LABKIT_RUNS']")
-    kernel.run("if before is not None: os.environ['LABKIT_RUNS'] = before")
 
 
 def test_runs_are_listed_filtered_and_deleted(

@@ -382,8 +382,8 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_the_magic_tunes_a_cell_and_a_function(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.run(f"import os; os.environ['LABKIT_RUNS'] = {str(tmp_path)!r}")
+@pytest.mark.usefixtures("runs_folder")
+def test_the_magic_tunes_a_cell_and_a_function(kernel: Kernel) -> None:
     kernel.run('space = {"level": [1, 2, 3]}')
     cell = "%%dist_tune raw --space space --trials 3 --name magic --sampler random\n"
     done = kernel.run(cell + SHORT)
