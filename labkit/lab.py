@@ -184,10 +184,12 @@ class Lab:
 
     def _say_what_was_missed(self) -> None:
         """Of a cell that has ended while no kernel was there."""
+        from labkit.notebook.execution.completion import end_lost_runs
         from labkit.notebook.execution.errors import unheard
         from labkit.notebook.keeper.kept_ranks import KeptRanks
 
         assert isinstance(self._ranks, KeptRanks)
+        end_lost_runs(self._ranks.ended)
         for sentence in unheard(self._ranks.ended):
             say(sentence)
         self._ranks.received()

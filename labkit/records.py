@@ -615,6 +615,8 @@ class CellEnd:
     outcome: Outcome
     steps: StepsTaken | None = None
     """None where the cell was no training run."""
+    folder: str | None = None
+    """The run's, where this rank kept its records in one."""
 
 
 def shorten(text: str, num_characters: int) -> str:

@@ -277,7 +277,11 @@ def test_a_run_whose_kernel_dies_has_all_of_its_records(folder: Path) -> None:
         assert "labkit: " not in ok(attach(kernel, keeper)).stderr
         ok(kernel.run("run = __import__('labkit').load_run('alone')"))
         found = ok(kernel.run("run.state, len(run.history)"))
-        assert found.result["text/plain"] == "('lost', 16)"
+        assert found.result["text/plain"] == "('finished', 16)"
+        found = ok(kernel.run("run.notes"))
+        assert "no kernel was attached when it ended" in found.result["text/plain"]
+        found = ok(kernel.run("__import__('labkit').list_runs()['state'].to_dict()"))
+        assert found.result["text/plain"] == "{'alone': 'finished'}"
         # What this kernel hears no later one says.
         failed = kernel.run("%%dist\nif rank: 1 / 0")
         assert "ZeroDivisionError" in failed.error["evalue"]
@@ -324,6 +328,9 @@ def test_a_failure_while_no_kernel_is_there_is_shown_by_the_next(folder: Path) -
             "labkit: rank 1 took 5 optimizer steps, rank 0 took 6, so they no longer "
             "hold one model. To train on, load a checkpoint"
         ) in said
+        ok(kernel.run("run = __import__('labkit').load_run('run-1')"))
+        found = ok(kernel.run("run.state, len(run.mismatches)"))
+        assert found.result["text/plain"] == "('failed', 1)"
         restart(kernel)
         assert "labkit: " not in ok(attach(kernel, keeper)).stderr
         ok(kernel.run("%dist_stop"))

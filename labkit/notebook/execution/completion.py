@@ -1,7 +1,10 @@
 """Waits for a cell's end on every rank, restores the group, raises what went wrong."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from labkit.notebook.cluster.rank_group import RankGroup
 from labkit.notebook.cluster.rank_group import lost_line
@@ -10,12 +13,19 @@ from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.execution.errors import Interrupted
 from labkit.notebook.execution.errors import RankError
 from labkit.notebook.execution.errors import first_failure
+from labkit.notebook.history.consistency import step_mismatches
 from labkit.notebook.kernel.output import say
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs.run import Run
+from labkit.notebook.runs.run_files import INFO_FILE
 from labkit.rank_spec import format_ranks
+from labkit.records import CellEnd
 from labkit.records import Outcome
 
+ENDED_ALONE = (
+    "no kernel was attached when it ended: losses and metrics are all here, but not "
+    "what was measured, noted, or found to differ between ranks meanwhile"
+)
 Wait = Callable[[float | None], list[Outcome]]
 """`CellExecution.wait`, or something like it."""
 
@@ -99,3 +109,47 @@ def restore_group(group: RankGroup, outcomes: Sequence[Outcome]) -> None:
         if each.lost_device:
             say(lost_line(each.rank, each.lost_device))
     group.restore_group(outcomes)
+
+
+def end_lost_runs(ends: Mapping[int, CellEnd]) -> None:
+    """Write how runs have ended of whose end no kernel has heard, with all of their
+    records; `ends` are by rank of the lab.
+
+    A run stays lost where not all of its ranks say how it has ended.
+    """
+    of_runs: dict[str, list[CellEnd]] = {}
+    for _, end in sorted(ends.items()):
+        if end.folder is not None:
+            of_runs.setdefault(end.folder, []).append(end)
+    for name, found in of_runs.items():
+        folder = Path(name)
+        if not (folder / INFO_FILE).exists():  # that of journals since a restart
+            folder = folder.parent
+        try:
+            _end_lost_run(folder, found)
+        except ValueError as error:
+            persistence.warn_once(folder, f"passed over a run that has ended: {error}")
+
+
+def _end_lost_run(folder: Path, ends: Sequence[CellEnd]) -> None:
+    run = persistence.open_run(folder)
+    ranks = sorted([*run.collector.ranks, *run.collector.servers])
+    if run.state != "lost" or len(ranks) != len(ends):
+        return
+    # By rank of the run, which may have had a part of the lab.
+    by_rank = dict(zip(ranks, ends, strict=True))
+    outcomes = [replace(end.outcome, rank=rank) for rank, end in by_rank.items()]
+    if any(each.status == "error" for each in outcomes):
+        state = "failed"
+    else:
+        is_whole = all(each.status == "ok" for each in outcomes)
+        state = "finished" if is_whole else "interrupted"
+    steps = {rank: end.steps for rank, end in by_rank.items() if end.steps}
+    run.collector.notes.append(ENDED_ALONE)
+    run.catch_up(
+        run.state,
+        seconds=run.seconds,
+        info=run.info,
+        mismatches=[*run.mismatches, *step_mismatches(steps).values()],
+    )
+    persistence.end(run, state, outcomes, seconds=run.seconds)

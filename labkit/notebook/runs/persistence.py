@@ -159,14 +159,21 @@ def journals_of(run: Run) -> Path:
     return run_files.journal_folder(run.folder, run.collector.num_restarts)
 
 
-def end(run: Run, state: str, outcomes: Sequence[Outcome]) -> None:
-    """A run has ended so on its ranks: write its records, then all that is known.
+def end(
+    run: Run,
+    state: str,
+    outcomes: Sequence[Outcome],
+    *,
+    seconds: float | None = None,
+) -> None:
+    """A run has ended so on its ranks, now or after so many seconds: write its records,
+    then all that is known.
 
     Records that only a rank's journal has are taken in before.
     """
     for outcome in outcomes:
         _take_outcome(run, outcome)
-    run.end(state)
+    run.end(state, seconds=seconds)
     run.info["outcomes"] = [
         {
             key: shorten(value, OUTCOME_CHARACTERS // len(outcomes))

@@ -333,15 +333,18 @@ class RunRecord:
         outcomes = parse(list[Outcome], self.info.get("outcomes", []))
         return sum(outcome.num_not_on_disk for outcome in outcomes)
 
-    def end(self, state: str) -> None:
+    def end(self, state: str, *, seconds: float | None = None) -> None:
         """Note that the run has ended.
 
         Parameters
         ----------
         state : str
             One of `RUN_STATES`.
+        seconds : float, optional
+            After so long; by default now.
         """
-        self.seconds = time.monotonic() - self._started
+        now = time.monotonic() - self._started
+        self.seconds = now if seconds is None else seconds
         self.state = state
 
     def elapsed(self) -> float:

@@ -240,8 +240,8 @@ class Run(RunRecord):
         execution.interrupt()
         self.job.join(timeout)
 
-    def end(self, state: str) -> None:
-        super().end(state)
+    def end(self, state: str, *, seconds: float | None = None) -> None:
+        super().end(state, seconds=seconds)
         self.has_ended.set()
 
     def catch_up(

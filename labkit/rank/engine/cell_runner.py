@@ -238,7 +238,7 @@ class CellRunner:
         if session is not None and error is None:
             error = self._finish_run(session)
         self._interrupts.end_code()
-        self._spec = None
+        folder, self._spec = self._spec.folder, None
         # 2. A failure is known at once: other ranks need not wait for what follows.
         memory = ""
         if session is not None:
@@ -260,7 +260,7 @@ class CellRunner:
             memory = "\n".join([memory, *fits])
         outcome = replace(outcome, memory=memory)
         short, number = outcome.in_short(KEPT_CHARACTERS), self._interrupts.number
-        self._requests.ended = CellEnd(number, time.time(), short, self._steps)
+        self._requests.ended = CellEnd(number, time.time(), short, self._steps, folder)
         self._publish("outcome", outcome)
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
