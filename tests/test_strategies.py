@@ -317,6 +317,14 @@ def test_adamw_with_parameter_groups_equals_one_process(
         )
 
 
+STEPS_ALONE = """
+torch.manual_seed(rank)
+for _ in range(5):
+    loss = (model(torch.randn(4, 8)) - torch.randn(4, 1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 BROUGHT = """
 import torch
 from torch import nn
@@ -337,13 +345,8 @@ model = Scaled()
 used = [model.scale, *model.first.parameters(), *model.last.parameters()]
 groups = [{"params": used}, {"params": model.unused.parameters()}]
 optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
-torch.manual_seed(rank)
-for _ in range(5):
-    loss = (model(torch.randn(4, 8)) - torch.randn(4, 1)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 """
+BROUGHT += STEPS_ALONE
 LOOP_AFTER_IT = """
 for x, y in loader:
     loss = (model(x) - y).square().mean()
@@ -383,17 +386,16 @@ def test_an_optimizer_brings_its_state_of_rank_0(lab: Lab, strategy: str) -> Non
 def test_a_stage_saves_no_states_that_another_trains(lab: Lab, tmp_path: Path) -> None:
     """Each rank has brought all of them, and trains its own layers'; all have those of
     rank 0, as of the model."""
-    deep = """
-class Scaled(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    made = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 """
-    start = BROUGHT.index("class Scaled")
-    brought = BROUGHT[:start] + deep + BROUGHT[BROUGHT.index("torch.manual_seed(0)") :]
-    used = brought.index("used = ")
-    made = brought.index("torch.manual_seed(rank)")
-    adamw = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n"
-    brought = brought[:used] + adamw + brought[made:]
+    brought = made + STEPS_ALONE
     here: dict[str, Any] = {"rank": 0}
     exec(brought, here)
     here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
