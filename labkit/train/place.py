@@ -13,6 +13,7 @@ import torch.distributed as dist
 from labkit.checkpoint import abandon_saves
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import place_ranks
+from labkit.notebook.cluster.placement import too_few
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.records import Placement
 from labkit.strategies.mesh.device_mesh import forget_groups
@@ -46,11 +47,10 @@ def find_place() -> Placement:
     )
     num_gpus = torch.cuda.device_count()
     if 0 < num_gpus < num_local:
-        gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are"
         raise ValueError(
-            f"{num_local} processes, but {gpus} visible and NCCL needs one for each; "
-            f"launch with --nproc-per-node {num_gpus}, or with CUDA_VISIBLE_DEVICES= "
-            "set, for the CPU"
+            f"{too_few(num_gpus, f'{num_local} processes')}; launch with "
+            f"--nproc-per-node {num_gpus}, or with CUDA_VISIBLE_DEVICES= set, for the "
+            "CPU"
         )
     options = StartOptions(num_ranks=num_local, device="auto" if num_gpus else "cpu")
     place = place_ranks(options, num_gpus=num_gpus)[local_rank]

@@ -188,6 +188,12 @@ def in_words(placements: Sequence[Placement]) -> str:
     return f"{len(placements)} {noun} on {where}, {placements[0].backend}"
 
 
+def too_few(num_gpus: int, processes: str) -> str:
+    """As "4 ranks, but 2 GPUs are visible and NCCL needs one for each"."""
+    gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are"
+    return f"{processes}, but {gpus} visible and NCCL needs one for each"
+
+
 def place_ranks(
     options: StartOptions, *, num_gpus: int | None = None
 ) -> list[Placement]:
@@ -225,11 +231,10 @@ def _place_on_host(
     if num_ranks is None:
         num_ranks = num_gpus if device == "cuda" else DEFAULT_CPU_RANKS
     if backend == "nccl" and num_ranks > num_gpus:
-        gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are"
         raise ValueError(
-            f"{num_ranks} ranks, but {gpus} visible and NCCL needs one for each rank; "
-            f"use {fewer}{num_gpus}, or --device cpu to compute on the CPU, or "
-            "--backend gloo to let several ranks share a GPU"
+            f"{too_few(num_gpus, f'{num_ranks} ranks')}; use {fewer}{num_gpus}, or "
+            "--device cpu to compute on the CPU, or --backend gloo to let several "
+            "ranks share a GPU"
         )
     if threads is None:
         # More would fight for the cores; OMP_NUM_THREADS is the user's own word.
