@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ import labkit
 from labkit import Lab
 from labkit import Run
 from labkit import checkpoint
+from labkit.notebook.execution.completion import ENDED_ALONE
+from labkit.notebook.execution.completion import end_lost_runs
 from labkit.notebook.execution.errors import RankError
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.pickled_function import source_of
@@ -34,6 +37,7 @@ from labkit.rank.telemetry.journal import Journal
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
 from labkit.records import Batch
+from labkit.records import CellEnd
 from labkit.records import Outcome
 
 TRAIN = """
@@ -422,6 +426,33 @@ def test_a_run_of_a_kernel_that_is_gone_is_lost(folder: Path) -> None:
         assert labkit.load_run("run-1").state == "lost"
     run_files.write_info(run.folder, info | {"host": "elsewhere"})
     assert labkit.load_run("run-1").state == "running"
+
+
+def test_a_lost_run_ends_as_all_of_its_ranks_say(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run()
+    outcomes = {2: Outcome(2, "ok"), 3: Outcome(3, "ok")}  # of a part of a lab
+    ends = {
+        rank: CellEnd(7, 0.0, o, None, f"{run.folder}") for rank, o in outcomes.items()
+    }
+    end_lost_runs(ends)
+    assert labkit.load_run("run-1").state == "running"  # in this process
+    run_files.write_info(run.folder, persistence.run_info(run) | {"pid": 2**22 + 1})
+    end_lost_runs({2: ends[2]})  # rank 1 has died
+    assert labkit.load_run("run-1").state == "lost"
+    since_restart = f"{run_files.journal_folder(run.folder, 1)}"
+    failed = replace(ends[3], outcome=Outcome(3, "error", "OSError"))
+    told = {2: ends[2], 3: failed}
+    end_lost_runs({rank: replace(e, folder=since_restart) for rank, e in told.items()})
+    loaded = labkit.load_run("run-1")
+    assert (loaded.state, loaded.notes) == ("failed", [ENDED_ALONE])
+    assert [each["rank"] for each in loaded.info["outcomes"]] == [0, 1]
+    end_lost_runs(ends)  # it has ended by now
+    assert labkit.load_run("run-1").state == "failed"
+    labkit.delete_runs("run-1")
+    end_lost_runs(ends)
+    assert capfd.readouterr().err == ""
 
 
 # ---- many runs ----

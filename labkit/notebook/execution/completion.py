@@ -115,20 +115,23 @@ def end_lost_runs(ends: Mapping[int, CellEnd]) -> None:
     """Write how runs have ended of whose end no kernel has heard, with all of their
     records; `ends` are by rank of the lab.
 
-    A run stays lost where not all of its ranks say how it has ended.
+    A run stays lost where not all of its ranks say how it has ended. Of one that was
+    deleted nothing is said.
     """
     of_runs: dict[str, list[CellEnd]] = {}
     for _, end in sorted(ends.items()):
         if end.folder is not None:
             of_runs.setdefault(end.folder, []).append(end)
     for name, found in of_runs.items():
-        folder = Path(name)
-        if not (folder / INFO_FILE).exists():  # that of journals since a restart
-            folder = folder.parent
-        try:
-            _end_lost_run(folder, found)
-        except ValueError as error:
-            persistence.warn_once(folder, f"passed over a run that has ended: {error}")
+        # Since ranks were restarted their journals are in a folder within the run's.
+        for folder in (Path(name), Path(name).parent):
+            if not (folder / INFO_FILE).exists():
+                continue
+            try:
+                _end_lost_run(folder, found)
+            except ValueError as error:
+                what = "passed over a run that has ended"
+                persistence.warn_once(folder, f"{what}: {error}")
 
 
 def _end_lost_run(folder: Path, ends: Sequence[CellEnd]) -> None:
