@@ -88,7 +88,7 @@ class Lab:
     runs : list of Run
         Training runs of this lab, newest last.
     launcher : str
-        What has started the ranks: "local", "ssh", "slurm" or "mpi".
+        What has started the ranks: "local", "ssh", "slurm", "mpi" or "profile".
     placements : list of Placement
         Rank, device, backend and threads of each rank, in rank order.
 
@@ -115,6 +115,7 @@ class Lab:
         threads: int | None = None,
         group_timeout_s: float = timeouts.GROUP_S,
         launcher: str = "local",
+        profile: str | None = None,
         hosts: str | None = None,
         nodes: int | None = None,
         launcher_options: str | None = None,
@@ -124,7 +125,7 @@ class Lab:
     ) -> None:
         given = dict(locals())  # a test holds the keywords and StartOptions together
         options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
-        self._options, self.launcher = options, launcher
+        self._options, self.launcher = options, options.started_by
         self._hosts: Hosts | None = None
         self._keeper: Attachment | None = None
         try:

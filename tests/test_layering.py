@@ -67,6 +67,7 @@ ROOMS = [
             "notebook",
             "notebook.kernel",
             "notebook.hosts",
+            "notebook.hosts.profiles",
             "notebook.cluster",
             "notebook.keeper",
             "notebook.diagnostics",

@@ -274,8 +274,14 @@ def test_hosts_are_read(text: str, found: list[tuple[str, int | None]]) -> None:
         ({"hosts": "node1:2", "num_ranks": 2}, "-n 2: --hosts says how many"),
         ({"hosts": "node1:2", "interface": "no0"}, "no network interface 'no0'"),
         ({"hosts": "node1:2", "launcher": "local"}, "needs --launcher ssh or mpi"),
-        ({"interface": "lo", "launcher": "local"}, "needs --launcher ssh or slurm"),
-        ({"hosts": "node1:2", "nodes": 1}, "--nodes 1 needs --launcher slurm"),
+        (
+            {"interface": "lo", "launcher": "local"},
+            " slurm or mpi, or --profile; ",
+        ),
+        (
+            {"hosts": "node1:2", "nodes": 1},
+            "needs --launcher slurm, or --profile",
+        ),
         (
             {"hosts": "node1:2", "launcher": "slurm"},
             "needs --launcher ssh or mpi; this",
@@ -288,10 +294,24 @@ def test_hosts_are_read(text: str, found: list[tuple[str, int | None]]) -> None:
         ({"launcher": "mpi", "launcher_options": 3}, "launcher_options is 3"),
         ({"launcher": "mpi"}, "--launcher mpi needs --hosts"),
         ({"launcher": "slurm", "nodes": 0}, "nodes is 0"),
+        ({"profile": "one"}, "--profile one says by itself how engines start; leave "),
+        (
+            {"profile": "one", "launcher": "local", "hosts": "node1:2"},
+            "--hosts node1:2 needs --launcher ssh or mpi; this is --profile one",
+        ),
+        ({"profile": "nothing"}, "there are: one. `ipython profile create --parallel"),
+        ({"profile": 3}, "--profile 3: there is no such profile"),
         ({"launcher": "rsh"}, "rsh"),
     ],
 )
-def test_hosts_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+def test_hosts_that_cannot_be_are_refused(
+    options: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    (tmp_path / "profile_one").mkdir()
     before = psutil.Process().children(recursive=True)
     with pytest.raises(ValueError, match=re.escape(words)):
         Lab(**{"launcher": "ssh", **options})

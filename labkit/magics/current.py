@@ -123,8 +123,9 @@ def start_lab(
             )
             can_move = lab.launcher in WITH_HOSTS and not lab.kept
             raise ValueError(f"{running}one on {options.hosts}{other * can_move}")
-    if options.launcher not in ("local", lab.launcher):
-        raise ValueError(f"{running}one with --launcher {options.launcher}")
+    if options.started_by not in ("local", lab.launcher):
+        how = options.profile and f"--profile {options.profile}"
+        raise ValueError(f"{running}one with {how or f'--launcher {options.launcher}'}")
     if options.nodes not in (None, len(lab.hosts)):
         raise ValueError(f"{running}one with --nodes {options.nodes}")
     if options.keep not in (None, lab.kept and lab.kept[1]):

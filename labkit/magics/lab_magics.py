@@ -89,7 +89,8 @@ class LabMagics(Magics):
     @options(
         StartOptions,
         *("num_ranks", "backend", "device", "threads"),
-        *("launcher", "hosts", "nodes", "launcher_options", "interface", "keep"),
+        *("launcher", "profile", "hosts", "nodes", "launcher_options", "interface"),
+        "keep",
     )
     @line_magic
     @parsed

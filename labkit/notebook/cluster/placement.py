@@ -19,6 +19,7 @@ from labkit.checks import is_number
 from labkit.checks import short_repr
 from labkit.host.devices import count_gpus
 from labkit.host.devices import num_cores
+from labkit.host.facts import address_of
 from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.hosts.hosts import check_hosts
 from labkit.notebook.hosts.hosts import check_interface
@@ -26,6 +27,8 @@ from labkit.notebook.hosts.hosts import find_hosts
 from labkit.notebook.hosts.hosts import parse_hosts
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.mpi import Mpi
+from labkit.notebook.hosts.profiles.launcher import Profile
+from labkit.notebook.hosts.profiles.launcher import check_profile
 from labkit.notebook.hosts.slurm import Slurm
 from labkit.notebook.hosts.ssh import Ssh
 from labkit.options import check_values
@@ -139,6 +142,13 @@ class StartOptions:
         partial(check_choice, choices=LAUNCHERS),
         choices=LAUNCHERS,
     )
+    profile: str | None = option(
+        None,
+        "start ranks where engines of this ipyparallel profile start, as in jobs of "
+        "PBS, LSF, HTCondor or Grid Engine; ipcluster_config.py in its folder says how",
+        check_profile,
+        metavar="P",
+    )
     hosts: str | None = option(
         None,
         "with --launcher ssh or mpi: the hosts, and how many ranks each has; one per "
@@ -149,8 +159,9 @@ class StartOptions:
     nodes: int | None = option(
         None,
         "with --launcher slurm: the number of hosts; by default all of the job around "
-        "the notebook; a new job has 1, or what Slurm needs for -n",
-        partial(check_count, meaning="hosts of a Slurm job", most=MAX_HOSTS),
+        "the notebook; a new job has 1, or what Slurm needs for -n. With --profile: "
+        "how many engines start, one a host; by default its c.Cluster.n, or 1",
+        partial(check_count, meaning="hosts", most=MAX_HOSTS),
         metavar="K",
     )
     launcher_options: str | None = option(
@@ -176,6 +187,11 @@ class StartOptions:
         metavar="MINUTES",
         bare=f"{KEEP_MINUTES}",
     )
+
+    @property
+    def started_by(self) -> str:
+        """The launcher, or "profile" where that of a profile starts the ranks."""
+        return self.launcher if self.profile is None else "profile"
 
 
 def in_words(placements: Sequence[Placement]) -> str:
@@ -258,27 +274,32 @@ def _place_on_host(
 
 _GOES_WITH = {
     "hosts": ("ssh", "mpi"),
-    "nodes": ("slurm",),
+    "nodes": ("slurm", "profile"),
     "launcher_options": ("slurm", "mpi"),
-    "interface": ("ssh", "slurm", "mpi"),
+    "interface": ("ssh", "slurm", "mpi", "profile"),
 }
 """The launchers of each option that is not for all."""
 
 
 def check_launcher(options: StartOptions) -> None:
     """ValueError unless the options go with the launcher."""
+    if options.profile is not None and options.launcher != "local":
+        raise ValueError(
+            f"--profile {options.profile} says by itself how engines start; leave "
+            f"--launcher {options.launcher} out"
+        )
     for name, launchers in _GOES_WITH.items():
         value = getattr(options, name)
-        if value is not None and options.launcher not in launchers:
+        if value is not None and options.started_by not in launchers:
             flag = name.replace("_", "-")
-            without = (
-                "the default, local, starts all ranks on this host"
-                if options.launcher == "local"
-                else f"this is --launcher {options.launcher}"
-            )
-            raise ValueError(
-                f"--{flag} {value} needs --launcher {' or '.join(launchers)}; {without}"
-            )
+            needed = "--launcher " + " or ".join(e for e in launchers if e != "profile")
+            if "profile" in launchers:
+                needed += ", or --profile"
+            without = {
+                "local": "the default, local, starts all ranks on this host",
+                "profile": f"this is --profile {options.profile}",
+            }.get(options.started_by, f"this is --launcher {options.launcher}")
+            raise ValueError(f"--{flag} {value} needs {needed}; {without}")
     if options.launcher not in _GOES_WITH["hosts"]:
         return
     if options.hosts is None:
@@ -303,7 +324,7 @@ def place_on_hosts(
     """
     check_values(options)
     check_launcher(options)
-    if options.launcher == "local":
+    if options.started_by == "local":
         return place_ranks(options), None
     launcher = _launcher(options, on_progress)
     try:
@@ -324,6 +345,14 @@ def _launcher(
             num_ranks=options.num_ranks,
             num_hosts=options.nodes,
             options=words,
+            on_progress=on_progress,
+        )
+    if options.profile is not None:
+        return Profile(
+            options.profile,
+            num_ranks=options.num_ranks,
+            num_engines=options.nodes,
+            address=address_of(options.interface) if options.interface else "",
             on_progress=on_progress,
         )
     specs = parse_hosts(options.hosts)

@@ -81,6 +81,24 @@ class HostLauncher(abc.ABC):
         """Give back what was taken to use the hosts."""
 
 
+def spread(num_ranks: int, names: Sequence[str]) -> list[HostSpec]:
+    """So many ranks, at least one a host, evenly over hosts: more on the first."""
+    least, more = divmod(num_ranks, len(names))
+    return [
+        HostSpec(name, least + (number < more)) for number, name in enumerate(names)
+    ]
+
+
+def fewer(num_ranks: int, now: Mapping[str, int]) -> list[HostSpec]:
+    """The ranks of each host where those of the last hosts leave first."""
+    specs, left = [], num_ranks
+    for name, number in now.items():
+        if left:
+            specs.append(HostSpec(name, min(number, left)))
+            left -= min(number, left)
+    return specs
+
+
 def output_of(command: Sequence[str]) -> str:
     """What a short command prints; UserError, with its last line, where it fails."""
     try:
@@ -100,7 +118,12 @@ def output_of(command: Sequence[str]) -> str:
     return done.stdout
 
 
+def last_lines(text: str) -> list[str]:
+    """The last three lines with a letter in them: Open MPI frames its errors in
+    dashes, and Grid Engine ends them with "Exiting."."""
+    return [line.strip() for line in text.splitlines() if re.search(r"\w", line)][-3:]
+
+
 def last_line(text: str) -> str:
-    """The last line with a letter in it: Open MPI frames its errors in dashes."""
-    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
-    return "".join(lines[-1:])
+    """The last one of these."""
+    return "".join(last_lines(text)[-1:])

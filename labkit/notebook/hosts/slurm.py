@@ -18,7 +18,9 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
+from labkit.notebook.hosts.launcher import fewer
 from labkit.notebook.hosts.launcher import output_of
+from labkit.notebook.hosts.launcher import spread
 from labkit.notebook.kernel import interrupts
 
 _MARK = "labkit-job:"
@@ -199,8 +201,7 @@ class Slurm(HostLauncher):
                     f"-n {num_ranks}: fewer ranks than the {len(names)} hosts; name "
                     f"fewer with --nodes {num_ranks}"
                 )
-            least, more = divmod(num_ranks, len(names))
-            tasks = [least + (number < more) for number in range(len(names))]
+            return spread(num_ranks, names)
         return [
             HostSpec(name, tasks[number] if tasks else None)
             for number, name in enumerate(names)
@@ -229,12 +230,7 @@ class Slurm(HostLauncher):
             num_hosts = min(num_ranks, self._num_hosts)
             other.specs = self._place(num_ranks, num_hosts)
             return other
-        other.specs = []
-        left = num_ranks
-        for name, number in now.items():
-            if left:
-                other.specs.append(HostSpec(name, min(number, left)))
-                left -= min(number, left)
+        other.specs = fewer(num_ranks, now)
         return other
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:

@@ -213,7 +213,7 @@ def start_keeper(
         theirs.close()
         on_progress("starting the lab's keeper")
         attachment = Attachment(ours, process, [])
-        attachment.launcher = options.launcher
+        attachment.launcher = options.started_by
         attachment.keep_minutes = float(options.keep or 0)
         try:
             attachment.call("attach", pid=os.getpid())

@@ -284,7 +284,7 @@ class Keeper:
         self, on_stage: Callable[[str], None], options: dict[str, Any]
     ) -> list[dict[str, Any]]:
         asked = StartOptions(**options)
-        self._launcher, self._patience_s = asked.launcher, 60 * (asked.keep or 0.0)
+        self._launcher, self._patience_s = asked.started_by, 60 * (asked.keep or 0.0)
         self._placements, hosts = place_on_hosts(asked, on_progress=on_stage)
         if hosts is not None:
             self._hosts = replace(hosts, patience_s=self._patience_s)

@@ -1,0 +1,1 @@
+"""Hosts by an ipyparallel profile: whatever its launcher submits to, or logs in to."""
