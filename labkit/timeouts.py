@@ -56,6 +56,8 @@ END_JOB_S = 30.0
 """salloc has given its job back; a busy controller of Slurm's may take its time."""
 JOB_END_S = 60.0
 """So long before the end of a Slurm job a run that keeps checkpoints stops with one."""
+SELDOM_S = 30.0
+"""At a program on a host of a profile's that has printed nothing for as long."""
 CUT_OFF_S = 3.0
 """Of a host that has not answered for so long, no rank is killed for not stopping."""
 HEARTBEAT_S = 0.6

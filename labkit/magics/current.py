@@ -126,7 +126,8 @@ def start_lab(
     if options.started_by not in ("local", lab.launcher):
         how = options.profile and f"--profile {options.profile}"
         raise ValueError(f"{running}one with {how or f'--launcher {options.launcher}'}")
-    if options.nodes not in (None, len(lab.hosts)):
+    # A profile may start several engines on one host.
+    if options.nodes not in (None, len(lab.hosts)) and options.profile is None:
         raise ValueError(f"{running}one with --nodes {options.nodes}")
     if options.keep not in (None, lab.kept and lab.kept[1]):
         raise ValueError(f"{running}one with --keep {options.keep:g}")

@@ -90,7 +90,7 @@ def test_a_job_that_a_profile_submits_has_the_ranks(slurm_profile: str) -> None:
     with Lab(3, profile=slurm_profile, nodes=2, on_progress=said.append) as lab:
         [job] = jobs()
         assert f"profile cluster: job {job}: 2 of 2 engines are there" in said
-        assert lab.launcher == "profile"
+        assert lab.launcher == "profile:cluster"
         assert [each.host_rank for each in lab.placements] == [0, 0, 1]
         run = lab.train("fsdp", CELL, live=False)
         found = mean_losses(run)

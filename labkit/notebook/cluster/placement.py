@@ -190,8 +190,8 @@ class StartOptions:
 
     @property
     def started_by(self) -> str:
-        """The launcher, or "profile" where that of a profile starts the ranks."""
-        return self.launcher if self.profile is None else "profile"
+        """The launcher; as "profile:pbs" where that of a profile starts ranks."""
+        return self.launcher if self.profile is None else f"profile:{self.profile}"
 
 
 def in_words(placements: Sequence[Placement]) -> str:
@@ -288,9 +288,10 @@ def check_launcher(options: StartOptions) -> None:
             f"--profile {options.profile} says by itself how engines start; leave "
             f"--launcher {options.launcher} out"
         )
+    kind = options.started_by.partition(":")[0]
     for name, launchers in _GOES_WITH.items():
         value = getattr(options, name)
-        if value is not None and options.started_by not in launchers:
+        if value is not None and kind not in launchers:
             flag = name.replace("_", "-")
             needed = "--launcher " + " or ".join(e for e in launchers if e != "profile")
             if "profile" in launchers:
@@ -298,7 +299,7 @@ def check_launcher(options: StartOptions) -> None:
             without = {
                 "local": "the default, local, starts all ranks on this host",
                 "profile": f"this is --profile {options.profile}",
-            }.get(options.started_by, f"this is --launcher {options.launcher}")
+            }.get(kind, f"this is --launcher {options.launcher}")
             raise ValueError(f"--{flag} {value} needs {needed}; {without}")
     if options.launcher not in _GOES_WITH["hosts"]:
         return

@@ -2,11 +2,13 @@
 
 import abc
 import copy
+import os
 import re
 import subprocess
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from labkit import timeouts
 from labkit.checks import UserError
@@ -81,6 +83,15 @@ class HostLauncher(abc.ABC):
         """Give back what was taken to use the hosts."""
 
 
+def check_spread(num_ranks: int, num_hosts: int) -> None:
+    """ValueError for fewer ranks than hosts."""
+    if num_ranks < num_hosts:
+        raise ValueError(
+            f"-n {num_ranks} --nodes {num_hosts}: fewer ranks than hosts; use "
+            f"--nodes {num_ranks} at most"
+        )
+
+
 def spread(num_ranks: int, names: Sequence[str]) -> list[HostSpec]:
     """So many ranks, at least one a host, evenly over hosts: more on the first."""
     least, more = divmod(num_ranks, len(names))
@@ -97,6 +108,13 @@ def fewer(num_ranks: int, now: Mapping[str, int]) -> list[HostSpec]:
             specs.append(HostSpec(name, min(number, left)))
             left -= min(number, left)
     return specs
+
+
+def written(file: IO[str]) -> str:
+    """What a process has written to a file that it shares with this one: to read it
+    as a file would move where that process writes."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
 def output_of(command: Sequence[str]) -> str:

@@ -18,9 +18,11 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
+from labkit.notebook.hosts.launcher import check_spread
 from labkit.notebook.hosts.launcher import fewer
 from labkit.notebook.hosts.launcher import output_of
 from labkit.notebook.hosts.launcher import spread
+from labkit.notebook.hosts.launcher import written
 from labkit.notebook.kernel import interrupts
 
 _MARK = "labkit-job:"
@@ -99,11 +101,8 @@ class Slurm(HostLauncher):
                 f"{around.number}; leave them out, or, for another job, first delete "
                 "the SLURM_* variables from os.environ, all but SLURM_CONF"
             )
-        if num_ranks is not None and num_hosts is not None and num_ranks < num_hosts:
-            raise ValueError(
-                f"-n {num_ranks} --nodes {num_hosts}: fewer ranks than hosts; use "
-                f"--nodes {num_ranks} at most"
-            )
+        if num_ranks is not None and num_hosts is not None:
+            check_spread(num_ranks, num_hosts)
         if "SLURM_HET_SIZE" in os.environ:
             raise UserError(
                 "this notebook runs in a heterogeneous Slurm job, which --launcher "
@@ -144,13 +143,12 @@ class Slurm(HostLauncher):
                 while True:
                     interrupts.check()
                     has_ended = self._holder.poll() is not None
-                    said.seek(0)
-                    found = re.search(rf"(?m)^{_MARK} (\S+) (\S+) (\S*)$", said.read())
+                    told = written(said)
+                    found = re.search(rf"(?m)^{_MARK} (\S+) (\S+) (\S*)$", told)
                     if found:
                         self._granted = Job(found[1], found[2], found[3])
                         return self._granted
-                    log.seek(0)
-                    words = log.read()
+                    words = written(log)
                     last = "".join(words.strip().splitlines()[-1:])
                     last = last.removeprefix("salloc: ").removeprefix("error: ")
                     reason = self._waits_for(words)

@@ -13,25 +13,36 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
+from ipyparallel.cluster.launcher import BatchSystemLauncher
+from ipyparallel.cluster.launcher import LocalControllerLauncher
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
 
 from labkit import timeouts
 from labkit.call_by_name import call_by_name
+from labkit.checks import UserError
+from labkit.compat import ipyparallel as compat
 
 _PROGRAMS = "labkit.notebook.hosts.profiles.programs"
+_CONTROLLER = "labkit.notebook.hosts.profiles.controller"
 _LINE_BYTES = 2**24
 """At most, of what a program is given."""
 _ALL = 4096
 """More than a profile for SSH names: it says itself how many engines each host has."""
+_FORMER = {"IPClusterEngines", "IPClusterStart"}
+"""Where profiles of ipyparallel 6 have what is `c.Cluster` now; `ipcluster` alone still
+reads them."""
+
+_notebook = sys.stdout
 
 
 def tell(**what: Any) -> None:
     """Say something to the notebook."""
-    print(json.dumps(what), flush=True)
+    print(json.dumps(what), file=_notebook, flush=True)
 
 
 class Holder:
@@ -41,67 +52,107 @@ class Holder:
         self, profile_dir: str, name: str, num_engines: int | None, address: str
     ) -> None:
         """`name` is the cluster's own; the controller listens at `address`, or where
-        the profile says, or at all addresses."""
-        # Where an engine's job starts, and its script is written: on a folder that the
-        # hosts share, if any is.
+        the profile says, or at all addresses. UserError for a profile that is not as
+        ipyparallel's `Cluster` reads it."""
         self._profile, self._name = Path(profile_dir), name
+        # Where a job starts, and its script is written: on a folder that the hosts
+        # share, if any is.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=profile_dir))
-        os.chdir(self._folder)
-        os.environ.setdefault("IPP_ENABLE_CURVE", "1")  # unless the profile says so
-        self._cluster = ipyparallel.Cluster(
+        self._cluster = cluster = ipyparallel.Cluster(
             profile_dir=profile_dir,
             cluster_id=name,
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
+            # Where the lab's own is; the lab would not work either if engines did not
+            # reach it there.
+            controller_launcher_class=LocalControllerLauncher,
         )
-        self._cluster.controller_args = [
-            *self._cluster.controller_args,
-            *("--IPController.use_threads=True", "--nodb"),  # one process, and small
-            # After ten of them without an answer an engine counts as gone.
-            f"--HeartMonitor.period={timeouts.ASK_S * 1000:.0f}",
-        ]
-        if address or not self._cluster.controller_ip:
-            self._cluster.controller_ip = address or "*"
-        names_all = issubclass(
-            self._cluster.engine_launcher_class, SSHEngineSetLauncher
-        )
-        self._num_engines = num_engines or self._cluster.n or (_ALL if names_all else 1)
+        for section in sorted(_FORMER & set(cluster.config)):
+            if names := [*cluster.config[section]]:
+                raise UserError(
+                    f"c.{section}.{names[0]} is for ipyparallel 6; write "
+                    f"c.Cluster.{names[0]}"
+                )
+        if address:
+            cluster.controller_ip = address
+        # Of an array, PBS deletes "12[]" and knows no job 12.
+        cluster.config.PBSLauncher.setdefault("job_id_regexp", r"\d+(\[\])?")
+        launcher = cluster.engine_launcher_class
+        names_all = issubclass(launcher, SSHEngineSetLauncher)
+        self._num_engines = num_engines or cluster.n or (_ALL if names_all else 1)
+        self._settings: dict[str, Any] = {}
+        if issubclass(launcher, BatchSystemLauncher):
+            self._settings = self._settings_of(launcher)
         self._engine_of: dict[str, int] = {}
         self._client: Any = None
+        os.chdir(self._folder)
+
+    def _settings_of(self, launcher: Any) -> dict[str, Any]:
+        """Of a job's launcher: engines find the controller by a file that this user
+        alone can read. What a job has in its environment others may see, and not every
+        batch system passes it on."""
+        self._cluster.send_engines_connection_env = False
+        configured = launcher(work_dir=".", parent=self._cluster)
+        which = [f"--profile-dir={self._profile}", f"--cluster-id={self._name}"]
+        settings: dict[str, Any] = {"engine_args": [*configured.engine_args, *which]}
+        if template := configured.batch_template_file:
+            settings["batch_template_file"] = str(Path(template).absolute())
+        return settings
 
     async def start(self) -> list[tuple[str, str, int]]:
         """Start the engines, and wait for them for as long as it takes; the name and
         the address of each host that they are on, and how many are there."""
         cluster = self._cluster
-        await cluster.start_controller()
+        await cluster.start_controller(
+            controller_cmd=[sys.executable, "-P", "-m", _CONTROLLER]
+        )
+        has_ended = asyncio.Event()
+        cluster.controller.on_stop(lambda data: has_ended.set())
+        try:
+            self._client = await cluster.connect_client()
+        except Exception as error:
+            said = cluster.controller.get_output().strip().splitlines()[-1:]
+            raise UserError("; ".join([f"its controller: {error}", *said])) from error
         tell(progress="starting engines")
-        await cluster.start_engines(self._num_engines)
+        await cluster.start_engines(self._num_engines, **self._settings)
         engines = cluster.engine_set
-        has_stopped = asyncio.Event()
-        engines.on_stop(lambda data: has_stopped.set())
-        self._client = await cluster.connect_client()
-        job = f"job {engines.job_id}: " if getattr(engines, "job_id", "") else ""
-        said = ""
-        while True:
-            there, printed = len(self._client.ids), self._printed()
-            state = f"{job}{there} of {engines.n} engines are there"
-            if printed and there < engines.n:
-                state += f" ({printed})"
-            if state != said:
-                tell(progress=(said := state))
-            if there >= engines.n:
-                return await self._find_hosts()
-            if has_stopped.is_set():
-                raise RuntimeError(f"an engine has ended at once: {printed}")
+        if not engines.n:
+            raise UserError("it names no engines: c.SSHEngineSetLauncher.engines")
+        engines.on_stop(lambda data: has_ended.set())
+        began = time.monotonic()
+        while (there := len(self._client.ids)) < engines.n:
+            self._say_how_many(there, engines, time.monotonic() - began)
+            # Of a set of processes one that ends is missed for good.
+            if has_ended.is_set() or getattr(engines, "stop_data", None):
+                last = engines.get_output().strip().splitlines()[-1:]
+                raise UserError(": ".join(["an engine has ended at once", *last]))
             await asyncio.sleep(timeouts.LOOK_S)
+            compat.ask_for_engines(self._client)
+        self._say_how_many(there, engines, 0)
+        cluster.controller.on_stop(
+            lambda data: tell(are_gone="its controller has ended")
+        )
+        return await self._find_hosts()
+
+    def _say_how_many(self, there: int, engines: Any, waited_s: float) -> None:
+        job = f"job {engines.job_id}: " if getattr(engines, "job_id", "") else ""
+        state = f"{job}{there} of {engines.n} engines are there"
+        if minutes := int(waited_s / 60):
+            state += f" after {minutes} min"
+        if there < engines.n and (printed := self._printed()):
+            state += f" ({printed})"
+        tell(progress=state)
 
     def _printed(self) -> str:
         """The last line that an engine's job has printed, to the file that ipyparallel
         names, or to one where the job starts."""
         logs = self._profile.glob(f"log/ipengine*{self._name}*.log")
         files = [*self._folder.glob("*.[oe]*"), *logs]
-        files.sort(key=lambda file: file.stat().st_mtime)
-        lines = "".join(file.read_text(errors="replace") for file in files).splitlines()
+        said: list[tuple[float, str]] = []
+        for file in files:
+            with contextlib.suppress(OSError):  # it has just been removed
+                said.append((file.stat().st_mtime, file.read_text(errors="replace")))
+        lines = "\n".join(text for _, text in sorted(said)).splitlines()
         return "".join([line.strip() for line in lines if line.strip()][-1:])
 
     async def _find_hosts(self) -> list[tuple[str, str, int]]:
@@ -125,6 +176,7 @@ class Holder:
         )
         answer = await asyncio.to_thread(call.get, timeouts.CALL_S)
         self._client.purge_local_results(call)
+        self._client.history.clear()  # which would grow for days
         return answer
 
     async def serve(
@@ -155,7 +207,7 @@ class Holder:
                         break
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(reader.read(1), pause_s)
-                    pause_s = min(2 * pause_s, timeouts.ANSWER_S)
+                    pause_s = min(2 * pause_s, timeouts.SELDOM_S)
             except (IndexError, TimeoutError, ipyparallel.error.IPythonError) as error:
                 await say(err=f"the profile's engine there failed: {error}\n", code=255)
             writer.close()
@@ -164,20 +216,28 @@ class Holder:
         """Say so when no engine is left, as when their job is over."""
         while self._client.ids:
             await asyncio.sleep(timeouts.ASK_S)
-        tell(are_gone=self._printed())
+        tell(are_gone=self._printed() or "it printed nothing")
 
     async def stop(self) -> None:
         """Delete the job, or end the engines; then the controller."""
+        cluster = self._cluster
+        is_over = bool(self._engine_of and not self._client.ids)
         if self._client is not None:
             self._client.close()
-        # Where there is no job any more, or none yet, what deletes it fails.
-        with contextlib.suppress(Exception):
-            await self._cluster.stop_engines()
-        self._cluster.engines.clear()
-        if self._cluster.controller is not None:
-            await self._cluster.stop_controller()
+        for name, engines in [*cluster.engines.items()]:
+            job = getattr(engines, "job_id", None)
+            if job == "":  # none was submitted: nothing is to be deleted
+                continue
+            try:
+                await cluster.stop_engines(name)
+            except Exception as error:
+                if job and not is_over:  # one that is over cannot be deleted
+                    tell(left=f"job {job} may be there still ({error})")
+        cluster.engines.clear()
+        if cluster.controller is not None:
+            await cluster.stop_controller()
         for file in self._profile.glob(f"*/*{self._name}*"):  # logs, and the hub's
-            file.unlink()
+            file.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -187,10 +247,17 @@ async def hold(
     """As the module says, until more is read or the input ends."""
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_reader(0, over.set)
+
+    def end() -> None:
+        loop.remove_reader(0)
+        over.set()
+
+    loop.add_reader(0, end)
     holder = Holder(profile_dir, name, num_engines, address)
     with tempfile.TemporaryDirectory(prefix="labkit-") as folder:
+        path = str(Path(folder, "programs"))
         try:
+            await asyncio.start_unix_server(holder.serve, path, limit=_LINE_BYTES)
             ending = asyncio.create_task(over.wait())
             starting = asyncio.create_task(holder.start())
             await asyncio.wait((ending, starting), return_when="FIRST_COMPLETED")
@@ -198,16 +265,12 @@ async def hold(
                 starting.cancel()
                 await asyncio.wait((starting,))
                 return
-            if error := starting.exception():  # whatever a profile's launcher raises
+            if error := starting.exception():  # whatever a launcher raises
                 tell(error=f"{error}" or type(error).__name__)
                 return
-            path = str(Path(folder, "programs"))
-            await asyncio.start_unix_server(holder.serve, path, limit=_LINE_BYTES)
             tell(hosts=starting.result(), socket=path)
-            await asyncio.wait(
-                (ending, asyncio.create_task(holder.watch())),
-                return_when="FIRST_COMPLETED",
-            )
+            watching = asyncio.create_task(holder.watch())
+            await asyncio.wait((ending, watching), return_when="FIRST_COMPLETED")
             await ending
         finally:
             await holder.stop()
@@ -215,7 +278,14 @@ async def hold(
 
 def main() -> None:
     """Hold what the first line says."""
-    asyncio.run(hold(**json.loads(sys.stdin.readline())))
+    global _notebook
+    # What the profile's files print is not for the notebook.
+    _notebook = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        asyncio.run(hold(**json.loads(sys.stdin.readline())))
+    except Exception as error:  # whatever a profile's files may raise
+        tell(error=f"{error}" or type(error).__name__)
 
 
 if __name__ == "__main__":

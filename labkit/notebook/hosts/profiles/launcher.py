@@ -21,16 +21,18 @@ from labkit.checks import UserError
 from labkit.checks import short_repr
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
+from labkit.notebook.hosts.launcher import check_spread
 from labkit.notebook.hosts.launcher import fewer
 from labkit.notebook.hosts.launcher import last_lines
 from labkit.notebook.hosts.launcher import spread
+from labkit.notebook.hosts.launcher import written
 from labkit.notebook.kernel import interrupts
 
 _HOLD = (
-    '"$1" -P -m labkit.notebook.hosts.profiles.holder; code=$?; '
-    'if [ -e "$2/security/cluster-$3.json" ]; then '
-    'cd "$2"; "$1" -m ipyparallel.cluster stop --profile-dir="$2" --cluster-id="$3"; '
-    'rm -rf "$2"/*/*"$3"* "$2/$3"-*; fi; exit $code'
+    '"$1" -P -m labkit.notebook.hosts.profiles.holder; cd "$2"; '
+    'if [ -e "security/cluster-$3.json" ]; then '
+    '"$1" -m ipyparallel.cluster stop --profile-dir="$2" --cluster-id="$3"; fi; '
+    'rm -rf */*"$3"* "$3"-*'
 )
 """The holder; where it was killed, what it has started is deleted all the same."""
 _RELAY = "labkit.notebook.hosts.profiles.relay"
@@ -79,6 +81,8 @@ class Profile(HostLauncher):
         long as that waits. The controller listens at `address`, or where the profile
         says."""
         super().__init__([])
+        if num_ranks is not None and num_engines is not None:
+            check_spread(num_ranks, num_engines)
         self._name = name
         self._folder = profile_folder(name)
         self._said, self._errors = (
@@ -125,8 +129,7 @@ class Profile(HostLauncher):
             if "hosts" in told:
                 return told
             if "error" in told or has_ended:
-                self._errors.seek(0)
-                words = [told.get("error", ""), *last_lines(self._errors.read())]
+                words = [told.get("error", ""), *last_lines(written(self._errors))]
                 raise UserError(
                     f"profile {self._name} starts no engines: "
                     + "; ".join(filter(None, words))
@@ -138,10 +141,11 @@ class Profile(HostLauncher):
             time.sleep(timeouts.POLL_S)
 
     def _told(self) -> dict[str, Any]:
-        """The last that the holder has said."""
-        self._said.seek(0)
-        lines = [line for line in self._said if line.endswith("\n")]
-        told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        """What the holder has said: the last of each kind."""
+        told: dict[str, Any] = {}
+        for line in written(self._said).splitlines(keepends=True):
+            if line.endswith("\n"):
+                told.update(json.loads(line))
         return told
 
     def _place(self, num_ranks: int | None, names: Sequence[str]) -> list[HostSpec]:
@@ -189,8 +193,7 @@ class Profile(HostLauncher):
         if self._holder is None or self._holder.poll() is not None:
             return f"profile {self._name} has no controller any more"
         if "are_gone" in (told := self._told()):
-            last = told["are_gone"] and f" ({told['are_gone']})"
-            return f"the job of profile {self._name} has ended{last}"
+            return f"the job of profile {self._name} has ended ({told['are_gone']})"
         return ""
 
     def close(self) -> None:
@@ -206,9 +209,12 @@ class Profile(HostLauncher):
             holder.wait(timeouts.END_JOB_S)
         except subprocess.TimeoutExpired:
             for child in psutil.Process(holder.pid).children():
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 holder.wait(timeouts.END_JOB_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(holder.pid, signal.SIGKILL)
             holder.wait()
+        if left := self._told().get("left"):
+            print(f"labkit: profile {self._name}: {left}", file=sys.stderr)
