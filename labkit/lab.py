@@ -88,8 +88,8 @@ class Lab:
     runs : list of Run
         Training runs of this lab, newest last.
     launcher : str
-        What has started the ranks: "local", "ssh", "slurm", "mpi" or, of a
-        profile, as "profile:pbs".
+        What has started the ranks: "local", "ssh", "slurm", "mpi" or, with a
+        profile, its name, as in "profile:pbs".
     placements : list of Placement
         Rank, device, backend and threads of each rank, in rank order.
 

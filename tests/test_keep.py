@@ -279,7 +279,9 @@ def test_a_run_whose_kernel_dies_has_all_of_its_records(folder: Path) -> None:
         found = ok(kernel.run("run.state, len(run.history)"))
         assert found.result["text/plain"] == "('finished', 16)"
         found = ok(kernel.run("run.notes"))
-        assert "no kernel was attached when it ended" in found.result["text/plain"]
+        assert (
+            "no kernel was attached when this run ended" in found.result["text/plain"]
+        )
         found = ok(kernel.run("__import__('labkit').list_runs()['state'].to_dict()"))
         assert found.result["text/plain"] == "{'alone': 'finished'}"
         # What this kernel hears no later one says.

@@ -276,7 +276,7 @@ def test_hosts_are_read(text: str, found: list[tuple[str, int | None]]) -> None:
         ({"hosts": "node1:2", "launcher": "local"}, "needs --launcher ssh or mpi"),
         (
             {"interface": "lo", "launcher": "local"},
-            " slurm or mpi, or --profile; ",
+            "--launcher ssh, slurm or mpi, or --profile; ",
         ),
         (
             {"hosts": "node1:2", "nodes": 1},
@@ -294,7 +294,7 @@ def test_hosts_are_read(text: str, found: list[tuple[str, int | None]]) -> None:
         ({"launcher": "mpi", "launcher_options": 3}, "launcher_options is 3"),
         ({"launcher": "mpi"}, "--launcher mpi needs --hosts"),
         ({"launcher": "slurm", "nodes": 0}, "nodes is 0"),
-        ({"profile": "one"}, "--profile one says by itself how engines start; leave "),
+        ({"profile": "one"}, "--profile one and --launcher ssh exclude each other"),
         (
             {"profile": "one", "launcher": "local", "hosts": "node1:2"},
             "--hosts node1:2 needs --launcher ssh or mpi; this is --profile one",

@@ -84,9 +84,9 @@ def check(
     if device == "cuda" and x is not None and not torch.cuda.device_count():
         # Torch fails in words of its own there, or ends the whole process.
         raise UntraceableError(
-            f"device is 'cuda', and torch {torch.__version__} sees no GPU here to "
-            'trace a step for; give device="cpu", or estimate where a GPU is: a lab\'s '
-            "ranks do, by %dist_estimate NAME of a model made in a %%dist cell"
+            f"device is 'cuda', but torch {torch.__version__} sees no GPU here, and "
+            'tracing a step needs one; pass device="cpu", or estimate on a lab\'s '
+            "GPUs: make the model in a %%dist cell, then %dist_estimate NAME"
         )
 
 

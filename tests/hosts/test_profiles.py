@@ -120,7 +120,7 @@ def test_a_job_that_is_cancelled_is_named(slurm_profile: str) -> None:
         begun.join()
         launcher = lab._hosts.launcher
         wait_until(launcher.why_gone, LIMIT_S, "the engines count as there")
-        ended = r"job of profile cluster has ended \(.+\); %dist_stop, then"
+        ended = r"engines of profile cluster have all ended \(.+\); %dist_stop, then"
         with pytest.raises(UserError, match=ended):
             lab.restart()
 
@@ -187,5 +187,5 @@ def test_a_profile_that_cannot_start_engines_says_why(
     make_profile: MakeProfile,
 ) -> None:
     name = make_profile("c.Cluster.engine_launcher_class = 'pbs'")
-    with pytest.raises(UserError, match=r"starts no engines: .*qsub.*ipcluster start"):
+    with pytest.raises(UserError, match=r"starts no engines: .*qsub.*`ipcluster start"):
         Lab(profile=name)

@@ -144,10 +144,10 @@ class StartOptions:
     )
     profile: str | None = option(
         None,
-        "start ranks where engines of this ipyparallel profile start, as in jobs of "
-        "PBS, LSF, HTCondor or Grid Engine; ipcluster_config.py in its folder says how",
+        "start ranks where the engines of this ipyparallel profile start, as in jobs "
+        "of PBS or Grid Engine; ipcluster_config.py in its folder says how",
         check_profile,
-        metavar="P",
+        metavar="NAME",
     )
     hosts: str | None = option(
         None,
@@ -160,7 +160,8 @@ class StartOptions:
         None,
         "with --launcher slurm: the number of hosts; by default all of the job around "
         "the notebook; a new job has 1, or what Slurm needs for -n. With --profile: "
-        "how many engines start, one a host; by default its c.Cluster.n, or 1",
+        "how many engines it starts; best is one on each host; by default its "
+        "c.Cluster.n, or 1",
         partial(check_count, meaning="hosts", most=MAX_HOSTS),
         metavar="K",
     )
@@ -285,15 +286,16 @@ def check_launcher(options: StartOptions) -> None:
     """ValueError unless the options go with the launcher."""
     if options.profile is not None and options.launcher != "local":
         raise ValueError(
-            f"--profile {options.profile} says by itself how engines start; leave "
-            f"--launcher {options.launcher} out"
+            f"--profile {options.profile} and --launcher {options.launcher} exclude "
+            "each other: the profile says how engines start; leave one out"
         )
     kind = options.started_by.partition(":")[0]
     for name, launchers in _GOES_WITH.items():
         value = getattr(options, name)
         if value is not None and kind not in launchers:
             flag = name.replace("_", "-")
-            needed = "--launcher " + " or ".join(e for e in launchers if e != "profile")
+            *first, last = [each for each in launchers if each != "profile"]
+            needed = "--launcher " + " or ".join(filter(None, [", ".join(first), last]))
             if "profile" in launchers:
                 needed += ", or --profile"
             without = {

@@ -23,8 +23,8 @@ from labkit.records import CellEnd
 from labkit.records import Outcome
 
 ENDED_ALONE = (
-    "no kernel was attached when it ended: losses and metrics are all here, but not "
-    "what was measured, noted, or found to differ between ranks meanwhile"
+    "no kernel was attached when this run ended: losses and metrics are complete; "
+    "memory, notes and comparisons of ranks from that time are missing"
 )
 Wait = Callable[[float | None], list[Outcome]]
 """`CellExecution.wait`, or something like it."""

@@ -33,9 +33,12 @@ _LINE_BYTES = 2**24
 """At most, of what a program is given."""
 _ALL = 4096
 """More than a profile for SSH names: it says itself how many engines each host has."""
-_FORMER = {"IPClusterEngines", "IPClusterStart"}
-"""Where profiles of ipyparallel 6 have what is `c.Cluster` now; `ipcluster` alone still
-reads them."""
+_FORMER = {
+    *("engine_launcher_class", "controller_launcher_class", "controller_ip"),
+    *("controller_location", "delay", "n"),
+}
+"""What profiles of ipyparallel 6 have in sections of `ipcluster`'s, which alone still
+reads it there: `init_deprecated_config`."""
 
 _notebook = sys.stdout
 
@@ -67,12 +70,13 @@ class Holder:
             # reach it there.
             controller_launcher_class=LocalControllerLauncher,
         )
-        for section in sorted(_FORMER & set(cluster.config)):
-            if names := [*cluster.config[section]]:
-                raise UserError(
-                    f"c.{section}.{names[0]} is for ipyparallel 6; write "
-                    f"c.Cluster.{names[0]}"
-                )
+        former = [
+            f"c.{section}.{name} as c.Cluster.{name}"
+            for section in ("IPClusterEngines", "IPClusterStart")
+            for name in sorted(_FORMER & set(cluster.config[section]))
+        ]
+        if former:
+            raise UserError(f"it is for ipyparallel 6; write {', '.join(former)}")
         if address:
             cluster.controller_ip = address
         # Of an array, PBS deletes "12[]" and knows no job 12.
@@ -124,8 +128,12 @@ class Holder:
             self._say_how_many(there, engines, time.monotonic() - began)
             # Of a set of processes one that ends is missed for good.
             if has_ended.is_set() or getattr(engines, "stop_data", None):
-                last = engines.get_output().strip().splitlines()[-1:]
-                raise UserError(": ".join(["an engine has ended at once", *last]))
+                has_no_controller = cluster.controller.state == "after"
+                ended = cluster.controller if has_no_controller else engines
+                what = "its controller" if has_no_controller else "an engine"
+                last = ended.get_output().strip().splitlines()[-1:]
+                words = f"{what} ended before all engines were there"
+                raise UserError(": ".join([words, *last]))
             await asyncio.sleep(timeouts.LOOK_S)
             compat.ask_for_engines(self._client)
         self._say_how_many(there, engines, 0)

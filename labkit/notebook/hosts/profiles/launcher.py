@@ -133,8 +133,9 @@ class Profile(HostLauncher):
                 raise UserError(
                     f"profile {self._name} starts no engines: "
                     + "; ".join(filter(None, words))
-                    + f". Its settings are in {self._folder}/ipcluster_config.py; try: "
-                    f"ipcluster start --profile={self._name}"
+                    + f". Its settings are in {self._folder}/ipcluster_config.py; to "
+                    f"see it without labkit: `ipcluster start --profile={self._name} "
+                    "-n 1 --debug`, and Ctrl-C ends it"
                 )
             if state != (state := told.get("progress", "starting a controller")):
                 on_progress(f"profile {self._name}: {state}")
@@ -160,7 +161,8 @@ class Profile(HostLauncher):
         if num_ranks < len(names):
             raise ValueError(
                 f"-n {num_ranks}: fewer ranks than the {len(names)} hosts of profile "
-                f"{self._name}; start fewer with --nodes {num_ranks}"
+                f"{self._name}; start fewer with --nodes {num_ranks}, or "
+                "name fewer in the profile"
             )
         return spread(num_ranks, names)
 
@@ -191,9 +193,12 @@ class Profile(HostLauncher):
 
     def why_gone(self, said: str = "") -> str:
         if self._holder is None or self._holder.poll() is not None:
-            return f"profile {self._name} has no controller any more"
+            return f"the controller of profile {self._name} has ended"
         if "are_gone" in (told := self._told()):
-            return f"the job of profile {self._name} has ended ({told['are_gone']})"
+            return (
+                f"the engines of profile {self._name} have all ended "
+                f"({told['are_gone']})"
+            )
         return ""
 
     def close(self) -> None:

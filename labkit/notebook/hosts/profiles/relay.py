@@ -13,7 +13,7 @@ def main(path: str, host: str, *words: str) -> int:
         try:
             holder.connect(path)
         except OSError as error:
-            sys.exit(f"the profile's engines have ended: {error}")
+            sys.exit(f"the connection to the profile's engines has ended: {error}")
         holder.sendall(json.dumps(asked).encode() + b"\n")
         for line in holder.makefile():
             told = json.loads(line)
@@ -22,7 +22,7 @@ def main(path: str, host: str, *words: str) -> int:
                 stream.flush()
             if "code" in told:
                 return int(told["code"])
-    print("the profile's engines have ended", file=sys.stderr)
+    print("the connection to the profile's engines has ended", file=sys.stderr)
     return 255
 
 
