@@ -63,6 +63,17 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ["PATH"], *_SBIN]))
 
 
+def jobs() -> list[str]:
+    """The numbers of the jobs that run or wait."""
+    told = subprocess.run(
+        ["squeue", "--noheader", "--format=%i"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return told.stdout.split()
+
+
 @contextlib.contextmanager
 def running(place: Path, hosts: Sequence[Namespace]) -> Iterator[Path]:
     """Slurm with a node of the name of each host, in a folder of its own at `place`;

@@ -17,6 +17,7 @@ from kernels import wait_until
 from namespaces import LIMIT_S
 from namespaces import SUBNET
 from namespaces import Namespace
+from slurm import jobs
 from training import CELL
 from training import mean_losses
 
@@ -72,16 +73,6 @@ def slurm_profile(
             "srun --mpi=none {program_and_args}\n'''\n"
         )
         wait_until(lambda: jobs() == [], LIMIT_S, "a job is left")
-
-
-def jobs() -> list[str]:
-    told = subprocess.run(
-        ["squeue", "--noheader", "--format=%i"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return told.stdout.split()
 
 
 @pytest.mark.usefixtures("nothing_left")

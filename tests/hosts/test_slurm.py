@@ -14,6 +14,7 @@ import slurm
 from kernels import wait_until
 from namespaces import LIMIT_S
 from namespaces import Namespace
+from slurm import jobs
 from training import CELL
 from training import mean_losses
 from training import training_cell
@@ -44,16 +45,6 @@ def nodes(four: list[Namespace], folder: Path) -> Iterator[list[Namespace]]:
 def no_job_left(nodes: list[Namespace]) -> Iterator[None]:
     yield
     wait_until(lambda: jobs() == [], LIMIT_S, "a job is left")
-
-
-def jobs() -> list[str]:
-    told = subprocess.run(
-        ["squeue", "--noheader", "--format=%i"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return told.stdout.split()
 
 
 @pytest.mark.usefixtures("nothing_left", "no_job_left")

@@ -1,8 +1,8 @@
 """Has a profile's controller and engines for as long as its input is open.
 
-`python -m labkit.notebook.hosts.profiles.holder` is told what to start by a line of
-JSON, and says by lines of JSON how far it is. It outlives no notebook: where that is
-killed, the input ends, and what the profile's launcher has submitted is deleted.
+`python -m labkit.notebook.hosts.profiles.holder` reads what to start from a line of
+JSON, and writes lines of JSON about how far it is. It outlives no notebook: where that
+is killed, the input ends, and what the profile's launcher has submitted is deleted.
 """
 
 import asyncio
