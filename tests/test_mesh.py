@@ -31,25 +31,28 @@ def test_ranks_are_laid_out_along_axes(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_hosts", "ranks_per_host", "expected"),
+    ("strategy", "ranks_per_host", "expected"),
     [
-        ("hsdp", 1, 4, {"dp_replicate": 2, "dp_shard": 2}),
-        ("hsdp", 2, 4, {"dp_replicate": 2, "dp_shard": 4}),
-        ("hsdp", 4, 2, {"dp_replicate": 4, "dp_shard": 2}),
-        ("hsdp", 4, 1, {"dp_replicate": 2, "dp_shard": 2}),
-        ("tensor", 2, 2, {"dp_shard": 2, "tp": 2}),
-        ("tensor", 2, 1, {"tp": 2}),
-        ("fsdp", 2, 2, {"dp_shard": 4}),
-        ("pipeline", 2, 2, {"pp": 4}),
-        ("raw", 2, 2, {}),
+        ("hsdp", [4], {"dp_replicate": 2, "dp_shard": 2}),
+        ("hsdp", [4, 4], {"dp_replicate": 2, "dp_shard": 4}),
+        ("hsdp", [2, 2, 2, 2], {"dp_replicate": 4, "dp_shard": 2}),
+        ("hsdp", [2, 4], {"dp_replicate": 3, "dp_shard": 2}),
+        ("hsdp", [1, 1, 1, 1], {"dp_replicate": 2, "dp_shard": 2}),
+        ("tensor", [2, 2], {"dp_shard": 2, "tp": 2}),
+        ("tensor", [4, 8], {"dp_shard": 3, "tp": 4}),
+        ("tensor", [1, 1], {"tp": 2}),
+        ("tensor", [1, 2], {"tp": 3}),
+        ("fsdp", [2, 2], {"dp_shard": 4}),
+        ("pipeline", [2, 2], {"pp": 4}),
+        ("raw", [2, 2], {}),
     ],
 )
 def test_a_host_has_the_whole_model_where_the_mesh_has_two_axes(
-    strategy: str, num_hosts: int, ranks_per_host: int, expected: dict[str, int]
+    strategy: str, ranks_per_host: list[int], expected: dict[str, int]
 ) -> None:
     table = STRATEGIES[strategy]
-    mesh = table.mesh_on_hosts(num_hosts, ranks_per_host)
-    found = table.mesh_sizes(mesh, num_hosts * ranks_per_host)
+    mesh = table.mesh_on_hosts(ranks_per_host)
+    found = table.mesh_sizes(mesh, sum(ranks_per_host))
     assert list(found.items()) == list(expected.items())
 
 

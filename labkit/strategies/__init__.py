@@ -77,10 +77,10 @@ class Strategy:
         says; none where a rank trains alone. ValueError for one that cannot be."""
         return sizes_of_axes(self.name, self.axes, self.outer_axes, mesh, world_size)
 
-    def mesh_on_hosts(self, num_hosts: int, ranks_per_host: int) -> str | None:
+    def mesh_on_hosts(self, ranks_per_host: Sequence[int]) -> str | None:
         """What `--mesh` is on several hosts where it is not given; None for the same as
         on one."""
-        return mesh_on_hosts(self.axes, self.outer_axes, num_hosts, ranks_per_host)
+        return mesh_on_hosts(self.axes, self.outer_axes, ranks_per_host)
 
     def server_ranks(self, num_servers: int, world_size: int) -> range:
         """The ranks that serve the others, if any do. ValueError where none is left to

@@ -68,7 +68,7 @@ class FSDP(Prepared):
 
     `--config` takes the arguments of `fully_shard`; with replicas
     `--mesh dp_replicate=2,dp_shard=4` stands for 2 of 4 shards each. Without it half of
-    the ranks make one.
+    the ranks make one, and on several hosts the ranks of a host.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023;
     `torch.distributed.fsdp.fully_shard`.

@@ -241,13 +241,15 @@ def place() -> str:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_lab_takes_other_hosts_and_leaves_those_that_it_does_not_need(
-    three: list[Namespace], folder: Path
+    three: list[Namespace], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker0")
     before = [each.programs() for each in three]
     with Lab(num_ranks=1) as here:
         expected = losses_of(here, 3, live=False)
     with Lab(launcher="ssh", hosts="lk1:1,lk2:1") as lab:
-        lab.run("kept = rank")
+        lab.run("kept = rank; import os; networks = os.environ['NCCL_SOCKET_IFNAME']")
+        assert lab.pull("networks", "all") == ["^docker0"] * 2
         options = {"checkpoint": folder / "grown", "live": False}
         found = [*losses_of(lab, 1, **options)]
         with pytest.raises(ValueError, match=r"-n 4: the lab is on lk1:1,lk2:1; say"):

@@ -372,11 +372,10 @@ def on_hosts(request: TrainRequest, placements: Sequence[Placement]) -> RunOptio
     """The options of a run, with the mesh that suits the hosts of its ranks if the user
     gives none."""
     options = request.options
-    num_ranks = [*Counter(each.host for each in placements).values()]
-    if options.mesh is not None or len({*num_ranks}) > 1:
+    if options.mesh is not None:
         return options
-    mesh = request.strategy.mesh_on_hosts(len(num_ranks), num_ranks[0])
-    return replace(options, mesh=mesh)
+    ranks_per_host = [*Counter(each.host for each in placements).values()]
+    return replace(options, mesh=request.strategy.mesh_on_hosts(ranks_per_host))
 
 
 def show_profile(run: Run) -> None:

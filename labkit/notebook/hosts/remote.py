@@ -368,7 +368,8 @@ class RemoteEngines:
             AGENT_VARIABLE: json.dumps(told),
             "GLOO_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
-            "NCCL_SOCKET_IFNAME": f"={interface}",  # and none that begins like it
+            # "=": and none whose name begins like it.
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
         }
 
     @contextlib.contextmanager

@@ -67,17 +67,20 @@ def sizes_of_axes(
 
 
 def mesh_on_hosts(
-    axes: Sequence[str], outer_axes: Sequence[str], num_hosts: int, ranks_per_host: int
+    axes: Sequence[str], outer_axes: Sequence[str], ranks_per_host: Sequence[int]
 ) -> str | None:
-    """What `--mesh` says where nothing is said on several hosts: of the model each has
-    the whole, so that what is sent most stays within a host. None for strategies whose
-    mesh has one axis, and ranks with nobody beside them."""
-    if num_hosts == 1 or ranks_per_host == 1:
+    """What `--mesh` says where nothing is said on several hosts: groups of ranks have
+    the whole model each, equal ones, as large as they can be with none on two hosts, so
+    that what is sent most stays within a host. None for strategies whose mesh has one
+    axis, and where groups would be single ranks."""
+    size = math.gcd(*ranks_per_host)
+    if len(ranks_per_host) == 1 or size == 1:
         return None
+    num_groups = sum(ranks_per_host) // size
     if "tp" in axes and outer_axes:
-        return f"dp={num_hosts},tp={ranks_per_host}"
+        return f"dp={num_groups},tp={size}"
     if set(DATA_PARALLEL) <= set(axes):
-        return f"dp_replicate={num_hosts},dp_shard={ranks_per_host}"
+        return f"dp_replicate={num_groups},dp_shard={size}"
     return None
 
 
