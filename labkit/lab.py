@@ -177,10 +177,16 @@ class Lab:
         from labkit.notebook.keeper.attachment import attach
 
         lab = cls.__new__(cls)
-        with interrupts.held():
-            lab._hosts, lab._keeper = None, attach(name)
-            lab.launcher, lab.placements = lab._keeper.launcher, lab._keeper.placements
-        lab._open(on_progress, lab._keeper.detach)
+        lab._hosts = lab._keeper = None
+        try:
+            with interrupts.held():
+                keeper = lab._keeper = attach(name)
+                lab.launcher, lab.placements = keeper.launcher, keeper.placements
+        except BaseException:
+            if lab._keeper is not None:
+                lab._keeper.detach()
+            raise
+        lab._open(on_progress, keeper.detach)
         lab._say_what_was_missed()
         return lab
 
@@ -203,8 +209,6 @@ class Lab:
     ) -> None:
         """Start the ranks, or find those that there are; `give_up` is called in place
         of `stop` where that fails."""
-        from labkit.notebook.keeper.kept_ranks import ranks_of
-
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
@@ -212,6 +216,8 @@ class Lab:
         _labs.add(self)
         try:
             with interrupts.held():
+                from labkit.notebook.keeper.kept_ranks import ranks_of
+
                 self._ranks = ranks_of(
                     self._keeper or self._hosts,
                     self.placements,

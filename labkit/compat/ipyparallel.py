@@ -248,15 +248,25 @@ def starting_programs(
         launcher_class = Launcher
 
     cluster.engine_launcher_class = SetLauncher
+    with starting_set(cluster, len(hosts), lambda each: each.terminate()) as launchers:
+        yield launchers
+
+
+@contextlib.contextmanager
+def starting_set(
+    cluster: Any, num_engines: int, end: Callable[[Any], None], **settings: Any
+) -> Iterator[list[LocalEngineLauncher]]:
+    """Have ipyparallel start engines: what started them, in order. `end` is called with
+    the process of each where what is done with them fails."""
     sets = set(cluster.engines)
     try:
-        engine_set = cluster.start_engines_sync(len(hosts), delay=0)
-        launchers = cluster.engines[engine_set].launchers
-        yield [launchers[str(number)] for number in range(len(hosts))]
+        name = cluster.start_engines_sync(num_engines, delay=0, **settings)
+        launchers = cluster.engines[name].launchers
+        yield [launchers[str(number)] for number in range(num_engines)]
     except BaseException:
         for name in set(cluster.engines) - sets:
             for launcher in [*cluster.engines[name].launchers.values()]:
-                if launcher.process is not None:
+                if launcher.process is not None:  # it was started
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        launcher.process.terminate()
+                        end(launcher.process)
         raise

@@ -1,9 +1,9 @@
 """An ipyparallel engine that is no rank: it does on another host what `Host` does here.
 
-`python -m labkit.host.agent` is started there over ssh, or by srun or mpiexec, and
-reads its variables from its standard input: its folder is its profile, and
-`AGENT_VARIABLE` has the rest of its settings. Questions are answered in its control
-thread; what takes time is called, as any function on an engine.
+`python -m labkit.host.agent` is started there by a launcher, as over ssh, and reads its
+variables from its standard input: its folder is its profile, and `AGENT_VARIABLE` has
+the rest of its settings. Questions are answered in its control thread; what takes time
+is called, as any function on an engine.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from labkit import timeouts
 from labkit.answers import answer_questions
 from labkit.host.exit_cause import EngineProcess
 from labkit.host.processes import Host
+from labkit.host.processes import free_port
 from labkit.records import AGENT_VARIABLE
 from labkit.records import HOST_VARIABLE
 from labkit.records import SAFE_PATH
@@ -44,12 +44,14 @@ class Agent:
     """A lab's processes on this host, for the notebook on another."""
 
     def __init__(self, folder: Path, told: dict[str, Any]) -> None:
-        folder.chmod(0o700)
         for each in told["former"]:  # of agents that have died with their host
             shutil.rmtree(each, ignore_errors=True)
         self.host = Host(folder, told["environment"])
         self.host.start_fork_server()
         self._engines: dict[int, EngineProcess] = {}
+        self.unclaimed = _leave_after(2 * timeouts.START_S)
+        """Where a start is interrupted before the notebook has called it, nobody else
+        would end it for as long as the controller lives."""
         self.answers: dict[str, Callable[..., Any]] = {
             "look": self.look,
             **about_engines(lambda pid: self._engines[pid]),
@@ -120,20 +122,13 @@ def about_engines(find: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     }
 
 
-def free_port() -> int:
-    """A port on which nobody listens on this host."""
-    with socket.socket() as own:
-        own.bind(("", 0))
-        port: int = own.getsockname()[1]
-    return port
-
-
 # ---- what the notebook calls ----
 
 
 def load() -> tuple[str, int]:
     """Which host this is, by the name that the notebook has for it, and the process
     id."""
+    agent().unclaimed.cancel()
     return os.environ[HOST_VARIABLE], os.getpid()
 
 
@@ -146,9 +141,15 @@ def end() -> None:
     """End every process of the lab's on this host, and wait until they have ended;
     this one a moment after it has said so."""
     agent().host.end()
-    leaving = threading.Timer(timeouts.LEAVE_HOST_S, os._exit, [0])
-    leaving.daemon = True
-    leaving.start()
+    _leave_after(timeouts.LEAVE_HOST_S)
+
+
+def _leave_after(seconds: float) -> threading.Timer:
+    """End this process, and with it what is left of its own, unless cancelled."""
+    timer = threading.Timer(seconds, os._exit, [0])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def agent() -> Agent:

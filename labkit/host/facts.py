@@ -1,5 +1,8 @@
-"""What is to be known of a host before a lab starts there: `python -m labkit.host.facts
-ADDRESS [INTERFACE]` prints it as JSON. It imports neither torch nor ipyparallel."""
+"""What is to be known of a host before a lab starts there.
+
+`python -m labkit.host.facts ADDRESS INTERFACE DEVICE` prints it as JSON. It imports
+neither torch nor ipyparallel.
+"""
 
 import json
 import os

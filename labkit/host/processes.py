@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -147,3 +148,11 @@ class Host:
             watchdog.clean_up(self.token, str(self.folder))
         if self._fork_server is not None:
             self._fork_server.join()
+
+
+def free_port() -> int:
+    """A port on which nobody listens on this host."""
+    with socket.socket() as own:
+        own.bind(("", 0))
+        port: int = own.getsockname()[1]
+    return port

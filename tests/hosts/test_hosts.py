@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from training import training_cell
 from labkit import Lab
 from labkit import RankError
 from labkit.checks import UserError
+from labkit.notebook.cluster.engines import Cluster
 
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -30,8 +32,11 @@ HOSTS = "lk1:2,lk2:1,lk3:1"
 
 @pytest.fixture(scope="module")
 def lab(three: list[Namespace]) -> Iterator[Lab]:
+    before = [each.programs() for each in three]
     with Lab(launcher="ssh", hosts=HOSTS) as lab:
         yield lab
+    # Agents end a moment after they have said so.
+    wait_until(lambda: [each.programs() for each in three] == before, LIMIT_S, "left")
 
 
 def test_ranks_have_the_places_that_torchrun_gives(lab: Lab) -> None:
@@ -168,6 +173,41 @@ def test_another_version_is_named_by_host(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"deepspeed is \S+ on lk1 and 9.9 here; deep"):
         Lab(launcher="ssh", hosts="lk1:1,lk2:1")
+
+
+def test_a_host_without_labkit_is_named(
+    three: list[Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    # Python of the environment's, without the environment.
+    monkeypatch.setattr(sys, "executable", sys._base_executable)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"lk1: labkit cannot be imported with .*same"):
+        Lab(launcher="ssh", hosts="lk1:1")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_restart_that_is_interrupted_leaves_no_engine(
+    three: list[Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Lab(launcher="ssh", hosts="lk1:1,lk2:1") as lab:
+        before = [each.programs() for each in three]
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            lab.run("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+
+        def interrupted(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Cluster, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lab.restart()
+        assert lab.restart() == [0, 1]
+        lab.run("dist.barrier()")
+        with contextlib.suppress(AssertionError):
+            wait_until(
+                lambda: [each.programs() for each in three] == before, LIMIT_S, "left"
+            )
+        assert [each.programs() for each in three] == before
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -24,6 +24,7 @@ from training import mean_losses
 from labkit import Lab
 from labkit import RankError
 from labkit.checks import UserError
+from labkit.notebook.hosts.profiles import programs
 
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -180,3 +181,11 @@ def test_a_profile_that_cannot_start_engines_says_why(
     name = make_profile("c.Cluster.engine_launcher_class = 'pbs'")
     with pytest.raises(UserError, match=r"starts no engines: .*qsub.*`ipcluster start"):
         Lab(profile=name)
+
+
+def test_a_program_that_nobody_reads_any_more_ends() -> None:
+    number = programs.begin(["sleep", "1000"], "")
+    [process] = [e for e in psutil.Process().children() if e.name() == "sleep"]
+    assert programs.read(number) == ("", "", None)
+    programs.end(number)
+    assert not process.is_running()

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -179,23 +180,20 @@ class Cluster(LabEngines):
         absolute(".")  # without one ipyparallel would end this process
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="labkit-"))
-        self._write_controller_config()  # while nothing runs yet: the disk may be full
         self._registered: dict[int, Engine] = {}
         """By engine id; a former rank's, until the controller has forgotten it."""
-        self.host = Host(
-            self.folder,
-            environment,
-            check=interrupts.check,
-            on_look=self._look,
-        )
+        try:
+            self._write_controller_config()  # nothing runs yet: the disk may be full
+            self.host = Host(
+                self.folder,
+                environment,
+                check=interrupts.check,
+                on_look=self._look,
+            )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         self._starter: LocalEngines | RemoteEngines
-        if hosts is None:
-            own = {**self.host.environment, **safe_path()}
-            if HOST_VARIABLE in os.environ:  # on a rank of another lab
-                own[HOST_VARIABLE] = ""
-            self._starter = LocalEngines(self.host, own)
-        else:
-            self._starter = RemoteEngines(hosts, placements, environment, self)
         self._cluster = ipyparallel.Cluster(
             n=num_ranks,
             profile_dir=str(self.folder),
@@ -211,6 +209,13 @@ class Cluster(LabEngines):
         self._starts_engines = threading.Lock()
         self._controller: EngineProcess | None = None
         try:
+            if hosts is None:
+                own = {**self.host.environment, **safe_path()}
+                if HOST_VARIABLE in os.environ:  # on a rank of another lab
+                    own[HOST_VARIABLE] = ""
+                self._starter = LocalEngines(self.host, own)
+            else:
+                self._starter = RemoteEngines(hosts, placements, environment, self)
             on_progress("starting the controller")
             self._cluster.start_controller_sync(
                 environment={**self.host.environment, **safe_path()}
@@ -343,18 +348,19 @@ class Cluster(LabEngines):
             self._wait(loading, started, timeouts.START_S)
             return [*zip(loading.get(), engines, strict=True)]
         except (RankDiedError, TimeoutError, ipyparallel.error.IPythonError) as error:
-            raise failed(f"an engine did not load torch: {error}") from error
+            raise failed(f"an engine did not get ready: {error}") from error
 
     def ask_engine(
         self, engine_id: int, who: str, question: str, **arguments: Any
     ) -> "Future[Any]":
         return ask_engine(self._client, engine_id, who, question, arguments)
 
-    def begin_on(self, engine_id: int, function: str, *args: Any) -> Any:
+    def begin_on(self, host: RemoteHost, function: str, *args: Any) -> Any:
         try:
-            return self._client[engine_id].apply_async(call_by_name, function, args)
+            view = self._client[host.engine_id]
         except (IndexError, ipyparallel.error.NoEnginesRegistered) as error:
-            raise UserError("an agent on another host has ended") from error
+            raise UserError(f"the agent on host {host.name} has ended") from error
+        return view.apply_async(call_by_name, function, args)
 
     def wait_for(self, call: Any, host: RemoteHost) -> Any:
         try:

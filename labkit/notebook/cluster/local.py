@@ -1,18 +1,16 @@
 """Starts a lab's engines on this host, by ipyparallel's local launcher."""
 
 import contextlib
-import socket
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from labkit.compat import ipyparallel as compat
 from labkit.host.exit_cause import EngineProcess
 from labkit.host.processes import Host
+from labkit.host.processes import free_port
 
 
 class LocalEngines:
@@ -34,21 +32,10 @@ class LocalEngines:
     def starting(self, cluster: Any, ranks: Sequence[int]) -> Iterator[list[Any]]:
         """An `EngineProcess` for each of `ranks`, of ipyparallel's `cluster`; they are
         ended where what is done with them fails."""
-        sets = set(cluster.engines)
-        try:
-            engine_set = cluster.start_engines_sync(
-                len(ranks), environment=self._environment, delay=0
-            )
-            launchers = cluster.engines[engine_set].launchers
-            yield [watched(self._host, launchers[str(i)]) for i in range(len(ranks))]
-        except BaseException:
-            for engine_set in set(cluster.engines) - sets:
-                launchers = cluster.engines[engine_set].launchers
-                for launcher in list(launchers.values()):
-                    if launcher.process is not None:  # it was forked
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            launcher.process.kill()
-            raise
+        with compat.starting_set(
+            cluster, len(ranks), lambda each: each.kill(), environment=self._environment
+        ) as launchers:
+            yield [watched(self._host, each) for each in launchers]
 
     def move(self, hosts: Any, placements: Any) -> Callable[[], None]:
         """Nothing: all places are on this host."""
@@ -69,11 +56,8 @@ class LocalEngines:
         self._host.end_sessions({each.pid for each in engines})
 
     def free_port(self, rank: int) -> int:
-        """A port of the loopback address on which nobody listens."""
-        with socket.socket() as own:
-            own.bind(("127.0.0.1", 0))
-            port: int = own.getsockname()[1]
-        return port
+        """A port on which nobody listens."""
+        return free_port()
 
     def hosts_without(self, folder: Path) -> list[str]:
         """The hosts that do not share a folder of this one: there is no other."""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -240,7 +239,7 @@ class _Question:
         if self.code is None:
             said = f" ({last})" if last else ""
             return f"it has not answered within {timeouts.SSH_S:g} s{said}"
-        if "No module named labkit" in errors or "env:" in errors:
+        if re.search(r"(?m)No module named '?labkit|^env: ", errors):
             return (
                 f"labkit cannot be imported with {sys.executable} there ({last}); "
                 "install the same environment at the same path"
@@ -252,10 +251,10 @@ class _Question:
         )
 
 
-def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+def passed_on() -> dict[str, str]:
     """The variables of this process that ranks on other hosts have too."""
     return {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name.startswith(_PASSED_ON) and name != "CUDA_VISIBLE_DEVICES"
     }

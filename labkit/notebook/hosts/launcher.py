@@ -1,6 +1,7 @@
 """What starts programs on hosts, and says why they are gone."""
 
 import abc
+import contextlib
 import copy
 import os
 import re
@@ -108,6 +109,19 @@ def fewer(num_ranks: int, now: Mapping[str, int]) -> list[HostSpec]:
             specs.append(HostSpec(name, min(number, left)))
             left -= min(number, left)
     return specs
+
+
+def has_let_go(holder: "subprocess.Popen[str]") -> bool:
+    """Tell what holds a job to end it, and itself; whether it has, after a while."""
+    assert holder.stdin is not None
+    # A child that this process forked has the pipe too: its end would tell nothing.
+    with contextlib.suppress(OSError):  # it is gone
+        holder.stdin.write("\n")
+        holder.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        holder.wait(timeouts.END_JOB_S)
+        return True
+    return False
 
 
 def written(file: IO[str]) -> str:

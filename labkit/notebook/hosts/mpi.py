@@ -28,4 +28,5 @@ class Mpi(HostLauncher):
 
     def cannot_reach(self, host: str, code: int, last: str) -> str:
         # Its exit code does not say whether the program was started.
-        return f"{last}; try: mpiexec -n 1 --host {host} true"
+        said = last or f"mpiexec ended with exit code {code}"
+        return f"{said}; try: mpiexec -n 1 --host {host} true"

@@ -57,8 +57,8 @@ class Reach(Protocol):
     ) -> "Future[Any]":
         """Send a question that it answers also while a call runs."""
 
-    def begin_on(self, engine_id: int, function: str, *args: Any) -> Any:
-        """Call "module:name"(*args): ipyparallel's AsyncResult."""
+    def begin_on(self, host: "RemoteHost", function: str, *args: Any) -> Any:
+        """Call "module:name"(*args) on an agent: ipyparallel's AsyncResult."""
 
     def wait_for(self, call: Any, host: "RemoteHost") -> Any:
         """What a call to an agent gives; UserError, with the name of its host, where it
@@ -127,6 +127,14 @@ class RemoteHost:
         """The engine that the agent has forked as this process."""
         self._engines[pid] = RemoteEngine(self, pid, stack_file)
         return self._engines[pid]
+
+    def end_forked(self, call: "Future[Any]") -> None:
+        """End the engines that a call has had the agent fork."""
+        if call.cancelled() or call.exception() is not None:
+            return
+        for pid, _ in call.result():
+            with contextlib.suppress(OSError, RuntimeError):  # it is gone
+                self.ask("kill", pid=pid, why="ended by labkit")
 
     def look(self) -> None:
         """Take in what the agent has said of its engines, and ask it again; to be
@@ -331,7 +339,7 @@ class RemoteEngines:
             name: str(Path(self._facts[name].folder, f"labkit-{uuid.uuid4().hex}"))
             for name in names
         }
-        common = passed_on(os.environ)
+        common = passed_on()
         environments = {name: {**common, **self._own(name)} for name in names}
         for name, folder in folders.items():
             self._folders.setdefault(name, []).append(folder)
@@ -379,27 +387,22 @@ class RemoteEngines:
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self._host_of[rank], []).append(rank)
-        started: dict[int, RemoteEngine] = {}
+        calls: dict[str, Any] = {}
         try:
-            calls, failed = [], []
             for name, here in by_host.items():
                 names = [f"{next(self._numbers)}" for _ in here]
-                engine_id = self._hosts[name].engine_id
-                calls.append(self._reach.begin_on(engine_id, f"{AGENT}:fork", names))
-            for (name, here), call in zip(by_host.items(), calls, strict=True):
-                try:
-                    forked = self._reach.wait_for(call, self._hosts[name])
-                except UserError as error:  # the others have forked theirs all the same
-                    failed.append(error)
-                    continue
-                for rank, (pid, stack_file) in zip(here, forked, strict=True):
-                    started[rank] = self._hosts[name].engine(pid, stack_file)
-            if failed:
-                raise failed[0]
+                host = self._hosts[name]
+                calls[name] = self._reach.begin_on(host, f"{AGENT}:fork", names)
+            started: dict[int, RemoteEngine] = {}
+            for name, call in calls.items():
+                host = self._hosts[name]
+                forked = self._reach.wait_for(call, host)
+                for rank, (pid, stack_file) in zip(by_host[name], forked, strict=True):
+                    started[rank] = host.engine(pid, stack_file)
             yield [started[rank] for rank in ranks]
         except BaseException:
-            for engine in started.values():
-                engine.kill()
+            for name, call in calls.items():  # now, or once it has forked them
+                call.add_done_callback(self._hosts[name].end_forked)
             raise
 
     def log(self) -> str:
@@ -459,7 +462,7 @@ class RemoteEngines:
         calls = []
         for host in hosts:
             with contextlib.suppress(UserError):  # it is gone
-                calls.append(self._reach.begin_on(host.engine_id, f"{AGENT}:end"))
+                calls.append(self._reach.begin_on(host, f"{AGENT}:end"))
         deadline = time.monotonic() + timeouts.END_HOST_S
         for call in calls:
             call.wait(max(deadline - time.monotonic(), 0))
@@ -489,6 +492,10 @@ class StartedAgent:
     def has_ended(self) -> bool:
         """Whether the agent has ended, as far as the command line says."""
         return self._launches.ends_with_program and not self.is_alive
+
+    def death(self) -> str:
+        """Why the command line has ended, in words."""
+        return self.why_ended() or f"what has started it on {self._host} has ended"
 
     def why_ended(self) -> str:
         """Why it has ended; "" where it has not, as far as is known."""

@@ -20,6 +20,8 @@ from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
 from labkit.notebook.hosts.launcher import check_spread
 from labkit.notebook.hosts.launcher import fewer
+from labkit.notebook.hosts.launcher import has_let_go
+from labkit.notebook.hosts.launcher import last_line
 from labkit.notebook.hosts.launcher import output_of
 from labkit.notebook.hosts.launcher import spread
 from labkit.notebook.hosts.launcher import written
@@ -91,7 +93,8 @@ class Slurm(HostLauncher):
                 )
         super().__init__([])
         self._holder: subprocess.Popen[str] | None = None
-        self._granted: Job | None = None
+        self._own_job = ""
+        """The number of the job that was asked for here; "" for none."""
         self._reason, self._ask_at = "", time.monotonic() + timeouts.ASK_S
         around = job_around(os.environ)
         if around is not None and options:
@@ -146,12 +149,14 @@ class Slurm(HostLauncher):
                     told = written(said)
                     found = re.search(rf"(?m)^{_MARK} (\S+) (\S+) (\S*)$", told)
                     if found:
-                        self._granted = Job(found[1], found[2], found[3])
-                        return self._granted
+                        self._own_job = found[1]
+                        return Job(found[1], found[2], found[3])
                     words = written(log)
-                    last = "".join(words.strip().splitlines()[-1:])
+                    if asked := re.search(r"job (?:allocation )?(\d+)", words):
+                        self._own_job = asked[1]
+                    last = last_line(words)
                     last = last.removeprefix("salloc: ").removeprefix("error: ")
-                    reason = self._waits_for(words)
+                    reason = self._waits_for()
                     # In one of several partitions it may start all the same.
                     is_hopeless = reason in _NEVER and "," not in " ".join(options)
                     if has_ended or is_hopeless:
@@ -168,13 +173,12 @@ class Slurm(HostLauncher):
                 self.close()
                 raise
 
-    def _waits_for(self, said: str) -> str:
+    def _waits_for(self) -> str:
         """Why Slurm has not started the job yet, in its own word; "" where it has not
         said. It is asked every few seconds."""
-        pending = re.search(r"job (?:allocation )?(\d+)", said)
-        if pending and time.monotonic() > self._ask_at:
+        if self._own_job and time.monotonic() > self._ask_at:
             self._ask_at = time.monotonic() + timeouts.PROGRESS_S
-            asked = ["squeue", "--noheader", "--format=%r", f"--jobs={pending[1]}"]
+            asked = ["squeue", "--noheader", "--format=%r", f"--jobs={self._own_job}"]
             with contextlib.suppress(UserError):  # it has just ended
                 reason = output_of(asked).strip()
                 self._reason = "" if reason == "None" else reason
@@ -282,16 +286,11 @@ class Slurm(HostLauncher):
         holder, self._holder = self._holder, None
         if holder is None:
             return
-        # A child that this process forked has the pipe too: its end would tell nothing.
-        with contextlib.suppress(OSError):  # it is gone
-            holder.stdin.write("\n")  # type: ignore[union-attr]
-            holder.stdin.close()  # type: ignore[union-attr]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            holder.wait(timeouts.END_JOB_S)
+        if has_let_go(holder):
             return
-        if self._granted is not None:
+        if self._own_job:
             with contextlib.suppress(UserError):
-                output_of(["scancel", self._granted.number])
+                output_of(["scancel", self._own_job])
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
 

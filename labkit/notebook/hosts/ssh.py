@@ -45,6 +45,6 @@ class Ssh(HostLauncher):
         if code != _FAILED:
             return ""
         return (
-            f"ssh failed ({last}); run `ssh {host} true` in a terminal: it has to "
-            "succeed without a password or a question"
+            f"ssh failed ({last or f'exit code {code}'}); run `ssh {host} true` in a "
+            "terminal: it has to succeed without a password or a question"
         )

@@ -221,10 +221,11 @@ def start_keeper(
                 "place", options=asdict(options), on_progress=on_progress
             )
         except BaseException as error:
+            has_died = attachment.is_closed
             attachment.close()
             said.seek(0)
             words = said.read().decode(errors="replace").strip()
-            if words and isinstance(error, UserError):
+            if has_died and words and isinstance(error, UserError):
                 raise UserError(f"the lab's keeper did not start: {words}") from error
             raise
     attachment.placements = [parse(Placement, each) for each in placements]

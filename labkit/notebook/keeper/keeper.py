@@ -131,11 +131,19 @@ class Keeper:
         kernel = self._kernel = Kernel(first)
         self._begin_thread(self._hear, kernel)
         self._begin_thread(self._look)
-        signal.signal(signal.SIGTERM, lambda *_: self._jobs.put(self._end))
+        signal.signal(signal.SIGTERM, lambda *_: self._end_now())
         # What it starts would inherit that SIGINT is ignored, and no function.
         signal.signal(signal.SIGINT, lambda *_: None)
         while True:
             self._jobs.get()()
+
+    def _interrupt(self) -> None:
+        """Interrupt the job that the main thread is at, if it is at one."""
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _end_now(self) -> None:
+        self._jobs.put(self._end)
+        self._interrupt()
 
     def _begin_thread(self, target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, daemon=True).start()
@@ -153,10 +161,8 @@ class Keeper:
         """In a thread: take what a kernel asks, until it is gone."""
         for message in kernel.lines:
             if message["question"] == "interrupt":
-                main = threading.main_thread().ident
-                assert main is not None
                 if kernel is self._kernel:
-                    signal.pthread_kill(main, signal.SIGINT)
+                    self._interrupt()
                 kernel.send(id=message["id"], answer=None)
             elif message["question"] in self._in_main and kernel is self._kernel:
                 self._jobs.put(partial(self._work, kernel, message))
@@ -232,8 +238,7 @@ class Keeper:
             self._kernel = None
             self._changed_at, self._alone_since = time.time(), time.monotonic()
         if self._cluster is None:
-            os.kill(os.getpid(), signal.SIGINT)
-            self._jobs.put(self._end)
+            self._end_now()
 
     def _look(self) -> None:
         """In a thread: tell the kernel who has ended; end the lab where none comes."""
@@ -299,6 +304,7 @@ class Keeper:
             environment=environment,
             on_progress=on_stage,
         )
+        self._cluster = cluster  # first: what fails from here on ends it
         compat.stop_listening(cluster.client)
         print_to(cluster.folder / "keeper.log")
         with contextlib.suppress(OSError):  # a file system that has no locks
@@ -307,7 +313,6 @@ class Keeper:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         listener = self._listener = place(cluster.folder).listen()
         self._begin_thread(self._accept, listener)
-        self._cluster = cluster
         lab = KeptLab(
             name=f"lab-{os.getpid()}",
             keeper=os.getpid(),

@@ -84,9 +84,10 @@ def place(folder: Path) -> Meeting:
 
 def publish(folder: Path, lab: KeptLab) -> None:
     """Let kernels of this user find a lab, whose keeper listens at its `place`."""
-    path = folder / _FILE
+    path = folder / f"new-{_FILE}"
     path.touch(0o600)
     path.write_text(json.dumps(asdict(lab)))
+    path.replace(folder / _FILE)  # others may look meanwhile
 
 
 def why_unsafe(folder: Path) -> str:

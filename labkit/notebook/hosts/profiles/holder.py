@@ -26,6 +26,8 @@ from labkit import timeouts
 from labkit.call_by_name import call_by_name
 from labkit.checks import UserError
 from labkit.compat import ipyparallel as compat
+from labkit.notebook.hosts.launcher import last_line
+from labkit.notebook.hosts.launcher import last_lines
 
 _PROGRAMS = "labkit.notebook.hosts.profiles.programs"
 _CONTROLLER = "labkit.notebook.hosts.profiles.controller"
@@ -89,6 +91,8 @@ class Holder:
             self._settings = self._settings_of(launcher)
         self._engine_of: dict[str, int] = {}
         self._client: Any = None
+        self._state = ""
+        """What the notebook was told last of how far it is."""
         os.chdir(self._folder)
 
     def _settings_of(self, launcher: Any) -> dict[str, Any]:
@@ -115,8 +119,8 @@ class Holder:
         try:
             self._client = await cluster.connect_client()
         except Exception as error:
-            said = cluster.controller.get_output().strip().splitlines()[-1:]
-            raise UserError("; ".join([f"its controller: {error}", *said])) from error
+            said = [f"its controller: {error}", *_last_of(cluster.controller)]
+            raise UserError("; ".join(said)) from error
         tell(progress="starting engines")
         await cluster.start_engines(self._num_engines, **self._settings)
         engines = cluster.engine_set
@@ -131,9 +135,8 @@ class Holder:
                 has_no_controller = cluster.controller.state == "after"
                 ended = cluster.controller if has_no_controller else engines
                 what = "its controller" if has_no_controller else "an engine"
-                last = ended.get_output().strip().splitlines()[-1:]
                 words = f"{what} ended before all engines were there"
-                raise UserError(": ".join([words, *last]))
+                raise UserError(": ".join([words, *_last_of(ended)]))
             await asyncio.sleep(timeouts.LOOK_S)
             compat.ask_for_engines(self._client)
         self._say_how_many(there, engines, 0)
@@ -149,7 +152,9 @@ class Holder:
             state += f" after {minutes} min"
         if there < engines.n and (printed := self._printed()):
             state += f" ({printed})"
-        tell(progress=state)
+        if state != self._state:
+            self._state = state
+            tell(progress=state)
 
     def _printed(self) -> str:
         """The last line that an engine's job has printed, to the file that ipyparallel
@@ -160,8 +165,7 @@ class Holder:
         for file in files:
             with contextlib.suppress(OSError):  # it has just been removed
                 said.append((file.stat().st_mtime, file.read_text(errors="replace")))
-        lines = "\n".join(text for _, text in sorted(said)).splitlines()
-        return "".join([line.strip() for line in lines if line.strip()][-1:])
+        return last_line("\n".join(text for _, text in sorted(said)))
 
     async def _find_hosts(self) -> list[tuple[str, str, int]]:
         connection = await self._cluster.controller.get_connection_info()
@@ -203,7 +207,7 @@ class Holder:
                 number = await self._call(
                     engine, "begin", asked["words"], asked["given"]
                 )
-                pause_s = timeouts.POLL_S
+                pause_s, code = timeouts.POLL_S, None
                 while not reader.at_eof():
                     out, err, code = await self._call(engine, "read", number)
                     if out or err:
@@ -216,6 +220,8 @@ class Holder:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(reader.read(1), pause_s)
                     pause_s = min(2 * pause_s, timeouts.SELDOM_S)
+                if code is None:  # the command line has ended before it
+                    await self._call(engine, "end", number)
             except (IndexError, TimeoutError, ipyparallel.error.IPythonError) as error:
                 await say(err=f"the profile's engine there failed: {error}\n", code=255)
             writer.close()
@@ -239,14 +245,20 @@ class Holder:
             try:
                 await cluster.stop_engines(name)
             except Exception as error:
-                if job and not is_over:  # one that is over cannot be deleted
-                    tell(left=f"job {job} may be there still ({error})")
+                if not is_over:  # one that is over cannot be deleted
+                    what = f"job {job}" if job else "its engines"
+                    tell(left=f"{what} may be there still ({error})")
         cluster.engines.clear()
         if cluster.controller is not None:
             await cluster.stop_controller()
         for file in self._profile.glob(f"*/*{self._name}*"):  # logs, and the hub's
             file.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _last_of(launcher: Any) -> list[str]:
+    """The last line that what it has started has printed, if there is one."""
+    return last_lines(launcher.get_output())[-1:]
 
 
 async def hold(

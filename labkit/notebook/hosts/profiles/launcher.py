@@ -23,6 +23,7 @@ from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
 from labkit.notebook.hosts.launcher import check_spread
 from labkit.notebook.hosts.launcher import fewer
+from labkit.notebook.hosts.launcher import has_let_go
 from labkit.notebook.hosts.launcher import last_lines
 from labkit.notebook.hosts.launcher import spread
 from labkit.notebook.hosts.launcher import written
@@ -205,14 +206,7 @@ class Profile(HostLauncher):
         holder, self._holder = self._holder, None
         if holder is None:
             return
-        assert holder.stdin is not None
-        # A child that this process forked has the pipe too: its end would tell nothing.
-        with contextlib.suppress(OSError):  # it is gone
-            holder.stdin.write("\n")
-            holder.stdin.close()
-        try:
-            holder.wait(timeouts.END_JOB_S)
-        except subprocess.TimeoutExpired:
+        if not has_let_go(holder):
             for child in psutil.Process(holder.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()

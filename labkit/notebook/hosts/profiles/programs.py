@@ -52,6 +52,9 @@ class _Program:
         return said[0], said[1], code
 
     def close(self) -> None:
+        """End it, if it has not ended, and forget what it wrote."""
+        self._process.terminate()
+        self._process.wait()
         for file in self._files:
             file.close()
 
@@ -76,3 +79,8 @@ def read(number: int) -> tuple[str, str, int | None]:
     if said[2] is not None and not said[0] and not said[1]:
         _programs.pop(number).close()
     return said
+
+
+def end(number: int) -> None:
+    """End a program, and forget it."""
+    _programs.pop(number).close()
