@@ -2,11 +2,13 @@
 
 import csv
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +133,80 @@ def test_a_script_has_the_losses_of_the_cell(
     lab: Lab, tmp_path: Path, case: str
 ) -> None:
     assert compare(lab, tmp_path, case) == 0.0
+
+
+def launch_by_hand(script: Path, *rank_0: str, **rank_1: Any) -> list[tuple[int, str]]:
+    """Run a script as rank 0 with these arguments, and as rank 1 with `arguments`,
+    from `cwd`, by the command `within`: as on another host. How each ended, and what
+    it said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"arguments": rank_0, "cwd": script.parent, "within": ()}
+    processes = []
+    for rank, each in enumerate([given, {**given, **rank_1}]):
+        environment = {k: v for k, v in os.environ.items() if "RANK" not in k}
+        environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"RANK": f"{rank}", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        environment |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": f"{port}"}
+        processes.append(
+            subprocess.Popen(
+                [*each["within"], sys.executable, str(script), *each["arguments"]],
+                cwd=each["cwd"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+        )
+    try:
+        said = [each.communicate(timeout=100)[0] for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    return [(each.returncode, t) for each, t in zip(processes, said, strict=True)]
+
+
+def test_all_ranks_resume_where_rank_0_does(tmp_path: Path) -> None:
+    script, elsewhere = tmp_path / "train.py", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script.write_text(script_of(FIT))
+    done = launch(script, "--losses", "whole.csv")
+    assert done.returncode == 0, done.stderr
+    script.write_text(script_of(FIT.replace("epochs=2", "epochs=1")))
+    begun = launch_by_hand(script, "--checkpoint", "kept", cwd=elsewhere)
+    assert [code for code, _ in begun] == [0, 0], begun
+    assert not list(elsewhere.iterdir())
+    script.write_text(script_of(FIT))
+    options = ["--checkpoint", "kept", "--resume", "--losses", "rest.csv"]
+    resumed = launch_by_hand(script, *options, cwd=elsewhere)
+    assert [code for code, _ in resumed] == [0, 0], resumed
+    whole = losses_of(tmp_path / "whole.csv")
+    rest = losses_of(tmp_path / "rest.csv")
+    assert rest == {step: loss for step, loss in whole.items() if step > 6}
+
+
+def test_what_the_ranks_do_not_have_in_common_is_refused(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "kept"
+    folder.mkdir()
+    script.write_text(script_of("raise AssertionError('it was called')"))
+    private = ["sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
+    within = ["unshare", "--user", "--map-root-user", "--mount", *private]
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"arguments": ["--checkpoint", str(folder), "--seed", "1"]},
+            "rank 1 was launched with --seed 1, and rank 0 with --seed 0; launch",
+        )
+    ]
+    if subprocess.run([*within, "true"], capture_output=True).returncode == 0:
+        words = f"--checkpoint: {folder} is not the same folder for rank 1 on "
+        cases.append(({"within": within}, words))
+    for of_rank_1, words in cases:
+        ends = launch_by_hand(script, "--checkpoint", str(folder), **of_rank_1)
+        for code, text in ends:
+            assert code == 1
+            assert f"ValueError: {words}" in text
+        assert not list(folder.iterdir())
 
 
 @pytest.mark.release

@@ -71,6 +71,7 @@ from labkit.strategies import STRATEGIES
 from labkit.strategies import Strategy
 from labkit.strategies import find_strategy
 from labkit.strategies.mesh.roles import Roles
+from labkit.train.agreement import agree
 from labkit.train.losses import Losses
 from labkit.train.losses import check_file
 from labkit.train.place import find_place
@@ -242,7 +243,8 @@ def run(
     Raises
     ------
     ValueError
-        For arguments that are not valid; `main` was not called.
+        For arguments that are not valid, or not the same on all ranks, and for a
+        `checkpoint` folder that they do not share; `main` was not called.
     RuntimeError
         If a run is under way.
     """
@@ -263,9 +265,12 @@ def run(
     for gate in (torch_compat.GATE, c10d.GATE, data_parallel.GATE):
         gate.check()
     announce()
-    # Before any rank can save: all of them find the same checkpoints.
+    # Before any rank can save.
     plan = plan_checkpoints(chosen)
+    given = {name: getattr(chosen, name) for name in OF_SCRIPTS if name != "config"}
+    given["strategy"] = technique.name
     with join(place) as group:
+        plan = agree(plan, given, is_shared=not technique.is_single)
         _Training(technique, chosen, group).run(
             main, plan, Losses(path, technique.name)
         )
