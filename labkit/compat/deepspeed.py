@@ -9,6 +9,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ ATTRIBUTES = (
     f"{_STAGE_3}.ipg_buckets",
     f"{_STAGE_3}.persistent_parameters",
     f"{_STAGE_3}.empty_partition_cache",
+    f"{_STAGE_3}.invalidate_secondary_tensor",
     f"{_STAGE_3}.reduce_ready_partitions_and_remove_grads",
     f"{_INIT}.param_id",
     f"{_OFFLOAD}:FWD_MODULE_STACK",
@@ -151,6 +153,7 @@ def update_working_parameters(zero: Any) -> None:
     zero._partition_all_parameters()
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
+    zero.invalidate_secondary_tensor()  # or the next pass would gather that one
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
@@ -223,14 +226,39 @@ def drop_trace(coordinator: Any) -> None:
 
 @GATE.needs("deepspeed.utils.groups:_WORLD_GROUP")
 def forget_world_group() -> None:
-    """Have DeepSpeed make its copy of the default group again, when it needs it next.
+    """Have DeepSpeed make its copy of the default group again, when it needs it next,
+    and the groups of `second_copies`.
 
     It keeps the copy from one `initialize` to the next. Making one is collective: call
     this on all ranks, whatever each of them has.
     """
+    _sharing.clear()
     groups: Any = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
         groups._WORLD_GROUP = None
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+_sharing: dict[int, Any] = {}
+"""By their number, the group of ranks which share a second copy of the parameters."""
+
+
+@GATE.needs("deepspeed.utils.groups:_ZERO_PARAM_INTRA_PARALLEL_GROUP")
+@contextlib.contextmanager
+def second_copies(num_ranks: int) -> Iterator[Any]:
+    """Have DeepSpeed share second copies of parameters (hpZeRO) among `num_ranks`, in
+    the group that is given, or one that it makes where this is None.
+
+    It keeps one group for a process's life, and refuses to make another.
+    """
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    before = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP  # which a cell has made
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = _sharing.get(num_ranks)
+    try:
+        yield groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+        _sharing[num_ranks] = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+    finally:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = before
 
 
 @GATE.needs(f"{_OFFLOAD}:DeepSpeedZeRoOffload._register_deepspeed_module")

@@ -103,6 +103,21 @@ def check_ratio(config: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> 
         )
 
 
+def ranks_of_second_copies(config: Mapping[str, Any], world_size: int) -> int:
+    """How many ranks share a second copy of the parameters (hpZeRO); 1 for no copies.
+    ValueError for as many as `world_size` is not a multiple of."""
+    given = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    if not isinstance(given, int) or given <= 1:
+        return 1  # what DeepSpeed cannot take it says itself
+    num_ranks = min(given, world_size)
+    if world_size % num_ranks:
+        raise ValueError(
+            f'--config: "zero_hpz_partition_size" is {given}; world_size is '
+            f"{world_size}, of which it has to be a divisor"
+        )
+    return num_ranks
+
+
 def bucket_elements(num_parameters: int, device: str) -> int:
     """Elements of the buckets that gradients are reduced and parameters gathered in.
 

@@ -18,6 +18,7 @@ from labkit.compat.deepspeed import compare_within
 from labkit.compat.deepspeed import forget_backward
 from labkit.compat.deepspeed import keep_optimizer
 from labkit.compat.deepspeed import prepare_backward
+from labkit.compat.deepspeed import second_copies
 from labkit.compat.torch import call_step_hooks
 from labkit.compat.torch import without_step_hooks
 from labkit.strategies.autograd.agreement import InOrder
@@ -45,6 +46,7 @@ from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import read_if_here
 from labkit.strategies.zero.config import check_ratio
 from labkit.strategies.zero.config import deepspeed_config
+from labkit.strategies.zero.config import ranks_of_second_copies
 from labkit.strategies.zero.engines import agree_on_ids
 from labkit.strategies.zero.engines import destroy_former_engines
 from labkit.strategies.zero.engines import forget
@@ -94,6 +96,7 @@ class ZeRO(Prepared):
             self.options, self.stage, self._num_parameters, self.device.type
         )
         check_ratio(config, self.optimizer)
+        num_sharing = ranks_of_second_copies(config, self.peers.size)
         self._given_groups = [
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
@@ -111,10 +114,14 @@ class ZeRO(Prepared):
             "DeepSpeed's zero_optimization",
         )
         partitioner = None
-        with quiet(), numbered_as(self.device):
+        with (
+            quiet(),
+            numbered_as(self.device),
+            second_copies(num_sharing) as sharing,
+        ):
             if self.stage == 3:
                 agree_on_ids(self.peers)
-                partitioner = build_partitioner(deepspeed, config)
+                partitioner = build_partitioner(deepspeed, config, sharing)
             digits = place(self.module, self.dtype, self.peers, partitioner)
             self.engine, self._zero, _, _ = deepspeed.initialize(
                 model=self.module,

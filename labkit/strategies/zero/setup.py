@@ -66,14 +66,19 @@ def round_trained(
     partition(parameter, partitioner)
     part = values
     if partitioner is not None:
-        part = own_part(parameter, values, peers.rank)
+        part = own_part(parameter.ds_tensor, values, peers.rank)
     return part.float().cpu()
 
 
-def build_partitioner(deepspeed: Any, config: dict[str, Any]) -> Any:
-    """What partitions parameters for stage 3, as DeepSpeed does it by itself."""
+def build_partitioner(deepspeed: Any, config: dict[str, Any], sharing: Any) -> Any:
+    """What partitions parameters for stage 3, as DeepSpeed does it by itself; `sharing`
+    is the group of `second_copies`."""
     deepspeed.init_distributed(verbose=False)
-    return deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+    return deepspeed.zero.Init(
+        module=nn.Module(),
+        config_dict_or_path=config,
+        zero_param_parallel_group=sharing,
+    )
 
 
 def restore_digits(digits: Digits, trained: Sequence[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.zero.engines import buckets
 from labkit.strategies.zero.engines import drop_gathers
+from labkit.strategies.zero.engines import flat
 from labkit.strategies.zero.engines import land_parameters
 from labkit.strategies.zero.partitioned import ZeRO
 from labkit.strategies.zero.partitioned import process_filled
@@ -100,8 +101,11 @@ class ZeRO3(ZeRO):
         for parameter in self._zero.persistent_parameters:
             if is_absent(parameter):
                 continue
-            ours = own_part(parameter, parameter.data, self.peers.rank)
+            ours = own_part(parameter.ds_tensor, parameter.data, self.peers.rank)
             parameter.ds_tensor.data.copy_(ours.view_as(parameter.ds_tensor))
+            if (second := parameter.ds_secondary_tensor) is not None:
+                rank = self.peers.rank % parameter.ds_secondary_tensor_group_size
+                second.copy_(own_part(second, parameter.data, rank))
             if id(parameter) in self._trained_ids:
                 master = safe_get_local_fp32_param(parameter)
                 take(ours[: master.numel()].view_as(master), master)
@@ -148,7 +152,7 @@ class ZeRO3(ZeRO):
     def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
         from deepspeed.utils import safe_set_local_grad
 
-        part = own_part(parameter, value, self.peers.rank)
+        part = own_part(parameter.ds_tensor, value, self.peers.rank)
         safe_set_local_grad(parameter, part)
 
     def updated(self) -> Iterable[torch.Tensor]:
@@ -164,12 +168,13 @@ class ZeRO3(ZeRO):
     def tensors(self) -> dict[str, Tensors]:
         zero = self._zero
         parameters: list[Any] = list(self.module.parameters())
+        parts = [(p.ds_tensor, p.ds_secondary_tensor) for p in parameters]
         return {
             "communication_buffers": [
                 *(p.data for p in parameters if p.numel()),  # gathered at the moment
                 *buckets(zero),
             ],
-            "parameters": [*(p.ds_tensor for p in parameters), *self.module.buffers()],
+            "parameters": [*flat(parts), *self.module.buffers()],
             "gradients": [
                 zero.grad_partitions_flat_buffer,
                 *(parameter.grad for parameter in parameters),

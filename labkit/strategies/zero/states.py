@@ -140,7 +140,7 @@ class ZeROStates:
             else:
                 utils.safe_set_full_optimizer_state(parameter, whole, key)
             return
-        part = own_part(parameter, whole, self._peers.rank)
+        part = own_part(parameter.ds_tensor, whole, self._peers.rank)
         if key is None:
             utils.safe_set_local_fp32_param(parameter, part)
         else:
@@ -204,13 +204,13 @@ def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return any(each.get("capturable") or each.get("fused") for each in groups)
 
 
-def own_part(parameter: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """What `rank` has of a tensor that stage 3 partitions as `parameter`.
+def own_part(part: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """What `rank` has of a tensor that stage 3 partitions like `part`.
 
     By parts, for DeepSpeed's own safe_set_full_* have no room for an uneven last one.
     """
-    size = parameter.ds_tensor.numel()
-    part = torch.zeros(size, dtype=whole.dtype, device=whole.device)
+    size = part.numel()
+    own = torch.zeros(size, dtype=whole.dtype, device=whole.device)
     mine = whole.flatten()[size * rank :][:size]
-    part[: mine.numel()] = mine
-    return part
+    own[: mine.numel()] = mine
+    return own
