@@ -624,3 +624,17 @@ def test_a_folder_in_the_making_is_not_taken_for_a_leftover(tmp_path: Path) -> N
     finally:
         has_ended.set()
         cleaner.join()
+
+
+def test_second_copies_of_parameters_follow_what_is_loaded(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """hpZeRO's: a forward pass gathers these where there are any; and a second run
+    has them too."""
+    options = {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}}}
+    expected = reference("sgd")
+    first = train(lab, "zero3", setup("sgd") + EPOCH + saved(tmp_path / "a"), **options)
+    second = train(
+        lab, "zero3", setup("sgd") + loaded(tmp_path / "a") + EPOCH, **options
+    )
+    np.testing.assert_allclose([*first, *second], expected, rtol=1e-5)

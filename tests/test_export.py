@@ -81,6 +81,26 @@ def exported(code: str, *ran: Any) -> str:
     return script_of(facts(code, *ran), "train.py").text
 
 
+@pytest.mark.parametrize(
+    ("ranks_per_host", "commands"),
+    [
+        ((2,), ["--nproc-per-node 2"]),
+        ((1, 1), ["--nnodes 2 --nproc-per-node 1"]),
+        ((1, 2), ["--nnodes 2 --nproc-per-node 1", "--nnodes 2 --nproc-per-node 2"]),
+    ],
+)
+def test_a_script_says_how_it_is_launched_on_the_hosts_of_the_run(
+    ranks_per_host: tuple[int, ...], commands: list[str]
+) -> None:
+    run = replace(facts("pass"), ranks_per_host=ranks_per_host)
+    lines = script_of(run, "train.py").text.splitlines()
+    found = [line.strip() for line in lines if "torchrun" in line]
+    meet = " --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400"
+    meet *= len(ranks_per_host) > 1
+    end = f"{meet} train.py --losses losses.csv"
+    assert found == [f"torchrun {each}{end}" for each in commands]
+
+
 @pytest.mark.long
 def test_a_run_of_the_notebook_is_a_script(kernel: Kernel, tmp_path: Path) -> None:
     for code in ("%%dist\n" + SETUP, "rate = 0.5", "%dist_push rate", TRAIN):

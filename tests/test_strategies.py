@@ -654,30 +654,6 @@ def test_config_reaches_the_library(
     assert_equals_reference(lab, run, reference("mlp", **BOTH))
 
 
-HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2}}
-"""Every host has a second copy of all parameters: ZeRO++'s hpZ."""
-
-
-def test_second_copies_of_parameters_train_as_in_one_process(lab: Lab) -> None:
-    for _ in range(2):  # DeepSpeed refuses to make their group again
-        run = train(lab, "zero3", cell("mlp"), config=HPZ, **BOTH)
-        assert_equals_reference(lab, run, reference("mlp", **BOTH))
-
-
-def test_second_copies_of_parameters_are_those_of_what_is_loaded(
-    lab: Lab, tmp_path: Path
-) -> None:
-    look = "\nwith torch.no_grad(): found = model(torch.ones(2, 64)).tolist()"
-    saved = str(tmp_path / "saved")
-    code = cell("mlp")
-    train(lab, "zero3", f"{code}\nsave_checkpoint({saved!r}){look}", config=HPZ)
-    wanted = lab.pull("found", 0)
-    other = f"{code}{look}\nother = found"
-    load = f"\nload_checkpoint({saved!r}){look}"
-    train(lab, "zero3", other + load, config=HPZ, seed=1)
-    assert lab.pull("found", 0) == wanted != lab.pull("other", 0)
-
-
 @pytest.mark.parametrize(
     ("strategy", "config", "message"),
     [

@@ -18,6 +18,7 @@ from labkit.records import NOTICED_LOSS
 from labkit.train.losses import Weighted
 from labkit.train.losses import mean_by_step
 from labkit.train.losses import of_one_kind
+from labkit.train.place import find_place
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -276,3 +277,15 @@ def test_a_loss_that_one_rank_alone_logs_is_not_mixed_with_others() -> None:
     assert of_one_kind([{**each, "loss": logged} for each in ranks]) == [logged] * 2
     alone = {NOTICED_LOSS: none, "loss": logged}
     assert of_one_kind([alone, {NOTICED_LOSS: none, "loss": none}]) == [logged]
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE", None])
+def test_a_script_on_several_hosts_knows_how_many_ranks_this_one_has(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 16}.items():
+        monkeypatch.setenv(name, str(value))
+    if variable is not None:  # DeepSpeed's launcher sets one, torchrun the other
+        monkeypatch.setenv(variable, "8")
+    assert find_place().local_world_size == (8 if variable else 0)

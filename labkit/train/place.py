@@ -21,8 +21,8 @@ from labkit.strategies.zero.engines import destroy_former_engines
 
 
 def find_place() -> Placement:
-    """What RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say; a process to which
-    no launcher gave them is alone.
+    """What RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say (or LOCAL_SIZE, as
+    DeepSpeed's launcher has it); a process to which no launcher gave them is alone.
 
     Device, backend and threads are those that a rank of a lab on this host would have.
     ValueError for variables that cannot be.
@@ -31,6 +31,7 @@ def find_place() -> Placement:
         name: _number(name)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     }
+    given["LOCAL_WORLD_SIZE"] = given["LOCAL_WORLD_SIZE"] or _number("LOCAL_SIZE")
     rank, world_size = given["RANK"], given["WORLD_SIZE"]
     if rank is None and world_size is None:
         rank, world_size = 0, 1
@@ -42,9 +43,7 @@ def find_place() -> Placement:
             "--nproc-per-node N, or unset them"
         )
     local_rank = given["LOCAL_RANK"] or 0
-    num_local = given["LOCAL_WORLD_SIZE"] or (
-        world_size if rank == local_rank else local_rank + 1
-    )
+    num_local = given["LOCAL_WORLD_SIZE"] or local_rank + 1  # at least
     num_gpus = torch.cuda.device_count()
     if 0 < num_gpus < num_local:
         raise ValueError(
@@ -54,7 +53,13 @@ def find_place() -> Placement:
         )
     options = StartOptions(num_ranks=num_local, device="auto" if num_gpus else "cpu")
     place = place_ranks(options, num_gpus=num_gpus)[local_rank]
-    return replace(place, rank=rank, local_rank=local_rank, world_size=world_size)
+    return replace(
+        place,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=given["LOCAL_WORLD_SIZE"] or 0,
+    )
 
 
 def _number(variable: str) -> int | None:

@@ -58,14 +58,18 @@ def status_table(
 
 
 def device_bytes_of(group: RankGroup) -> float:
-    """Memory of a rank's device, as any of them says; a part of the host's for ranks on
-    the CPU. UserError where none answers."""
-    places = group.placements
-    shares = max(each.num_local for each in places) if places[0].device == "cpu" else 1
-    for rank in group.everyone:
-        answer = group.cluster.ask(rank, "describe")
+    """The least memory that a rank's device has, as they say; a part of the host's for
+    ranks on the CPU. UserError where none answers."""
+    asked = [group.cluster.ask(rank, "describe") for rank in group.everyone]
+    deadline = time.monotonic() + timeouts.ANSWER_S
+    found: list[float] = []
+    for place, answer in zip(group.placements, asked, strict=True):
         with contextlib.suppress(CancelledError, TimeoutError):
-            return float(answer.result(timeouts.ANSWER_S)["memory_total"]) / shares
+            told = answer.result(max(deadline - time.monotonic(), 0))
+            shares = place.num_local if place.device == "cpu" else 1
+            found.append(told["memory_total"] / shares)
+    if found:
+        return min(found)
     raise UserError(
         f"no rank answers (rank 0: {' '.join(group.state(0))}) to say how much "
         "memory its device has; give device_bytes (%dist_estimate --memory GIB), "

@@ -195,6 +195,7 @@ class Training:
             self.run,
             seed=options.seed,
             devices=[placements[rank].device for rank in self._targets],
+            ranks_per_host=ranks_per_host([placements[r] for r in self._targets]),
             backend=placements[0].backend,
             config=options.config,
             checkpoints=request.checkpoints,
@@ -374,8 +375,13 @@ def on_hosts(request: TrainRequest, placements: Sequence[Placement]) -> RunOptio
     options = request.options
     if options.mesh is not None:
         return options
-    ranks_per_host = [*Counter(each.host for each in placements).values()]
-    return replace(options, mesh=request.strategy.mesh_on_hosts(ranks_per_host))
+    mesh = request.strategy.mesh_on_hosts(ranks_per_host(placements))
+    return replace(options, mesh=mesh)
+
+
+def ranks_per_host(placements: Sequence[Placement]) -> list[int]:
+    """The number of ranks on each host, in order."""
+    return [*Counter(each.host for each in placements).values()]
 
 
 def show_profile(run: Run) -> None:

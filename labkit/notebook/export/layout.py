@@ -173,8 +173,12 @@ def docstring_of(run: RunFacts, file_name: str, notes: Sequence[str]) -> str:
     number = run.world_size
     noun = "rank" if number == 1 else "ranks"
     file = shlex.quote(file_name)
-    launches = [f"torchrun --nproc-per-node {number} {file} --losses losses.csv"]
-    if run.strategy.startswith("zero"):
+    launches = [f"{each} {file} --losses losses.csv" for each in run.torchrun]
+    is_on_hosts = len(run.ranks_per_host) > 1
+    where = " on every host" if is_on_hosts else ""
+    if len(launches) > 1:
+        where += ", by the number of ranks that it is to have"
+    if run.strategy.startswith("zero") and not is_on_hosts:
         launches.append(f"deepspeed --num_gpus {number} {file} --losses losses.csv")
     if run.strategy == "single":
         number, noun = 1, "rank"
@@ -182,7 +186,7 @@ def docstring_of(run: RunFacts, file_name: str, notes: Sequence[str]) -> str:
     lines = [
         f"{run.name}: {run.strategy} on {number} {noun}, as it ran in a notebook.",
         "",
-        "Launch it; at each step it has the loss that the notebook had:",
+        f"Launch it{where}; at each step it has the loss that the notebook had:",
         "",
         *(f"    {each}" for each in launches),
         "",

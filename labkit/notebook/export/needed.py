@@ -52,6 +52,21 @@ class RunFacts:
     """Of a script that the run was: its file and arguments."""
     samples: frozenset[tuple[int, ...]] = frozenset()
     """How many samples its ranks had in a step, in order of rank."""
+    ranks_per_host: Sequence[int] = ()
+    """In order; none for one host."""
+
+    @property
+    def torchrun(self) -> Sequence[str]:
+        """What launches its ranks: a line, or one for each kind of its hosts."""
+        hosts = self.ranks_per_host
+        if len(hosts) < 2:
+            return [f"torchrun --nproc-per-node {self.world_size}"]
+        # Hosts of one script meet at the first; ranks are in the order of its choice.
+        meet = "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400"
+        return [
+            f"torchrun --nnodes {len(hosts)} --nproc-per-node {number} {meet}"
+            for number in dict.fromkeys(hosts)
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,9 +86,8 @@ def parts_of(run: RunFacts) -> Parts:
     before = run.before
     if run.command is not None:
         raise ValueError(
-            f"{run.name} is a run of a script: launch that by itself, with torchrun "
-            f"--nproc-per-node {run.world_size} {run.command}; --run NAME exports "
-            "another run"
+            f"{run.name} is a run of a script: launch that by itself, with "
+            f"{run.torchrun[0]} {run.command}; --run NAME exports another run"
         )
     if before is None:
         alone = statements_of(run.code, "the run")
@@ -88,7 +102,7 @@ def parts_of(run: RunFacts) -> Parts:
     if line := _RUN.search(run.code):
         raise ValueError(
             f"{run.name} is a run of a script, {line[0].strip()!r}: launch that by "
-            f"itself, with torchrun --nproc-per-node {run.world_size}"
+            f"itself, with {run.torchrun[0]}"
         )
     body = python_of(run.code, f"the cell of {run.name}")
     names = _needs_of(body)

@@ -29,7 +29,10 @@ from labkit.notebook.hosts.launcher import last_line
 from labkit.notebook.kernel import interrupts
 
 _HOST = re.compile(r"((?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(:(?P<num>[^:]*))?")
-_PASSED_ON = ("PYTHON", "OMP_", "NCCL_", "GLOO_", "TORCH", "CUDA_", "LABKIT_RUNS")
+_PASSED_ON = (
+    *("PYTHON", "OMP_", "NCCL_", "GLOO_", "TORCH", "CUDA_"),
+    *("LABKIT_RUNS", "LABKIT_DATA"),
+)
 """Prefixes of variables that ranks on other hosts have as they are here."""
 
 

@@ -172,6 +172,7 @@ class Run(RunRecord):
             resumed_from=self.resumed_from,
             command=self.info.get("command"),
             samples=samples,
+            ranks_per_host=self.info.get("ranks_per_host") or (self.world_size,),
         )
 
     def wait(self, timeout: float | None = None) -> "Run":

@@ -255,8 +255,9 @@ class CellRunner:
             outcome = replace(outcome, freed_bytes=self._free(result))
         # 4. The outcome: with it the notebook has all there is of this cell.
         if memory and session is not None and session.forecastable is not None:
-            num_ranks = self.placement.world_size
-            fits = forecast_sentence(session.forecastable, self.group.device, num_ranks)
+            num_ranks = self.placement.world_size, self.placement.num_local
+            step, device = session.forecastable, self.group.device
+            fits = forecast_sentence(step, device, *num_ranks)
             memory = "\n".join([memory, *fits])
         outcome = replace(outcome, memory=memory)
         short, number = outcome.in_short(KEPT_CHARACTERS), self._interrupts.number

@@ -164,15 +164,16 @@ def in_columns(rows: Sequence[Row]) -> str:
 
 
 def forecast_sentence(
-    step: Forecastable, device: torch.device, world_size: int
+    step: Forecastable, device: torch.device, world_size: int, num_local: int
 ) -> list[str]:
-    """The forecast's sentence on a step like this one; nothing where there is none.
+    """The forecast's sentence on a step like this one, by `world_size` ranks, of which
+    `num_local` share the memory of this host; nothing where there is none.
 
     To be called in the main thread.
     """
     if step.plain is None or not step.inputs:
         return []
-    shares = world_size if device.type == "cpu" else 1
+    shares = num_local if device.type == "cpu" else 1
     options = step.options
     with contextlib.suppress(Exception), at_most(timeouts.FORECAST_S):
         _, sentence = forecast(

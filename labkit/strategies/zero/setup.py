@@ -57,7 +57,7 @@ def partition(parameter: nn.Parameter, partitioner: Any) -> None:
 
 
 def round_trained(
-    parameter: nn.Parameter, dtype: torch.dtype, peers: Peers, partitioner: Any
+    parameter: Any, dtype: torch.dtype, peers: Peers, partitioner: Any
 ) -> torch.Tensor:
     """Bring and partition it in `dtype`; what it was in fp32, as `Digits` has it."""
     bring(parameter, peers)
