@@ -281,7 +281,7 @@ def test_a_rank_holds_its_shards_and_one_block(lab: Lab, strategy: str) -> None:
     with engines.quiet():
         engines.agree_on_ids(peers)
         config = {"train_batch_size": world_size, "zero_optimization": {"stage": 3}}
-        partitioner = setup.build_partitioner(deepspeed, config)
+        partitioner = setup.build_partitioner(deepspeed, config, None)
         with Peak(model) as measured:
             setup.place(model, torch.float32, peers, partitioner)
     """

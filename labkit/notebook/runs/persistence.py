@@ -60,13 +60,13 @@ def begin(
     *,
     seed: int,
     devices: Sequence[str],
-    ranks_per_host: Sequence[int],
     backend: str,
     config: Mapping[str, Any] | None,
     checkpoints: CheckpointPlan | None = None,
     resumed_from: int | None = None,
     pids: Sequence[int] = (),
     command: str | None = None,
+    ranks_per_host: Sequence[int] = (),
 ) -> None:
     """Make a run's folder, and write what is known of it before it runs.
 
