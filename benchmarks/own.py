@@ -11,6 +11,9 @@ is the first quartile of a run's steps, then the median of the rounds. `of it, b
 says where the difference is: the batch, forward, backward, `step`, `zero_grad`. `mean`
 includes occasional work, too: reading the loss, fingerprints of the replicas; not the
 steps in which labkit profiles memory.
+
+`calls` is how many functions written in Python labkit calls in a step, counted over
+100 steps: the same on every machine, and so what shows whether a version does more.
 """
 
 from collections.abc import Sequence
@@ -85,6 +88,16 @@ model, optimizer, loader = prepare(model, optimizer, digits(), batch_size=64)
 """
 
 LOOP = """
+import os
+import sys
+import labkit
+folder, calls = os.path.dirname(labkit.__file__), 0
+def count(frame, event, argument):
+    global calls
+    calls += event == "call" and frame.f_code.co_filename.startswith(folder)
+def count_in_some(steps):
+    if steps in ({first_counted}, {first_counted} + 100):
+        sys.setprofile(count if steps == {first_counted} else None)
 clock, took = time.thread_time_ns, []
 while len(took) < {steps}:
     batches = iter(loader)
@@ -103,6 +116,7 @@ while len(took) < {steps}:
         t4 = clock()
         optimizer.zero_grad()
         took.append((t0, t1, t2, t3, t4, clock()))
+        count_in_some(len(took))
 took = np.diff(took) / 1e3
 """
 
@@ -116,6 +130,7 @@ PLAIN = {
     "zero3": (DEEPSPEED.format(stage=3), 2),
     "fsdp": (FSDP, 2),
 }
+FIRST_COUNTED = 150
 FIRST_TIMED = 310
 """labkit profiles memory at steps 300 and 1,000: timed are those between them."""
 
@@ -134,10 +149,11 @@ def main() -> None:
                 code = cell(strategy, args.steps, is_plain=strategy == "raw")
                 lab.train(strategy, code, live=False)
                 ours.append(times(lab))
-            rows.append([strategy, *row(plain, ours)])
+                calls = lab.pull("calls", ranks=0) / 100
+            rows.append([strategy, *row(plain, ours), f"{calls:.0f}"])
     print_table(
         f"CPU time of a step, us: {args.rounds} rounds, from step {FIRST_TIMED} on",
-        ["strategy", "plain", "labkit", "own", *PARTS, "mean", "target"],
+        ["strategy", "plain", "labkit", "own", *PARTS, "mean", "target", "calls"],
         rows,
     )
 
@@ -152,7 +168,11 @@ def cell(strategy: str, steps: int, *, is_plain: bool) -> str:
             backward = "model.backward(loss)"
     else:
         setup = PREPARED
-    return SETUP + setup + LOOP.format(steps=steps, backward=backward)
+    return (
+        SETUP
+        + setup
+        + LOOP.format(steps=steps, backward=backward, first_counted=FIRST_COUNTED)
+    )
 
 
 def times(lab: Lab) -> np.ndarray:
