@@ -3,10 +3,14 @@
 The reference is a plain loop in this process that is never interrupted.
 """
 
+import contextlib
 import functools
 import json
 import os
 import pickle
+import re
+import subprocess
+import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -353,7 +357,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(
             timeout=30,
         )
     if rank == 0:  # which would have removed what is half written, aside
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.iterdir())) == 3  # with its lock
     assert checkpoint.read(folder)[1]["user"] == {"step": 1}
     torch.testing.assert_close(contents(folder), before, rtol=0, atol=0)
     assert lab.restart() == [rank]
@@ -582,8 +586,6 @@ def test_damaged_and_hostile_files_are_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_process_that_is_alive_keeps_what_it_has_begun(tmp_path: Path) -> None:
     """Two that save in one directory do not remove each other's folders."""
-    from labkit.checkpoint.atomic_folder import StagingFolder
-
     mine = StagingFolder(tmp_path / "a")
     other = StagingFolder(tmp_path / "b")
     assert mine.path.is_dir()
@@ -591,6 +593,60 @@ def test_a_process_that_is_alive_keeps_what_it_has_begun(tmp_path: Path) -> None
     other.discard()
     StagingFolder(tmp_path / "c").discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_process_locks_is_a_file_that_it_could_write_to(tmp_path: Path) -> None:
+    """NFS keeps the lock of a folder from other hosts, and has none of a file that is
+    open for reading."""
+    with StagingFolder(tmp_path / "x") as staging:
+        found = {}
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                path = link.readlink()
+                if path.is_relative_to(tmp_path):
+                    found[path] = Path(f"/proc/self/fdinfo/{link.name}").read_text()
+        [(path, info)] = found.items()
+        assert path.is_file()
+        assert re.search(r"(?m)^flags:\t\d*2$", info)  # O_RDWR
+        assert re.search(r"(?m)^lock:.* FLOCK +ADVISORY +WRITE ", info)
+        assert [*staging.path.iterdir()] == []
+
+
+# All that it starts have no `flock`, as files have none on Lustre by default.
+WITHOUT_LOCKS = """
+import ctypes, errno, fcntl, pathlib, platform, struct, sys
+number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
+rules = b"".join(struct.pack("HBBI", *rule) for rule in [
+    (0x20, 0, 0, 0),  # load the number of the call
+    (0x15, 0, 1, number),
+    (0x06, 0, 0, 0x50000 | errno.ENOSYS),
+    (0x06, 0, 0, 0x7FFF0000),  # allow
+])
+held = ctypes.create_string_buffer(rules)
+program = ctypes.create_string_buffer(struct.pack("HL", 4, ctypes.addressof(held)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, program) == 0, ctypes.get_errno()  # PR_SET_SECCOMP
+from labkit import checkpoint
+from labkit.checkpoint.atomic_folder import StagingFolder
+where = pathlib.Path(sys.argv[1])
+other = StagingFolder(where / "b")
+for step in range(2):
+    checkpoint.save(where / "a", {}, {"step": step})
+assert checkpoint.read(where / "a")[1] == {"step": 1}
+assert other.path.is_dir()
+other.discard()
+try:
+    fcntl.flock(sys.stdout, fcntl.LOCK_EX)
+except OSError as error:
+    print(sorted(path.name for path in where.iterdir()), error.strerror)
+"""
+
+
+def test_a_file_system_without_locks_has_checkpoints(tmp_path: Path) -> None:
+    code = [sys.executable, "-c", WITHOUT_LOCKS, str(tmp_path)]
+    ran = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert ran.stdout == "['a'] Function not implemented\n", ran.stderr
 
 
 def test_a_save_waits_for_nobody_to_end(tmp_path: Path) -> None:

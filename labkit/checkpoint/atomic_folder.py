@@ -2,11 +2,11 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +14,8 @@ from labkit.step_folders import MANIFEST
 from labkit.step_folders import all_in
 
 FILE_OF_RANK = re.compile(r"rank-\d{5}\.safetensors")
-_STAGING = re.compile(r"\..+\.labkit-[0-9a-f]{32}")
+_LOCK = re.compile(r"\..+\.labkit-[0-9a-f]{32}\.lock")
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -48,8 +49,11 @@ def others_in(folder: Path) -> list[str]:
 class StagingFolder:
     """A hidden folder beside `folder`, in which its next contents are made.
 
-    The process that makes one locks it, so that others can tell what was left
-    behind by one that is gone. Raises ValueError if something else is at `folder`.
+    The process that makes one locks a file beside it, so that others can tell what was
+    left behind by one that is gone. A file, open for writing, since NFS keeps the lock
+    of a folder from other hosts; and beside, since it is no part of a checkpoint, and
+    NFS removes no folder with an open file. Raises ValueError if something else is at
+    `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,21 +69,29 @@ class StagingFolder:
         self.path = folder.parent / f".{folder.name}.labkit-{uuid4().hex}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent)
-        self._lock = self._make()
+        self._lock = -1
+        self._make()
 
-    def _make(self) -> int:
-        """Make the folder and lock it; the lock.
-
-        Until it is locked, whoever looks for leftovers may take it for one.
-        """
-        while True:
+    def _make(self) -> None:
+        """Make the folder, after its lock, which has its name only when it is locked:
+        whoever looks for leftovers would take it for one."""
+        lock = _lock_of(self.path)
+        unlocked = lock.with_suffix(".new")
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            self._lock = os.open(unlocked, flags, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            except OSError as error:
+                # Where nobody can lock a file, nobody takes one for a leftover.
+                if error.errno not in _NO_LOCKS:
+                    raise
+            unlocked.rename(lock)
             self.path.mkdir()
-            with contextlib.suppress(FileNotFoundError):
-                lock = os.open(self.path, os.O_RDONLY)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if self.path.exists():
-                    return lock
-                os.close(lock)
+        except BaseException:
+            unlocked.unlink(missing_ok=True)
+            self.discard()
+            raise
 
     def __enter__(self) -> "StagingFolder":
         return self
@@ -89,19 +101,17 @@ class StagingFolder:
 
     def publish(self) -> None:
         """Put it in the place of `folder`, which may be there already."""
-        os.fsync(self._lock)
+        _sync(self.path)
         if self.folder.exists():
             exchange(self.path, self.folder)
         else:
             self.path.rename(self.folder)
-        parent = os.open(self.folder.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        _sync(self.folder.parent)
         self.discard()  # what was there before
 
     def discard(self) -> None:
         """Remove what was not published."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -114,6 +124,7 @@ def exchange(new: Path, old: Path) -> None:
     if renameat2 is None or renameat2(
         _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE
     ):
+        # It has no lock, and so nobody takes it for a leftover.
         kept = old.parent / f".{old.name}.labkit-{uuid4().hex}"
         old.rename(kept)
         new.rename(old)
@@ -122,17 +133,31 @@ def exchange(new: Path, old: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove staging folders whose processes are gone."""
-    for path in _staging_folders(directory):
-        with contextlib.suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _staging_folders(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
-        if _STAGING.fullmatch(path.name):
-            yield path
+        if _LOCK.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(path.with_suffix(""))
+                finally:
+                    os.close(lock)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _remove(path: Path) -> None:
+    """Remove a staging folder, and then its lock: one that is still there is found
+    again."""
+    shutil.rmtree(path, ignore_errors=True)
+    if not path.exists():
+        with contextlib.suppress(OSError):
+            _lock_of(path).unlink()
+
+
+def _sync(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    os.fsync(opened)
+    os.close(opened)
