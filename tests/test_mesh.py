@@ -3,6 +3,7 @@
 import pytest
 
 from labkit import Lab
+from labkit import RankError
 from labkit.strategies import STRATEGIES
 
 
@@ -101,3 +102,25 @@ found = tuple(model[1].weight.device_mesh.shape)
         live=False,
     )
     assert lab.pull("found", "all") == [expected, expected]
+
+
+MESH = """
+import time
+from labkit.strategies.mesh.device_mesh import build_mesh
+from labkit.strategies.mesh.peers import peers_on
+mesh = build_mesh({"dp_replicate": 1, "dp_shard": 2, "tp": 2}, device)
+of_batches = peers_on(mesh, device)
+"""
+
+
+def test_the_timeout_of_the_lab_is_that_of_a_part_of_its_ranks() -> None:
+    with Lab(num_ranks=4, group_timeout_s=6) as lab:
+        for code, group in {
+            MESH: "mesh['tp'].get_group()",
+            f"{MESH}# both axes": "of_batches.group",
+            "# the groups of before, which were made again": "mesh.get_group('tp')",
+        }.items():
+            lab.run(code)
+            wait = f"dist.barrier({group}) if rank == 0 else time.sleep(60)"
+            with pytest.raises(RankError, match=r"rank 0.*Timed out waiting 6000ms"):
+                lab.run(wait, timeout=30)

@@ -1,11 +1,13 @@
 """What labkit takes of torch.distributed that is private: groups, meshes, rpc."""
 
+import contextlib
 import inspect
 import logging
 import sys
 import traceback
 from collections.abc import Callable
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -120,12 +122,26 @@ def flight_records(*flags: bool) -> list[str]:
     return [getattr(_c10d, n)(*flags).decode() for n in names if hasattr(_c10d, n)]
 
 
+@GATE.needs("torch.distributed:ProcessGroup._get_backend")
+def timeout_of(group: Any) -> timedelta:
+    """How long a group's collectives wait for others. A new group has torch's default,
+    30 min over gloo and 10 over NCCL, and not the one of the default group."""
+    kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
+    return timeout
+
+
+def adopt_timeout(group: Any, default: Any) -> None:
+    """Have a group that torch has made by itself wait as long as the default group."""
+    # Old versions, as 2.9, cannot do so under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    with contextlib.suppress(RuntimeError):
+        group.set_timeout(timeout_of(default))
+
+
 _over_gloo: dict[Any, tuple[list[int], Any]] = {}
 
 
-@GATE.needs(
-    f"{_C10D}:_get_default_store", "torch.distributed:ProcessGroup._get_backend"
-)
+@GATE.needs(f"{_C10D}:_get_default_store")
 def gloo_of(group: Any) -> Any:
     """A backend of gloo for the ranks of `group`, which torch's own table of groups
     does not have: to be listed there, all ranks of the world would have to take part,
@@ -135,9 +151,8 @@ def gloo_of(group: Any) -> Any:
         number = sum(others == ranks for others, _ in _over_gloo.values())
         name = f"numbers {number} of {ranks}"
         store = dist.PrefixStore(name, c10d._get_default_store())
-        kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        timeout = group._get_backend(torch.device(kind)).options._timeout
-        made = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
+        rank, timeout = dist.get_rank(group), timeout_of(group)
+        made = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
         _over_gloo[group] = ranks, made
     return _over_gloo[group][1]
 

@@ -380,7 +380,9 @@ class RankProcessGroup:
         workers = range(servers.start)
         if len(servers) not in self._divided:
             own: Any = dist.new_group(list(workers), timeout=self.timeout)
-            words = dist.new_group(backend="gloo") if self.can_abort else self._group
+            words: Any = self._group
+            if self.can_abort:
+                words = dist.new_group(backend="gloo", timeout=self.timeout)
             self._divided[len(servers)] = own, words
         own, words = self._divided[len(servers)]
         roles = Roles(workers, servers, Channel(self._group, words, self.device))

@@ -23,6 +23,7 @@ from labkit.compat.c10d import group_names_of
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import ranks_of
 from labkit.compat.c10d import set_groups_of
+from labkit.compat.c10d import timeout_of
 from labkit.compat.data_parallel import remake_reducer
 from labkit.compat.data_parallel import reset_step
 from labkit.strategies.mesh.worlds import MODEL
@@ -150,7 +151,7 @@ def bind_to_new_groups(
     ):
         theirs = [everyone[rank] for rank in ranks]
         if all(t[0] == theirs[0][0] and t[1].get(name) == list(ranks) for t in theirs):
-            successors[name] = dist.new_group(list(ranks))
+            successors[name] = dist.new_group(list(ranks), timeout_of(default))
     if former is None:
         return
     successors = {former.mark + name: each for name, each in successors.items()}

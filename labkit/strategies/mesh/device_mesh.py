@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
+from labkit.compat.c10d import adopt_timeout
 from labkit.compat.c10d import forget_gloo
 from labkit.compat.c10d import gloo_of
+from labkit.compat.c10d import timeout_of
 from labkit.strategies.mesh.sizes import DATA_PARALLEL
 
 
@@ -49,7 +51,10 @@ def mesh_of(
     world: Any, device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> DeviceMesh:
     """The mesh over the default group `world`: its groups are made once. Collective."""
-    return init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    for group in mesh.get_all_groups():
+        adopt_timeout(group, world)
+    return mesh
 
 
 def forget_groups() -> None:
@@ -77,7 +82,8 @@ def another_group(group: Any, mesh: DeviceMesh, axis: str) -> Any:
         return group
     place = (mesh.mesh_dim_names or ()).index(axis)
     rows = mesh.mesh.movedim(place, -1).reshape(-1, mesh.size(place)).tolist()
-    groups = [(row, dist.new_group(row)) for row in rows]
+    timeout = timeout_of(group)
+    groups = [(row, dist.new_group(row, timeout)) for row in rows]
     return next(made for row, made in groups if dist.get_rank() in row)
 
 

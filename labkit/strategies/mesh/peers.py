@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from labkit.compat.c10d import adopt_timeout
 from labkit.compat.c10d import flattened
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.device_mesh import control_of
@@ -97,6 +98,7 @@ def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:
     if dp.size() == dist.get_world_size():
         return Peers(dist.get_rank(), dp.size(), device)
     group = flattened(dp).get_group()
+    adopt_timeout(group, dist.group.WORLD)
     return Peers(dist.get_rank(group), dp.size(), device, group)
 
 
