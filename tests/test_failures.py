@@ -21,6 +21,7 @@ from marks import long_but
 from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
+from labkit.host.exit_cause import abort_text
 from labkit.notebook.execution import errors
 from labkit.notebook.execution import stop_policy
 
@@ -181,6 +182,22 @@ def test_a_crash_in_native_code_is_a_death(lab: Lab) -> None:
     assert lab.restart()
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
+
+
+def test_what_native_code_said_as_it_aborted_is_quoted() -> None:
+    """Within the stack that Python writes meanwhile, as in a log that was found; what
+    is written last may be lost with the process."""
+    log = (
+        "Fatal Python error: Aborted\n\n"
+        '  File "ipykernel/kernelbase.py", line 508 in dispatch_shell'
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes.\n\n"
+    )
+    assert abort_text(log) == (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet' "
+        "what(): [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes."
+    )
+    assert abort_text("Fatal Python error: Aborted\n") == ""
 
 
 def test_a_wrapped_model_survives_the_failure_of_a_rank(lab: Lab) -> None:

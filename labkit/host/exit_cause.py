@@ -168,7 +168,10 @@ class EngineProcess:
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
         why = self._killer() if name == "SIGKILL" else _LIKELY_CAUSES.get(name)
-        if call := crash_call(self.log()):
+        log = self.log()
+        if name == "SIGABRT" and (said := abort_text(log)):
+            why = f"{why}: {said}"
+        if call := crash_call(log):
             why = f"{why}, {call}" if why else call
         return f"killed by {name}" + (f" ({why})" if why else "")
 
@@ -219,6 +222,13 @@ def crash_call(log: str) -> str:
         return ""
     path = re.split(r"(?:site|dist)-packages/", found[1])[-1]
     return f"in {found[3]} at {path}:{found[2]}"
+
+
+def abort_text(log: str) -> str:
+    """What C++ wrote as it ended the process for an exception that nobody caught, as in
+    a thread of gloo's; "" where that was not written, or was lost with the process."""
+    found = re.search(r"terminate called [^\n]*(?:\n  what\(\):[^\n]*)?", log)
+    return " ".join(found[0].split()) if found else ""
 
 
 # ---- the kernel's out-of-memory killer (Linux) ----
