@@ -612,6 +612,43 @@ def test_what_a_process_locks_is_a_file_that_it_could_write_to(tmp_path: Path) -
         assert [*staging.path.iterdir()] == []
 
 
+BY_HAND = """
+state = {"weights": model.state_dict()}
+if rank == 0 or "of-0" not in path:
+    torch.save(state, path)
+dist.barrier()
+before = [whole(p).clone() for p in model.parameters()]
+for p in model.parameters():
+    p.data.zero_()
+weights = torch.load(path, weights_only=False)["weights"]
+model.load_state_dict({name: value.cpu().clone() for name, value in weights.items()})
+is_same = all(torch.equal(a, whole(b)) for a, b in zip(before, model.parameters()))
+"""
+WHOLE = "whole = lambda p: p.full_tensor() if hasattr(p, 'full_tensor') else p\n"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_a_rank_does_not_load_the_part_of_another(
+    lab: Lab, tmp_path: Path, strategy: str
+) -> None:
+    even = setup("sgd").replace("GPT(33", "GPT(34")  # which two ranks can split
+    code = even + WHOLE + f"path = f'{tmp_path}/of-0.pt'" + BY_HAND
+    refused = r"holds rank 0's part of 'token\S*'; this is rank 1\. Save a file on"
+    with pytest.raises(RankError, match=refused):
+        lab.train(strategy, code, live=False)
+    lab.train(strategy, code.replace("of-0.pt", "of-{rank}.pt"), live=False)
+    assert lab.pull("is_same", "all") == [True, True]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_all_ranks_load_what_one_has_a_copy_of(
+    lab: Lab, tmp_path: Path, strategy: str
+) -> None:
+    code = setup("sgd") + WHOLE + f"path = '{tmp_path}/of-0.pt'" + BY_HAND
+    lab.train(strategy, code, live=False)  # hsdp: two copies, on a host of two ranks
+    assert lab.pull("is_same", "all") == [True, True]
+
+
 # All that it starts have no `flock`, as files have none on Lustre by default.
 WITHOUT_LOCKS = """
 import ctypes, errno, fcntl, pathlib, platform, struct, sys

@@ -124,3 +124,24 @@ def test_the_timeout_of_the_lab_is_that_of_a_part_of_its_ranks() -> None:
             wait = f"dist.barrier({group}) if rank == 0 else time.sleep(60)"
             with pytest.raises(RankError, match=r"rank 0.*Timed out waiting 6000ms"):
                 lab.run(wait, timeout=30)
+
+
+OF_ANOTHER_RANK = """
+from labkit.strategies.mesh.device_mesh import build_mesh
+mesh = build_mesh({"dp_replicate": 2, "dp_shard": 1}, device)
+received = [mesh]
+dist.broadcast_object_list(received)
+if rank == 1:
+    raise ValueError(f"at {received[0].get_coordinate()}")
+dist.barrier()
+"""
+
+
+def test_a_mesh_that_another_rank_has_pickled_is_in_no_ones_way(lab: Lab) -> None:
+    """It has the names of groups that this rank is not in."""
+    with pytest.raises(RankError, match=r"at \(0, 0\)"):
+        lab.run(OF_ANOTHER_RANK)
+    lab.run(
+        "t = torch.ones(1)\ndist.all_reduce(t, group=mesh.get_group('dp_replicate'))"
+    )
+    assert [t.item() for t in lab.pull("t", "all")] == [2.0, 2.0]

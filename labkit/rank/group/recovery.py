@@ -151,7 +151,10 @@ def bind_to_new_groups(
     ):
         theirs = [everyone[rank] for rank in ranks]
         if all(t[0] == theirs[0][0] and t[1].get(name) == list(ranks) for t in theirs):
-            successors[name] = dist.new_group(list(ranks), timeout_of(default))
+            made = dist.new_group(list(ranks), timeout_of(default))
+            # Others can have its name: in a mesh that another rank has pickled.
+            if dist.get_rank() in ranks:
+                successors[name] = made
     if former is None:
         return
     successors = {former.mark + name: each for name, each in successors.items()}

@@ -15,6 +15,7 @@ from labkit.rank.training.forward_state import ForwardState
 from labkit.rank.training.forward_state import differing
 from labkit.rank.training.forward_state import digest
 from labkit.strategies.autograd.backward import is_followed
+from labkit.strategies.model.shards import EACH_ITS_OWN
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 
@@ -261,9 +262,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise UnsupportedLoopError(
                 f"the state dict holds rank {rank} of {of}'s part of the optimizer's "
                 f"state under {strategy}; this is rank {our_rank} of {our_of} under "
-                f"{ours}. Save a file on every rank and load each rank's own, or use "
-                "save_checkpoint(folder) and load_checkpoint(folder), which work "
-                "across strategies and numbers of ranks"
+                f"{ours}. {EACH_ITS_OWN}"
             )
         with self.prepared.stepping_groups():
             self.prepared.optimizer.load_state_dict(state_dict)

@@ -81,6 +81,7 @@ from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
 from labkit.strategies.model.materialize import until_set
+from labkit.strategies.model.shards import checking_loads
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import has_own_statistics
 from labkit.strategies.options import keep_stand_ins_out
@@ -223,6 +224,7 @@ class Session:
         with (
             self._loss_hooks.watching(),
             watching_zero_grad(self._optimizers),
+            checking_loads(),
             warnings.catch_warnings(),
             contextlib.ExitStack() as watching,
         ):

@@ -1,6 +1,9 @@
 """Parts of parameters: in the place of the whole ones in an optimizer, and the norm
 of what is in parts."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +16,55 @@ from torch.distributed.tensor import distribute_tensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+
+EACH_ITS_OWN = (
+    "Save a file on every rank and load each rank's own, or use "
+    "save_checkpoint(folder) and load_checkpoint(folder), which work across strategies "
+    "and numbers of ranks"
+)
+
+
+@contextlib.contextmanager
+def checking_loads() -> Iterator[None]:
+    """Have `load_state_dict` of a model refuse what is another rank's part of it.
+
+    torch copies it without a word: a DTensor that was pickled has the shape and mesh
+    that this rank's has, and the values of the rank that saved it.
+    """
+    load = nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def checked(
+        self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any
+    ) -> Any:
+        for name, value in state_dict.items():
+            if isinstance(value, DTensor) and (owner := owner_of(value)) is not None:
+                raise UnsupportedLoopError(
+                    f"the state dict holds rank {owner}'s part of {name!r}; this is "
+                    f"rank {dist.get_rank()}. {EACH_ITS_OWN}"
+                )
+        return load(self, state_dict, *args, **options)
+
+    nn.Module.load_state_dict = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
+
+
+def owner_of(tensor: DTensor) -> int | None:
+    """The rank whose part it is; None where it is this rank's, too.
+
+    A mesh that was pickled still has the coordinates of the rank that did so.
+    """
+    mesh, theirs = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    if theirs is None or not here:
+        return None
+    parts = zip(theirs, here[0], tensor.placements, strict=True)
+    if all(a == b or placement.is_replicate() for a, b, placement in parts):
+        return None
+    return int(mesh.mesh[tuple(theirs)])
 
 
 def hand_to_optimizer(
