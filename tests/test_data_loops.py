@@ -8,10 +8,12 @@ import pytest
 import torch
 from marks import in_suites
 from marks import release_but
+from torch.utils.data import Dataset
 
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.runs.run import Run
+from labkit.rank.data.orders import fingerprint_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -115,15 +117,42 @@ REFUSED = {
     ),
     "DataLoader(Subset(data, range(rank, 22, 2)), 4)": "is not the same on every rank",
     "DataLoader(TensorDataset(x[rank::2], y[rank::2]), 4)": "is not the same on every",
+    "DataLoader([(a + rank, b) for a, b in data], 4)": "is not the same on every rank",
+    "DataLoader(ConcatDataset([data, Files()]), 4)": "is not the same on every rank",
     "DataLoader(Sharded(), 4)": "Sharded does not yield the same samples on every rank",
     "DataLoader(Ragged(), 4)": "from batch 2 of the epoch on",
     "DataLoader(Ragged(), 4, num_workers=1)": "from batch 2 of the epoch on",
 }
 
 
+class OfFiles(Dataset[Any]):
+    """As on a host that has them in `folder`, and loads them at random."""
+
+    def __init__(self, folder: str, *, names: str = "abc") -> None:
+        self.files = [f"{folder}/{name}.png" for name in names]
+        self.names = np.array(list(names), dtype=object)
+        self.sparse = torch.eye(3).to_sparse()
+        self.weights = torch.ones(3)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def test_the_same_files_in_other_folders_are_the_same_data() -> None:
+    assert fingerprint_of(OfFiles("/a")) == fingerprint_of(OfFiles("/b/c"))
+    assert fingerprint_of(OfFiles("/a")) != fingerprint_of(OfFiles("/a", names="cba"))
+
+
 @pytest.mark.parametrize("source", REFUSED)
 def test_data_that_ranks_share_already_is_refused(lab: Lab, source: str) -> None:
     streams = """
+from torch.utils.data import ConcatDataset
+
+class Files(torch.utils.data.Dataset):
+    def __init__(self): self.files = ["b.png a.png", "a.png b.png"][rank].split()
+    def __len__(self): return len(self.files)
+    def __getitem__(self, i): return x[i], y[i]
+
 class Sharded(IterableDataset):
     def __iter__(self): return ((x[i], y[i]) for i in range(rank, 22, 2))
 

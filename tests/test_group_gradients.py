@@ -26,6 +26,11 @@ READS_NONE = [
     "for g in opt.param_groups:\n    for p in g['params']:\n        p.grad = None",
     "for g in opt.param_groups:\n    for p in g['params']:\n        p.data.clamp_(0)",
     "for g in self.param_groups:\n    for p in g['params']:\n        p.grad.mul_(0.5)",
+    "class Mine(Optimizer):\n"
+    "    def step(s, closure=None):\n"
+    "        for g in s.param_groups:\n"
+    "            for p in g['params']:\n"
+    "                p.add_(p.grad, alpha=-g['lr'])",
     "for p in model.parameters():\n    p.grad.mul_(opt.param_groups[0]['lr'])",
     "clip_grad_norm_(model.parameters(), opt.param_groups[0]['lr'])",
     "for g in opt.param_groups:\n"

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import random
 import zlib
 from collections.abc import Iterable
@@ -11,11 +12,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 from torch.utils.data import Subset
 from torch.utils.data import TensorDataset
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import tree_leaves
+from labkit.compat.torch import tree_map_only
 from labkit.strategies.mesh.peers import Peers
 
 BLOCK = 100
@@ -205,11 +208,11 @@ def as_bytes(value: Any) -> bytes:
     whatever rank."""
     found = b""
     for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             leaf = leaf.detach().cpu().flatten()
             leaf = leaf.clone(memory_format=torch.contiguous_format)
             leaf = leaf.view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
             found += leaf.tobytes()
         elif isinstance(leaf, int | float | complex | str | bytes):
             found += repr(leaf).encode()
@@ -220,11 +223,25 @@ def as_bytes(value: Any) -> bytes:
 
 def fingerprint_of(dataset: Any) -> int:
     """A whole number that differs, as a rule, where ranks have different datasets."""
-    facts: list[Any] = [len(dataset) if hasattr(dataset, "__len__") else -1]
-    while isinstance(dataset, Subset):
-        facts.append(np.asarray(dataset.indices))
-        dataset = dataset.dataset
-    if isinstance(dataset, TensorDataset):
-        facts += [tensor[:1] for tensor in dataset.tensors]
-        facts += [tensor[-1:] for tensor in dataset.tensors]
-    return zlib.crc32(as_bytes(facts))
+    return zlib.crc32(as_bytes([*facts_of(dataset)]))
+
+
+def facts_of(dataset: Any) -> Iterator[Any]:
+    """The length of a dataset, which of another one it has, and the ends of what it
+    keeps of each sample; no sample is loaded, which may take long or be random."""
+    length = len(dataset) if hasattr(dataset, "__len__") else -1
+    yield length
+    if isinstance(dataset, Subset):
+        yield np.asarray(dataset.indices)
+        yield from facts_of(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for each in dataset.datasets:
+            yield from facts_of(each)
+    else:
+        kept = dataset.tensors if isinstance(dataset, TensorDataset) else ()
+        for each in (dataset, *kept, *getattr(dataset, "__dict__", {}).values()):
+            if isinstance(each, list | tuple | np.ndarray | torch.Tensor):
+                is_scalar = getattr(each, "shape", None) == ()
+                if not is_scalar and len(each) == length > 0:
+                    # Hosts may have the same files in different folders.
+                    yield tree_map_only(str, os.path.basename, [each[0], each[-1]])

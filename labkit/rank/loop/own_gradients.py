@@ -63,6 +63,9 @@ class GroupUse:
     def __init__(self, tree: ast.AST) -> None:
         self._nodes = [*ast.walk(tree)]
         self._parents = parents_in(tree)
+        for node in self._nodes:
+            if isinstance(node, ast.ClassDef):
+                call_it_self(node)
         values: dict[str, list[ast.expr]] = defaultdict(list)
         for node in self._nodes:
             if isinstance(node, ast.Assign):
@@ -130,6 +133,16 @@ class GroupUse:
                 or getattr(node.value, "id", "") in self._groups
             )
         )
+
+
+def call_it_self(node: ast.ClassDef) -> None:
+    """Rename what the methods of a class call its instance to the usual name."""
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.args.args:
+            instance = method.args.args[0].arg
+            for each in ast.walk(method):
+                if isinstance(each, ast.Name) and each.id == instance:
+                    each.id = "self"
 
 
 def is_groups(node: ast.expr, *, is_one: bool = False) -> bool:
