@@ -21,6 +21,7 @@ from labkit.notebook.hosts.hosts import parse_hosts
 from labkit.notebook.hosts.slurm import Job
 from labkit.notebook.hosts.slurm import job_around
 from labkit.notebook.hosts.slurm import tasks_of
+from labkit.notebook.hosts.ssh import Ssh
 from labkit.records import Placement
 
 
@@ -316,6 +317,18 @@ def test_hosts_that_cannot_be_are_refused(
     with pytest.raises(ValueError, match=re.escape(words)):
         Lab(**{"launcher": "ssh", **options})
     assert psutil.Process().children(recursive=True) == before
+
+
+def test_another_number_of_ranks_has_an_example_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    ssh = Ssh(parse_hosts("node1:2,node2:2"))
+    now = {"node1": 2, "node2": 2}
+    with pytest.raises(ValueError, match=r"is on node1:2,node2:2; .* node1:3,node2:2$"):
+        ssh.for_ranks(5, now)
+    with pytest.raises(ValueError, match=r"--hosts node1:1$"):
+        ssh.for_ranks(1, now)
 
 
 @pytest.mark.parametrize(

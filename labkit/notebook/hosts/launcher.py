@@ -45,10 +45,15 @@ class HostLauncher(abc.ABC):
     def for_ranks(self, num_ranks: int, now: Mapping[str, int]) -> "HostLauncher":
         """The same for so many ranks, where hosts have so many `now`. ValueError where
         it cannot have them, or does not say where."""
-        there = ",".join(f"{name}:{number}" for name, number in now.items())
+        each, more = divmod(num_ranks, len(now))
+        even = {name: each + (place < more) for place, name in enumerate(now)}
+        there, example = (
+            ",".join(f"{name}:{number}" for name, number in hosts.items() if number)
+            for hosts in (now, even)
+        )
         raise ValueError(
             f"-n {num_ranks}: the lab is on {there}; say how many ranks each host is "
-            f"to have, as in %dist_restart --hosts {there}"
+            f"to have, as in %dist_restart --hosts {example}"
         )
 
     @abc.abstractmethod

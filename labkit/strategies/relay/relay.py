@@ -265,7 +265,11 @@ class Relay:
     def _seeded(self, seed: int) -> Iterator[None]:
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):
-            torch.manual_seed(seed % 2**63)
+            # `torch.manual_seed` would format its stack, for each kind of accelerator
+            # that there may be: a quarter of a small model's step.
+            torch.default_generator.manual_seed(seed % 2**63)
+            if devices:
+                torch.cuda.manual_seed(seed % 2**63)
             yield
 
     @contextlib.contextmanager
