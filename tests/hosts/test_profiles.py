@@ -79,6 +79,7 @@ def slurm_profile(
 @pytest.mark.usefixtures("nothing_left")
 def test_a_job_that_a_profile_submits_has_the_ranks(slurm_profile: str) -> None:
     said: list[str] = []
+    before = {*Path.cwd().iterdir()}
     with Lab(3, profile=slurm_profile, nodes=2, on_progress=said.append) as lab:
         [job] = jobs()
         assert f"profile cluster: job {job}: 2 of 2 engines are there" in said
@@ -96,6 +97,7 @@ def test_a_job_that_a_profile_submits_has_the_ranks(slurm_profile: str) -> None:
         lab.run("dist.barrier()\nhas = 'kept' in globals()")
         assert lab.pull("has", "all") == [True, True, False, False]
         assert jobs() == [job]
+    assert {*Path.cwd().iterdir()} == before
     with Lab(num_ranks=3) as here:
         run = here.train("fsdp", CELL, live=False)
         assert found == pytest.approx(mean_losses(run), rel=1e-6)

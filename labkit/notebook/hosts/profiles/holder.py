@@ -100,7 +100,10 @@ class Holder:
         alone can read. What a job has in its environment others may see, and not every
         batch system passes it on."""
         self._cluster.send_engines_connection_env = False
-        configured = launcher(work_dir=".", parent=self._cluster)
+        # Without a folder it makes one for its log in the working directory.
+        configured = launcher(
+            work_dir=".", profile_dir=str(self._profile), parent=self._cluster
+        )
         which = [f"--profile-dir={self._profile}", f"--cluster-id={self._name}"]
         settings: dict[str, Any] = {"engine_args": [*configured.engine_args, *which]}
         if template := configured.batch_template_file:
