@@ -9,6 +9,7 @@ import torch
 from marks import in_suites
 from marks import release_but
 from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 from labkit import Lab
 from labkit import RankError
@@ -126,21 +127,37 @@ REFUSED = {
 
 
 class OfFiles(Dataset[Any]):
-    """As on a host that has them in `folder`, and loads them at random."""
+    """As on a host that has them in `folder`, and keeps what it has loaded."""
 
     def __init__(self, folder: str, *, names: str = "abc") -> None:
-        self.files = [f"{folder}/{name}.png" for name in names]
-        self.names = np.array(list(names), dtype=object)
-        self.sparse = torch.eye(3).to_sparse()
-        self.weights = torch.ones(3)
+        self.samples = [(f"{folder}/{name}.png", 0) for name in names]
+        self.loaded: list[str | None] = [None] * len(names)
+        self.counts = np.zeros(len(names))
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> str:
+        self.loaded[index] = "image"
+        self.counts[index] += 1
+        return "image"
 
 
 def test_the_same_files_in_other_folders_are_the_same_data() -> None:
-    assert fingerprint_of(OfFiles("/a")) == fingerprint_of(OfFiles("/b/c"))
-    assert fingerprint_of(OfFiles("/a")) != fingerprint_of(OfFiles("/a", names="cba"))
+    one, other = OfFiles("/a"), OfFiles("/b/c")
+    one[0]
+    assert fingerprint_of(one) == fingerprint_of(other)
+    assert fingerprint_of(one) != fingerprint_of(OfFiles("/a", names="cba"))
+
+
+class WithoutLength(Dataset[Any]):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_part_of_what_has_no_length_has_one() -> None:
+    one, other = (Subset(WithoutLength(), [0, last]) for last in (1, 2))
+    assert fingerprint_of(one) != fingerprint_of(other)
 
 
 @pytest.mark.parametrize("source", REFUSED)

@@ -188,6 +188,7 @@ def test_what_native_code_said_as_it_aborted_is_quoted() -> None:
     """Within the stack that Python writes meanwhile, as in a log that was found; what
     is written last may be lost with the process."""
     log = (
+        "terminate called after throwing an instance of 'int'\n"  # of its child
         "Fatal Python error: Aborted\n\n"
         '  File "ipykernel/kernelbase.py", line 508 in dispatch_shell'
         "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"

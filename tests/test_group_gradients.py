@@ -21,13 +21,26 @@ READS = [
     "clip_grad_norm_(max_norm=1.0, parameters=opt.param_groups[0]['params'])",
     "g = opt.param_groups[0]\nclip_grad_norm_(list(g['params']), 1.0)",
 ]
+IN_A_CLASS = "class Trainer:\n"
+READS += [
+    f"{IN_A_CLASS}    @staticmethod\n"
+    "    def clip(opt):\n"
+    "        clip_grad_norm_(opt.param_groups[0]['params'], 1.0)",
+    f"{IN_A_CLASS}    def fit(t):\n"
+    "        def clip(t): clip_grad_norm_(t.param_groups[0]['params'], 1.0)\n"
+    "        clip(t.optimizer)",
+    f"{IN_A_CLASS}    def fit(t):\n"
+    "        t = t.optimizer\n"
+    "        clip_grad_norm_(t.param_groups[0]['params'], 1.0)",
+]
 READS_NONE = [
     "for g in opt.param_groups:\n    g['lr'] = 0.1",
     "for g in opt.param_groups:\n    for p in g['params']:\n        p.grad = None",
     "for g in opt.param_groups:\n    for p in g['params']:\n        p.data.clamp_(0)",
     "for g in self.param_groups:\n    for p in g['params']:\n        p.grad.mul_(0.5)",
     "class Mine(Optimizer):\n"
-    "    def step(s, closure=None):\n"
+    "    @torch.no_grad()\n"
+    "    def step(s, /, closure=None):\n"
     "        for g in s.param_groups:\n"
     "            for p in g['params']:\n"
     "                p.add_(p.grad, alpha=-g['lr'])",

@@ -15,7 +15,7 @@ from labkit.step_folders import all_in
 
 FILE_OF_RANK = re.compile(r"rank-\d{5}\.safetensors")
 _LOCK = re.compile(r"\..+\.labkit-[0-9a-f]{32}\.lock")
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 

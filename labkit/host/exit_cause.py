@@ -227,8 +227,9 @@ def crash_call(log: str) -> str:
 def abort_text(log: str) -> str:
     """What C++ wrote as it ended the process for an exception that nobody caught, as in
     a thread of gloo's; "" where that was not written, or was lost with the process."""
-    found = re.search(r"terminate called [^\n]*(?:\n  what\(\):[^\n]*)?", log)
-    return " ".join(found[0].split()) if found else ""
+    found = re.findall(r"terminate called [^\n]*(?:\n  what\(\):[^\n]*)?", log)
+    # Before it a process that the rank had started may have ended like that.
+    return " ".join(found[-1].split()) if found else ""
 
 
 # ---- the kernel's out-of-memory killer (Linux) ----

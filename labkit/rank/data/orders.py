@@ -2,11 +2,11 @@
 
 import contextlib
 import itertools
-import os
 import random
 import zlib
 from collections.abc import Iterable
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from typing import Protocol
 
@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import tree_leaves
-from labkit.compat.torch import tree_map_only
 from labkit.strategies.mesh.peers import Peers
 
 BLOCK = 100
@@ -206,19 +205,19 @@ class RandomNumbers:
 def as_bytes(value: Any) -> bytes:
     """Bytes that are equal where the tensors and numbers in a structure are, on
     whatever rank."""
-    found = b""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            leaf = leaf.detach().cpu().flatten()
-            leaf = leaf.clone(memory_format=torch.contiguous_format)
-            leaf = leaf.view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
-            found += leaf.tobytes()
-        elif isinstance(leaf, int | float | complex | str | bytes):
-            found += repr(leaf).encode()
-        else:
-            found += type(leaf).__name__.encode()
-    return found
+    return b"".join(map(_leaf_as_bytes, tree_leaves(value)))
+
+
+def _leaf_as_bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        leaf = leaf.detach().cpu().flatten()
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+        leaf = leaf.view(torch.uint8).numpy()
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+        return leaf.tobytes()
+    if isinstance(leaf, int | float | complex | str | bytes):
+        return repr(leaf).encode()
+    return type(leaf).__name__.encode()
 
 
 def fingerprint_of(dataset: Any) -> int:
@@ -227,9 +226,13 @@ def fingerprint_of(dataset: Any) -> int:
 
 
 def facts_of(dataset: Any) -> Iterator[Any]:
-    """The length of a dataset, which of another one it has, and the ends of what it
-    keeps of each sample; no sample is loaded, which may take long or be random."""
-    length = len(dataset) if hasattr(dataset, "__len__") else -1
+    """The length of a dataset, which of another one it has, the ends of tensors and
+    lists, and the first and last file of its lists of files.
+
+    No sample is loaded, which may take long or be random; nothing is read that may be
+    a cache, of which each rank has other samples.
+    """
+    length = _length_of(dataset)
     yield length
     if isinstance(dataset, Subset):
         yield np.asarray(dataset.indices)
@@ -237,11 +240,28 @@ def facts_of(dataset: Any) -> Iterator[Any]:
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets:
             yield from facts_of(each)
+    elif isinstance(dataset, TensorDataset):
+        for tensor in dataset.tensors:
+            yield [tensor[:1], tensor[-1:]]
+    elif type(dataset) in (list, tuple) and dataset:
+        yield [dataset[0], dataset[-1]]
     else:
-        kept = dataset.tensors if isinstance(dataset, TensorDataset) else ()
-        for each in (dataset, *kept, *getattr(dataset, "__dict__", {}).values()):
-            if isinstance(each, list | tuple | np.ndarray | torch.Tensor):
-                is_scalar = getattr(each, "shape", None) == ()
-                if not is_scalar and len(each) == length > 0:
-                    # Hosts may have the same files in different folders.
-                    yield tree_map_only(str, os.path.basename, [each[0], each[-1]])
+        for _, each in sorted(getattr(dataset, "__dict__", {}).items()):
+            if type(each) in (list, tuple) and len(each) == length > 0:
+                paths = [path for path in map(_path_of, each) if path is not None]
+                if len(paths) == length:  # hosts may have them in other folders
+                    yield Path(paths[0]).name, Path(paths[-1]).name
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _path_of(entry: Any) -> str | Path | None:
+    """A path, alone or before its label; None for anything else."""
+    if type(entry) in (tuple, list) and entry:
+        entry = entry[0]
+    return entry if isinstance(entry, str | Path) else None

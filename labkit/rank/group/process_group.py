@@ -243,7 +243,9 @@ class RankProcessGroup:
             number_ranks(self._group, self.device)
         forget_world_group()
         former = self._former.pop(placement.world_size, None)
-        bind_to_new_groups(former, self._group, self._variables, self._store)
+        bind_to_new_groups(
+            former, self._group, self._variables, self._store, self.timeout
+        )
         # What was made in a part is of no use any more, when all ranks are together.
         self._former = {
             size: each

@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from typing import NoReturn
@@ -23,7 +24,6 @@ from labkit.compat.c10d import group_names_of
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import ranks_of
 from labkit.compat.c10d import set_groups_of
-from labkit.compat.c10d import timeout_of
 from labkit.compat.data_parallel import remake_reducer
 from labkit.compat.data_parallel import reset_step
 from labkit.strategies.mesh.worlds import MODEL
@@ -128,8 +128,10 @@ def bind_to_new_groups(
     default: Group,
     variables: dict[str, Any],
     store: dist.Store,
+    timeout: timedelta,
 ) -> None:
-    """Put in the place of every former group that is in use one of today. Collective.
+    """Put in the place of every former group that is in use one of today, whose
+    collectives wait for `timeout`. Collective.
 
     Only a group that all of its ranks still have is re-created: a rank that was
     restarted has lost its shards. DeepSpeed's engines, FSDP's models and the user's own
@@ -151,7 +153,7 @@ def bind_to_new_groups(
     ):
         theirs = [everyone[rank] for rank in ranks]
         if all(t[0] == theirs[0][0] and t[1].get(name) == list(ranks) for t in theirs):
-            made = dist.new_group(list(ranks), timeout_of(default))
+            made = dist.new_group(list(ranks), timeout)
             # Others can have its name: in a mesh that another rank has pickled.
             if dist.get_rank() in ranks:
                 successors[name] = made

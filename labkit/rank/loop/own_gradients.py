@@ -138,11 +138,27 @@ class GroupUse:
 def call_it_self(node: ast.ClassDef) -> None:
     """Rename what the methods of a class call its instance to the usual name."""
     for method in node.body:
-        if isinstance(method, ast.FunctionDef) and method.args.args:
-            instance = method.args.args[0].arg
-            for each in ast.walk(method):
-                if isinstance(each, ast.Name) and each.id == instance:
+        if not isinstance(method, ast.FunctionDef) or is_static(method):
+            continue
+        inside = [*ast.walk(method)]
+        given = [*method.args.posonlyargs, *method.args.args][:1]
+        for instance in [each.arg for each in given]:
+            found = [
+                each
+                for each in inside
+                if isinstance(each, ast.Name) and each.id == instance
+            ]
+            is_other = any(isinstance(each.ctx, ast.Store) for each in found)
+            args = [each for each in inside if isinstance(each, ast.arg)]
+            if not is_other and [each.arg for each in args].count(instance) == 1:
+                for each in found:
                     each.id = "self"
+
+
+def is_static(method: ast.FunctionDef) -> bool:
+    """Whether its first argument is not the instance."""
+    names = {getattr(each, "id", "") for each in method.decorator_list}
+    return bool(names & {"staticmethod", "classmethod"})
 
 
 def is_groups(node: ast.expr, *, is_one: bool = False) -> bool:

@@ -37,11 +37,12 @@ def checking_loads() -> Iterator[None]:
     def checked(
         self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any
     ) -> Any:
-        for name, value in state_dict.items():
-            if isinstance(value, DTensor) and (owner := owner_of(value)) is not None:
+        is_to_check = isinstance(state_dict, Mapping) and dist.is_initialized()
+        for name, value in state_dict.items() if is_to_check else ():
+            if isinstance(value, DTensor) and is_of_another_rank(value):
                 raise UnsupportedLoopError(
-                    f"the state dict holds rank {owner}'s part of {name!r}; this is "
-                    f"rank {dist.get_rank()}. {EACH_ITS_OWN}"
+                    f"the state dict holds another rank's part of {name!r}, and not "
+                    f"that of rank {dist.get_rank()}. {EACH_ITS_OWN}"
                 )
         return load(self, state_dict, *args, **options)
 
@@ -52,19 +53,21 @@ def checking_loads() -> Iterator[None]:
         nn.Module.load_state_dict = load  # type: ignore[method-assign]
 
 
-def owner_of(tensor: DTensor) -> int | None:
-    """The rank whose part it is; None where it is this rank's, too.
+def is_of_another_rank(tensor: DTensor) -> bool:
+    """Whether it is a part that another rank has pickled, and this one has not.
 
     A mesh that was pickled still has the coordinates of the rank that did so.
     """
-    mesh, theirs = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    mesh = tensor.device_mesh
+    theirs = mesh.get_coordinate()
+    try:
+        here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    except RuntimeError:  # of another number of ranks, which torch refuses itself
+        return False
     if theirs is None or not here:
-        return None
+        return False
     parts = zip(theirs, here[0], tensor.placements, strict=True)
-    if all(a == b or placement.is_replicate() for a, b, placement in parts):
-        return None
-    return int(mesh.mesh[tuple(theirs)])
+    return any(a != b and not placement.is_replicate() for a, b, placement in parts)
 
 
 def hand_to_optimizer(

@@ -268,8 +268,9 @@ class Relay:
             # `torch.manual_seed` would format its stack, for each kind of accelerator
             # that there may be: a quarter of a small model's step.
             torch.default_generator.manual_seed(seed % 2**63)
-            if devices:
-                torch.cuda.manual_seed(seed % 2**63)
+            for device in devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed % 2**63)
             yield
 
     @contextlib.contextmanager
