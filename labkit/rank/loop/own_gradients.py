@@ -141,18 +141,15 @@ def call_it_self(node: ast.ClassDef) -> None:
         if not isinstance(method, ast.FunctionDef) or is_static(method):
             continue
         inside = [*ast.walk(method)]
-        given = [*method.args.posonlyargs, *method.args.args][:1]
-        for instance in [each.arg for each in given]:
-            found = [
-                each
-                for each in inside
-                if isinstance(each, ast.Name) and each.id == instance
-            ]
-            is_other = any(isinstance(each.ctx, ast.Store) for each in found)
-            args = [each for each in inside if isinstance(each, ast.arg)]
-            if not is_other and [each.arg for each in args].count(instance) == 1:
-                for each in found:
-                    each.id = "self"
+        args = [each.arg for each in inside if isinstance(each, ast.arg)]
+        own = [*method.args.posonlyargs, *method.args.args]
+        if not own or args.count(own[0].arg) > 1:
+            continue  # also that of a function within it
+        names = [each for each in inside if isinstance(each, ast.Name)]
+        found = [each for each in names if each.id == own[0].arg]
+        if not any(isinstance(each.ctx, ast.Store) for each in found):
+            for each in found:
+                each.id = "self"
 
 
 def is_static(method: ast.FunctionDef) -> bool:

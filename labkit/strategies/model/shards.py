@@ -1,5 +1,5 @@
-"""Parts of parameters: in the place of the whole ones in an optimizer, and the norm
-of what is in parts."""
+"""Parts of parameters: whose they are, in the place of the whole ones in an optimizer,
+and the norm of what is in parts."""
 
 import contextlib
 import functools
