@@ -601,6 +601,8 @@ class Outcome:
             return f"rank {self.rank}: {self.evalue}"
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{end}"
+        if self.status == "died" and place:  # what to do about it comes last
+            return f"rank {self.rank}: {self.ename}{end}; {message}"
         return f"rank {self.rank}: {self.ename}{message and ': '}{message}{end}"
 
 

@@ -205,11 +205,12 @@ class EngineProcess:
 
 
 def crash_line(log: str) -> int | None:
-    """The line of the cell at which native code crashed, as Python's faulthandler,
-    which lists the innermost call first, wrote it; None where it did not."""
-    _, _, threads = log.rpartition("Fatal Python error: ")  # the main one is last
-    lines = re.findall(r'File ".*ipykernel_\d+/\d+\.py", line (\d+)', threads)
-    return int(lines[-1]) if lines else None
+    """The innermost line of the cell at which the main thread was as native code
+    crashed, as Python's faulthandler wrote it; None where it did not."""
+    _, _, threads = log.rpartition("Fatal Python error: ")
+    main = re.split(r"hread 0x\w+", threads)[-1]  # the last, its innermost call first
+    line = re.search(r'File ".*ipykernel_\d+/\d+\.py", line (\d+)', main)
+    return None if line is None else int(line[1])
 
 
 def crash_call(log: str) -> str:
