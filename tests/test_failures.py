@@ -367,8 +367,8 @@ DEATHS = {
         (0,),
         "ctypes.string_at(0)",
         "dist.barrier()",
-        r"died at line 3: ctypes.string_at\(0\); .*killed by SIGSEGV \(a crash in native "
-        r"code, in string_at at .*ctypes/__init__.py:\d+\)",
+        r"died at line 3: ctypes.string_at\(0\); .*killed by SIGSEGV \(a crash in "
+        r"native code, in string_at at .*ctypes/__init__.py:\d+\)",
     ),
     "exit, in output": Death(
         (1,), "os._exit(3)", "print('x' * 10**6)", "ended with exit code 3"
@@ -401,7 +401,8 @@ def test_a_death_ends_the_cell_and_only_the_dead_come_back(
     )
     with pytest.raises(RankError, match=death.said) as caught:
         lab.run(code, timeout=30)
-    assert f"rank {dead[0]}: the process died: pid {pids[dead[0]]}" in str(caught.value)
+    first = rf"rank {dead[0]}: the process died\b.* pid {pids[dead[0]]}, "
+    assert re.match(first, str(caught.value))
     status = lab.status()
     assert list(status["state"][dead]) == ["dead"] * len(dead)
     assert list(status["state"][alive]) == ["idle"] * len(alive)
