@@ -255,7 +255,7 @@ def test_while_a_run_or_a_study_goes_on_it_is_refused(lab: Lab) -> None:
         with pytest.raises(UserError, match=f"{run.name} is running in the background"):
             lab.restart(num_ranks=3)
     finally:
-        run.stop()
+        run.interrupt()
     with (
         lab._divided(1),
         pytest.raises(UserError, match="the lab is running another cell"),
