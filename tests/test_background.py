@@ -187,6 +187,7 @@ def test_the_picture_stays_under_the_cell_that_began_the_run(
     assert "finished" in ended.result["text/plain"], ended.error
 
 
+@pytest.mark.long
 def test_an_interrupt_of_another_cell_is_not_one_of_the_run(
     kernel: Kernel, end: Path
 ) -> None:

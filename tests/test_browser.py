@@ -170,6 +170,7 @@ def own_notebook(
     server.end_kernels()
 
 
+@pytest.mark.long
 def test_the_stop_button_ends_a_run_and_the_next_cell_works(
     own_notebook: NotebookPage,
 ) -> None:

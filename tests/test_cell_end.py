@@ -200,6 +200,7 @@ def test_a_step_that_is_none_is_refused(lab: Lab, step: str) -> None:
         lab.train("raw", f"import numpy as np\nlog(step={step}, a=1.0)", live=False)
 
 
+@pytest.mark.long
 def test_an_estimate_asks_any_rank_that_lives(lab: Lab) -> None:
     import torch
 
@@ -242,6 +243,7 @@ def num_listening(lab: Lab) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", long_but(["fsdp", "hsdp"], "hsdp"))
+@pytest.mark.long
 def test_groups_that_are_re_created_close_those_before(lab: Lab, strategy: str) -> None:
     before = []
     for _ in range(5):

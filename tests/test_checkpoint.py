@@ -148,6 +148,7 @@ def test_training_resumes_from_a_checkpoint_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("strategy", long_but(["zero2", "zero3", "fsdp"], "zero3"))
+@pytest.mark.long
 def test_the_parameters_of_a_run_in_bf16_are_saved_in_fp32(
     lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
@@ -680,6 +681,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.long
 def test_a_file_system_without_locks_has_checkpoints(tmp_path: Path) -> None:
     code = [sys.executable, "-c", WITHOUT_LOCKS, str(tmp_path)]
     ran = subprocess.run(code, capture_output=True, text=True, check=False)
@@ -719,6 +721,7 @@ def test_a_folder_in_the_making_is_not_taken_for_a_leftover(tmp_path: Path) -> N
         cleaner.join()
 
 
+@pytest.mark.long
 def test_second_copies_of_parameters_follow_what_is_loaded(
     lab: Lab, tmp_path: Path
 ) -> None:

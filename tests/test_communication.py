@@ -490,6 +490,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("method", long_but(WITH_RESIDUALS, "powersgd"))
+@pytest.mark.long
 def test_a_rank_that_fails_in_a_compressed_step_leaves_the_next_cell_as_new(
     lab: Lab, method: str
 ) -> None:
@@ -512,6 +513,7 @@ def test_a_rank_that_fails_in_a_compressed_step_leaves_the_next_cell_as_new(
 
 
 @pytest.mark.parametrize("method", WITH_RESIDUALS)
+@pytest.mark.long
 def test_a_run_that_resumes_has_what_was_not_sent(
     lab: Lab, method: str, tmp_path: Path
 ) -> None:
@@ -551,6 +553,7 @@ _OTHER: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", long_but(["topk", "average"], "average"))
+@pytest.mark.long
 def test_an_elastic_run_goes_on_after_the_death_of_a_rank(
     lab: Lab, how: str, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_no_link_inside_the_site_is_broken(site: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.long
 def test_every_notebook_is_a_page(site: Path) -> None:
     for name in NOTEBOOKS:
         assert (site / "notebooks" / name).with_suffix(".html").exists()

@@ -213,6 +213,7 @@ def lab_of_4() -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("case", long_but(IN_PARTS, "pipeline"))
+@pytest.mark.long
 def test_a_model_in_parts_resumes_as_if_nothing_had_happened(
     lab: Lab, case: str, cell: Callable[[str], str], options: dict[str, Any]
 ) -> None:
@@ -369,6 +370,7 @@ def test_what_ends_a_run_while_ranks_come_back_is_heard(
     assert lab.restart() == []
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_while_ranks_come_back_ends_there(
     lab: Lab,
     cell: Callable[[str], str],

@@ -121,6 +121,7 @@ def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
 @pytest.mark.parametrize(
     "options", release_but(["accumulated", "checkpointed"], "checkpointed")
 )
+@pytest.mark.long
 def test_memory_with_options_is_as_predicted(
     lab: Lab, options: str, strategy: str
 ) -> None:
@@ -129,6 +130,7 @@ def test_memory_with_options_is_as_predicted(
 
 @pytest.mark.parametrize("options", in_suites(OPTIONS, test=["plain"]))
 @pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))
+@pytest.mark.long
 def test_memory_of_split_layers_is_as_predicted(
     lab: Lab, setup: str, options: str
 ) -> None:

@@ -557,6 +557,7 @@ def test_the_few_objects_that_a_cell_freezes_are_listed_again(lab: Lab) -> None:
     assert lab.pull("num_frozen", "all") == [0, 0]
 
 
+@pytest.mark.long
 def test_deepspeed_copies_the_group_on_all_ranks_whatever_each_has_frozen(
     lab: Lab,
 ) -> None:
@@ -709,6 +710,7 @@ finally:
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_requests_do_not_reach_is_stopped_all_the_same(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -729,6 +731,7 @@ def find_children(name: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_the_death_of_the_controller_is_reported_and_all_can_start_again(
     lab: Lab,
 ) -> None:

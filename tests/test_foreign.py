@@ -343,6 +343,7 @@ rpc.shutdown()
 
 
 @pytest.mark.parametrize("fails_on", [(1,), (0, 1)])
+@pytest.mark.long
 def test_rpc_can_begin_again_after_a_cell_that_failed_in_it(
     lab: Lab, fails_on: tuple[int, ...]
 ) -> None:

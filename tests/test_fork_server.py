@@ -55,6 +55,7 @@ def lab(own_lab: Lab) -> Lab:
     return own_lab
 
 
+@pytest.mark.long
 def test_a_debug_level_with_which_torch_crashes_is_lowered(own_lab: Lab) -> None:
     own_lab.run("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
     own_lab.run("level = dist.get_debug_level().name")
@@ -104,6 +105,7 @@ def test_a_rank_is_one_process_and_copies_nothing_that_was_imported(
         assert psutil.Process(int(pid)).children() == []
 
 
+@pytest.mark.long
 def test_ranks_outlive_the_server_and_another_takes_its_place(lab: Lab) -> None:
     lab.run("import os; kept, server = 'kept', os.getppid()")
     server = lab.pull("server", 1)  # rank 0 may be another's orphan
@@ -141,6 +143,7 @@ def test_a_server_that_is_stopped_hides_no_death_and_hangs_no_restart(
         lab.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
 
 
+@pytest.mark.long
 def test_what_keeps_the_server_from_importing_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_notebook_run_by_a_program_holds_the_final_picture(
 @pytest.mark.parametrize(
     "program", release_but(["jupyter execute", "papermill"], "papermill")
 )
+@pytest.mark.long
 def test_a_failing_rank_fails_the_program(program: str, tmp_path: Path) -> None:
     start = first_cells(num_epochs=1)[0]
     fail = "%%dist\nif rank == 1:\n    raise ValueError('one of us is wrong')"
@@ -227,6 +228,7 @@ for step in range(9):
 """
 
 
+@pytest.mark.long
 def test_what_ranks_print_has_lines_of_its_own(terminal: Terminal) -> None:
     shown = terminal.run(f"%%dist_train raw --name talks{STEPS_BY_HAND}")
     assert shown.count("talks: raw on 2 ranks, step") >= 2

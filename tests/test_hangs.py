@@ -207,6 +207,7 @@ model(x)
     assert_next_cell_works(lab)
 
 
+@pytest.mark.long
 def test_a_note_says_that_work_continues_and_none_comes_while_it_does(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_rank_that_holds_the_gil_is_restarted(
     assert_next_cell_works(lab)
 
 
+@pytest.mark.long
 def test_a_second_interrupt_restarts_a_rank_that_continues(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -547,6 +547,7 @@ print(len(logger.handlers), logger.propagate)
 """
 
 
+@pytest.mark.long
 def test_a_library_keeps_its_loggers(lab: Lab, here: Path, capsys: Captured) -> None:
     script = write(here, LOGS_OF_DEEPSPEED)
     for _ in range(2):
@@ -589,6 +590,7 @@ def test_what_a_script_starts_ends_with_it(lab: Lab, here: Path, ends: str) -> N
 
 
 @pytest.mark.parametrize(("ends", "code"), [("", 0), ("exit(3)", 3), ("1 / 0", 1)])
+@pytest.mark.long
 def test_a_process_that_the_script_forked_ends_with_it(
     lab: Lab, here: Path, capfd: pytest.CaptureFixture[str], ends: str, code: int
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
         assert there in attach(kernel, keeper).stderr
 
 
+@pytest.mark.long
 def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
     with running_kernel() as kernel:
         keeper = start(kernel)
@@ -258,6 +259,7 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
     assert_ended(folder, keeper)
 
 
+@pytest.mark.long
 def test_a_run_whose_kernel_dies_has_all_of_its_records(folder: Path) -> None:
     mark = folder / "goes-on"
     with running_kernel() as kernel:
@@ -293,6 +295,7 @@ def test_a_run_whose_kernel_dies_has_all_of_its_records(folder: Path) -> None:
     assert_ended(folder, keeper)
 
 
+@pytest.mark.long
 def test_a_failure_while_no_kernel_is_there_is_shown_by_the_next(folder: Path) -> None:
     mark = folder / "goes-on"
     failing = (
@@ -339,6 +342,7 @@ def test_a_failure_while_no_kernel_is_there_is_shown_by_the_next(folder: Path) -
     assert_ended(folder, keeper)
 
 
+@pytest.mark.long
 def test_a_rank_that_died_meanwhile_is_explained_and_brought_back(
     folder: Path,
 ) -> None:
@@ -361,6 +365,7 @@ def test_a_rank_that_died_meanwhile_is_explained_and_brought_back(
     assert_ended(folder, keeper)
 
 
+@pytest.mark.long
 def test_ranks_end_by_themselves_where_no_kernel_comes(folder: Path) -> None:
     with running_kernel() as kernel:
         keeper = start(kernel, "0.02")

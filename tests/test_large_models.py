@@ -164,6 +164,7 @@ def assert_equals_reference(lab: Lab, run: Any, setup: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", release_but(STRATEGIES, "zero3", "fsdp"))
+@pytest.mark.long
 def test_a_model_from_meta_trains_as_one_built_on_the_cpu(
     lab: Lab, strategy: str
 ) -> None:

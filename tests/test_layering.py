@@ -482,6 +482,7 @@ print("imported")
 """
 
 
+@pytest.mark.long
 def test_ranks_and_strategies_import_where_no_notebook_is_installed(
     tmp_path: Path,
 ) -> None:

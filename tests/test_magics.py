@@ -30,6 +30,7 @@ def usage_error(kernel: Kernel, code: str) -> str:
     return reply.stderr
 
 
+@pytest.mark.long
 def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
     reply = kernel.run("%dist_start -n 2")  # again: the same lab
     assert reply.stdout == (
@@ -348,6 +349,7 @@ def test_comparing_strategies_is_editing_one_word(kernel: Kernel) -> None:
     assert losses.stdout == "1\n"
 
 
+@pytest.mark.long
 def test_runs_are_listed_filtered_and_deleted(
     kernel: Kernel, runs_folder: Path
 ) -> None:

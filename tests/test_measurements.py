@@ -153,6 +153,7 @@ def test_theory_agrees_with_the_bytes_sent(
     "config", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}]
 )
 @pytest.mark.parametrize("strategy", release_but(["fsdp", "hsdp"], "hsdp"))
+@pytest.mark.long
 def test_theory_knows_what_stays_gathered(
     lab: Lab, strategy: str, config: dict[str, bool]
 ) -> None:
@@ -326,6 +327,7 @@ def compiled(what):
     in_suites(["single", "ddp", "zero2", "fsdp"], test=["ddp"]),
 )
 @pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.long
 def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) -> None:
     if (what, strategy) == ("before prepare", "fsdp"):
         pytest.skip("torch's own: it breaks the graph at the hooks of fully_shard")

@@ -113,6 +113,7 @@ of_batches = peers_on(mesh, device)
 """
 
 
+@pytest.mark.long
 def test_the_timeout_of_the_lab_is_that_of_a_part_of_its_ranks() -> None:
     with Lab(num_ranks=4, group_timeout_s=6) as lab:
         for code, group in {

@@ -89,6 +89,7 @@ def test_it_runs_on_four_ranks(path: Path, tmp_path: Path) -> None:
     assert "Ready: 4 ranks" in "".join(output.text for output in start.outputs)
 
 
+@pytest.mark.long
 def test_a_cell_that_fails_runs_again_after_those_before_it(tmp_path: Path) -> None:
     displayed = "print('one')\ndisplay({'a/b': ''}, raw=True)\nprint('two')\n"
     outputs = [

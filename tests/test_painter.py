@@ -177,6 +177,7 @@ def test_it_keeps_no_records_of_a_run_that_has_ended() -> None:
         painter.close()
 
 
+@pytest.mark.long
 def test_a_picture_that_failed_does_not_take_the_last_one_away(
     kernel: Kernel, tmp_path: Path
 ) -> None:

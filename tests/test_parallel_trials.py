@@ -146,6 +146,7 @@ def test_ranks_that_ran_no_trial_are_in_all_groups_again(lab_of_4: Lab) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_trial_that_no_first_one_came_before_is_not_compared(
     lab_of_4: Lab, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ for step in range(27):
     assert compared[:2] == [False, False]
 
 
+@pytest.mark.long
 def test_one_interrupt_kills_no_group_that_is_slow_to_end(
     lab_of_4: Lab, tmp_path: Path
 ) -> None:
@@ -205,6 +207,7 @@ except KeyboardInterrupt:
     assert lab_of_4.status()["pid"].tolist() == pids
 
 
+@pytest.mark.long
 def test_three_failures_at_first_end_the_trials_of_all_groups(lab_of_4: Lab) -> None:
     # The fourth would wait for ever before its first step.
     code = "import time\nif level < 4: raise OSError('no data')\ntime.sleep(1000)"

@@ -140,6 +140,7 @@ def test_stages_in_bf16(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("make", release_but([cell, by_fit], cell), ids=["loop", "fit"])
+@pytest.mark.long
 def test_activations_may_be_computed_again(lab: Lab, make: Any) -> None:
     run = train(lab, "pipeline", make("gpt"), activation_checkpointing=True, **BOTH)
     assert_equals_reference(lab, run, reference("gpt", **BOTH))
@@ -269,6 +270,7 @@ fit(model, data, torch.nn.functional.mse_loss, optimizer=optimizer, batch_size=8
 @pytest.mark.parametrize(
     "schedule", release_but(["1f1b", "interleaved"], "interleaved")
 )
+@pytest.mark.long
 def test_stages_in_a_schedule_may_return_views(lab: Lab, schedule: str) -> None:
     train(lab, "single", RECURRENT)
     weights = pull_weights(lab, "single")
@@ -284,6 +286,7 @@ def test_stages_in_a_schedule_may_return_views(lab: Lab, schedule: str) -> None:
     release_but([{}, {"accumulate": 2}], {"accumulate": 2}),
     ids=["plain", "parts"],
 )
+@pytest.mark.long
 def test_gradients_of_what_stages_share_add_up_over_passes(
     lab: Lab, options: dict[str, Any]
 ) -> None:
@@ -362,6 +365,7 @@ fit(model, data, lambda out, y: {losses[loss]}, optimizer=optimizer, batch_size=
     assert any("is not the mean of those of its microbatches" in n for n in run.notes)
 
 
+@pytest.mark.long
 def test_no_rank_keeps_the_outputs_of_a_whole_batch(lab: Lab) -> None:
     code = """
 x, y = torch.randn(512, 8), torch.randint(4096, (512,))
@@ -514,6 +518,7 @@ def test_samples_that_refer_to_each_other_stay_together(lab: Lab) -> None:
     assert any("as one microbatch" in note for note in run.notes)
 
 
+@pytest.mark.long
 def test_a_layer_may_write_to_what_it_gets(lab: Lab) -> None:
     code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")
     assert assert_equals_single(lab, code + FIT_NET).notes == []
@@ -548,6 +553,7 @@ def test_dropout_in_functions_leaves_samples_independent(lab: Lab) -> None:
     assert train(lab, "pipeline", code + FIT_NET).notes == []
 
 
+@pytest.mark.long
 def test_stages_and_replicas_drop_other_activations(lab_of_4: Lab) -> None:
     code = NET.replace(
         "x + torch.tanh(self.linear(x))",
@@ -613,6 +619,7 @@ def test_parts_of_a_batch_are_not_judged_as_its_loss(lab: Lab) -> None:
     assert train(lab, "pipeline", code, accumulate=2, microbatches=2).notes == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_in_forward_is_refused(lab: Lab) -> None:
     code = NET.replace(
         "block(x)", "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
@@ -653,6 +660,7 @@ kept = len(found._schedules), len(found.relay.channel._sending)
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("precision", release_but(["fp32", "bf16"], "bf16"))
+@pytest.mark.long
 def test_what_stages_send_is_counted_as_it_is_sent(
     lab: Lab, schedule: str, precision: str
 ) -> None:
@@ -664,6 +672,7 @@ def test_what_stages_send_is_counted_as_it_is_sent(
 
 
 @pytest.mark.parametrize("make", release_but([cell, by_fit], cell), ids=["loop", "fit"])
+@pytest.mark.long
 def test_memory_and_bytes_are_those_of_theory(lab: Lab, make: Any) -> None:
     code = make("gpt", "adamw").replace("[:19", "[:32")
     code = code.replace("38, 9", "64, 65").replace(
@@ -825,6 +834,7 @@ optimizer = torch
 @pytest.mark.parametrize(
     "schedule", release_but(["gpipe", "1f1b", "interleaved"], "1f1b")
 )
+@pytest.mark.long
 def test_an_interrupt_in_a_schedule_ends_it(lab: Lab, schedule: str) -> None:
     waiting = """
 import time
@@ -854,6 +864,7 @@ model.blocks[1].register_forward_pre_hook(wait)
     assert_equals_single(lab, NET + FIT_NET, schedule=schedule)
 
 
+@pytest.mark.long
 def test_a_stage_that_dies_ends_the_run(lab: Lab) -> None:
     dying = "    for x, y in loader:\n        if rank == 1: os.kill(os.getpid(), 9)"
     code = "import os\n" + cell("gpt").replace("    for x, y in loader:", dying)
@@ -906,6 +917,7 @@ def test_a_run_is_resumed(lab: Lab, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy", release_but(["ddp", "pipeline", "fsdp"], "pipeline")
 )
+@pytest.mark.long
 def test_a_model_in_stages_is_prepared_again(lab: Lab, strategy: str) -> None:
     train(lab, "pipeline", cell("gpt", "no momentum"))
     again = """

@@ -693,6 +693,7 @@ def test_a_large_payload_is_named(lab: Lab) -> None:
     assert "of up to 16 MiB" in reasons
 
 
+@pytest.mark.long
 def test_a_small_bucket_is_named(lab: Lab) -> None:
     config = {"bucket_cap_mb": 0.001}
     reasons = " ".join(profiled(lab, "train(depth=20)", config=config).profile.reasons)

@@ -301,6 +301,7 @@ def test_an_interrupt_leaves_a_lab_that_works(lab: Lab) -> None:
     lab.run("dist.barrier()")
 
 
+@pytest.mark.long
 def test_a_start_that_fails_changes_nothing(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ def test_a_start_that_fails_changes_nothing(
     lab.run("dist.barrier()")
 
 
+@pytest.mark.long
 def test_the_magic_says_what_it_has_done(kernel: Kernel) -> None:
     kernel.run("%%dist\nkept = rank")
     said = kernel.run("%dist_restart -n 3").stdout

@@ -575,6 +575,7 @@ def test_runs_go_to_the_working_directory_unless_set(
     assert labkit.load_run("run-1", tmp_path / "runs").folder == run.folder
 
 
+@pytest.mark.long
 def test_where_the_working_directory_has_been_deleted_it_is_said(
     lab: Lab,
     tmp_path: Path,

@@ -168,6 +168,7 @@ def test_an_engine_of_deepspeed_counts_its_own_steps(
     lab.run("del model, optimizer")
 
 
+@pytest.mark.long
 def test_deepspeed_begins_again_in_another_group(lab: Lab) -> None:
     engine = """
     import os

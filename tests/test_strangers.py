@@ -113,6 +113,7 @@ def stranger(lab: Lab) -> Iterator[list[str]]:
     assert num_attacked >= len(listening(lab))
 
 
+@pytest.mark.long
 def test_each_listening_socket_is_known(own_lab: Lab) -> None:
     own_lab.train("hsdp", TRAINING, live=False)
     others = []

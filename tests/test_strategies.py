@@ -464,6 +464,7 @@ def test_frozen_parameters_stay_as_they_are(lab: Lab, strategy: str) -> None:
         ("resnet, one sample", "single"),
     ],
 )
+@pytest.mark.long
 def test_batchnorm_counts_no_sample_that_is_not_there(
     lab: Lab, setup: str, strategy: str
 ) -> None:
@@ -533,6 +534,7 @@ def in_bf16(shared_lab: Lab) -> InBf16:
 
 
 @pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["ddp"]))
+@pytest.mark.long
 def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     lab: Lab, strategy: str, in_bf16: InBf16
 ) -> None:
@@ -555,6 +557,7 @@ def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
 
 
 @pytest.mark.parametrize("strategy", in_suites(WITH_SINGLE, test=["fsdp"]))
+@pytest.mark.long
 def test_activation_checkpointing_computes_twice_and_gives_the_same(
     lab: Lab, strategy: str
 ) -> None:
@@ -588,6 +591,7 @@ def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
 )
 @pytest.mark.parametrize("checkpointing", release_but([False, True], True))
+@pytest.mark.long
 def test_compile_compiles_the_blocks_and_gives_the_same(
     lab: Lab, checkpointing: bool
 ) -> None:
@@ -814,6 +818,7 @@ def test_a_whole_model_of_an_earlier_run_is_trained_on(
 
 
 @pytest.mark.parametrize("strategy", release_but(["zero2", "zero3", "fsdp"], "zero3"))
+@pytest.mark.long
 def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
     lab: Lab, strategy: str
 ) -> None:
@@ -871,6 +876,7 @@ def test_pulling_a_part_whose_other_parts_are_gone_is_refused(lab: Lab) -> None:
         lab.pull("model", 1, full=True)
 
 
+@pytest.mark.long
 def test_a_rank_that_was_restarted_is_as_good_as_the_others(lab: Lab) -> None:
     train(lab, "zero3", cell("mlp"))
     with pytest.raises(RankError, match="rank 1: the process died"):

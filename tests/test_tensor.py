@@ -145,6 +145,7 @@ def test_split_layers_within_a_loops_own_autocast(lab: Lab) -> None:
     ),
     ids=str,
 )
+@pytest.mark.long
 def test_memory_and_bytes_are_those_of_theory(
     lab: Lab, options: dict[str, Any]
 ) -> None:
@@ -328,6 +329,7 @@ def test_a_whole_layer_may_be_read_without_being_called(lab: Lab) -> None:
         ),
     ],
 )
+@pytest.mark.long
 def test_what_a_loop_does_with_parts_is_refused(
     lab: Lab, heads: int, clip: str, plan: dict[str, str], message: str
 ) -> None:

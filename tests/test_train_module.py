@@ -168,6 +168,7 @@ def launch_by_hand(script: Path, *rank_0: str, **rank_1: Any) -> list[tuple[int,
     return [(each.returncode, t) for each, t in zip(processes, said, strict=True)]
 
 
+@pytest.mark.long
 def test_all_ranks_resume_where_rank_0_does(tmp_path: Path) -> None:
     script, elsewhere = tmp_path / "train.py", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -187,6 +188,7 @@ def test_all_ranks_resume_where_rank_0_does(tmp_path: Path) -> None:
     assert rest == {step: loss for step, loss in whole.items() if step > 6}
 
 
+@pytest.mark.long
 def test_what_the_ranks_do_not_have_in_common_is_refused(tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "kept"
     folder.mkdir()
@@ -205,7 +207,7 @@ def test_what_the_ranks_do_not_have_in_common_is_refused(tmp_path: Path) -> None
     for of_rank_1, words in cases:
         ends = launch_by_hand(script, "--checkpoint", str(folder), **of_rank_1)
         for code, text in ends:
-            assert code == 1
+            assert code == 1, text
             assert f"ValueError: {words}" in text
         assert not list(folder.iterdir())
 

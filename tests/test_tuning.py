@@ -115,6 +115,7 @@ def test_what_falls_behind_is_stopped_at_the_same_step_on_every_rank(lab: Lab) -
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_a_loss_that_is_no_number_ends_its_trial(lab: Lab) -> None:
     code = LOOP.format(steps="20 if level == 1 else 10**7").replace(
         "* 0 + level", "* 0 + (level if level == 1 else float('nan'))"
@@ -146,6 +147,7 @@ def test_a_rank_that_dies_fails_its_trial_and_not_the_study(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_an_exception_fails_its_trial_and_three_at_once_end_the_study(
     lab: Lab, capsys: Captured
 ) -> None:
@@ -192,6 +194,7 @@ def test_an_interrupt_ends_the_study_with_what_it_has(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_an_interrupt_while_a_trial_is_stopped_ends_the_study(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

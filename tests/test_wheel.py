@@ -61,6 +61,7 @@ def test_a_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
+@pytest.mark.long
 def test_a_wheel_works_in_an_environment_of_its_own(
     wheel: Path, tmp_path: Path
 ) -> None:
