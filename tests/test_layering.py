@@ -455,6 +455,11 @@ def run_python(code: str, folder: Path) -> str:
         ("import labkit", set()),
         ("import labkit.lab", {"numpy"}),  # records.py has its record type
         ("import labkit.magics.lab_magics", {"numpy", "IPython"}),  # `%load_ext`
+        # Each process of a script has it.
+        (
+            "from labkit import train; train.run(lambda: None, 'ddp')",
+            {"numpy", "torch"},
+        ),
     ],
 )
 def test_the_first_import_is_cheap(

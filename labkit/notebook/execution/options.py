@@ -30,6 +30,8 @@ from labkit.train_options import TrainOptions
 
 def check_view(what: str, value: Any) -> None:
     """ValueError unless `value` is a way to plot a run while it runs."""
+    if isinstance(value, bool):
+        return  # of a script too, which plots nothing: the import takes a second
     from labkit.notebook.live.widget_view import find_view
 
     find_view(value)
