@@ -81,6 +81,7 @@ def test_every_notebook_is_a_page(site: Path) -> None:
         assert (site / "notebooks" / name).with_suffix(".html").exists()
 
 
+@pytest.mark.long
 def test_every_option_of_every_magic_is_on_the_page(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "reference/magics.html").read_text())
     names = {*LabMagics.magics["line"], *LabMagics.magics["cell"]}
@@ -91,6 +92,7 @@ def test_every_option_of_every_magic_is_on_the_page(site: Path) -> None:
                 assert option in text, (name, option)
 
 
+@pytest.mark.long
 def test_the_functions_of_a_cell_are_in_the_api(site: Path) -> None:
     ids = links_of(site / "reference/api.html").ids
     assert {*TRAINING_NAMES, "save_checkpoint", "labkit.Lab.train"} <= ids

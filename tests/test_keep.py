@@ -23,7 +23,6 @@ from kernels import Kernel
 from kernels import Reply
 from kernels import running_kernel
 from kernels import wait_until
-from marks import long_but
 
 from labkit.host import watchdog
 from labkit.notebook.execution.errors import unheard
@@ -376,7 +375,8 @@ def test_ranks_end_by_themselves_where_no_kernel_comes(folder: Path) -> None:
         assert_ended(folder, keeper)
 
 
-@pytest.mark.parametrize("victim", long_but(["keeper", "controller"], "keeper"))
+@pytest.mark.parametrize("victim", ["keeper", "controller"])
+@pytest.mark.long
 def test_what_carries_a_kept_lab_may_die(folder: Path, victim: str) -> None:
     with running_kernel() as kernel:
         keeper = start(kernel)

@@ -13,6 +13,7 @@ from interrupts import interrupt_when
 from kernels import Kernel
 from kernels import wait_until
 from marks import in_suites
+from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -151,7 +152,7 @@ def test_ranks_that_go_leave_nothing(lab: Lab) -> None:
         lab.run("pass", ranks=1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", long_but([1, 4], 1))
 def test_what_was_made_for_another_number_of_ranks_is_refused(
     lab: Lab, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long_but
 
 from labkit import Lab
 from labkit import train
@@ -129,7 +130,7 @@ def compare(lab: Lab, folder: Path, case: str) -> float:
     return largest_difference(folder / "losses.csv", run)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", long_but(CASES, "ddp"))
 def test_a_script_has_the_losses_of_the_cell(
     lab: Lab, tmp_path: Path, case: str
 ) -> None:

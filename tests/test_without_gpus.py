@@ -684,10 +684,11 @@ for x, y in loader:
     ("strategy", "made"),
     [
         ("fsdp", "c10d.num_over_gloo() == 1"),
-        pytest.param("zero2", "c10d.num_over_gloo() == 1", marks=pytest.mark.long),
+        ("zero2", "c10d.num_over_gloo() == 1"),
         ("pipeline", "device_mesh.another_group.cache_info().misses == 1"),
     ],
 )
+@pytest.mark.long
 def test_numbers_and_messages_have_groups_of_their_own(
     lab: Lab, strategy: str, made: str
 ) -> None:

@@ -269,11 +269,20 @@ def run(
     plan = plan_checkpoints(chosen)
     given = {name: getattr(chosen, name) for name in OF_SCRIPTS if name != "config"}
     given["strategy"] = technique.name
+    refusal: ValueError | None = None
     with join(place) as group:
-        plan = agree(plan, given, is_shared=not technique.is_single)
-        _Training(technique, chosen, group).run(
-            main, plan, Losses(path, technique.name)
-        )
+        try:
+            plan = agree(plan, given, is_shared=not technique.is_single)
+        except ValueError as error:
+            # On all ranks, which leave the group together: a thread of gloo's that
+            # frees a tensor while Python ends would abort the process.
+            refusal = error
+        else:
+            _Training(technique, chosen, group).run(
+                main, plan, Losses(path, technique.name)
+            )
+    if refusal is not None:
+        raise refusal
 
 
 def reseed() -> None:
