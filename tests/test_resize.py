@@ -130,6 +130,9 @@ def test_ranks_that_stay_keep_what_they_have(lab: Lab) -> None:
     assert lab.pull("whose", 0) == before[1][0]
     assert [each.world_size for each in lab.placements] == [4] * 4
     assert lab.describe() == "4 ranks on the CPU, gloo"
+    run = lab.train("raw", "log(x=1.0)", live=False)
+    lab.restart(num_ranks=5)
+    assert list(lab.status()["run"]) == [run.name] * 4 + [""]
 
 
 def test_ranks_that_go_leave_nothing(lab: Lab) -> None:

@@ -17,7 +17,7 @@ def status_table(
     group: RankGroup, run: str | None, steps: Mapping[int, int]
 ) -> pd.DataFrame:
     """One row a rank, as `Lab.status` says; `run` is the last one's name, `steps` what
-    its ranks have taken."""
+    its ranks have taken: not all of the lab, where it has grown since."""
     cluster = group.cluster
     answers = [cluster.ask(rank, "describe") for rank in group.everyone]
     facts = {}
@@ -45,7 +45,7 @@ def status_table(
         if placement.host:  # as the user calls it
             row["host"] = placement.host
         if run is not None:
-            row.update(run=run, step=steps.get(rank))
+            row.update(run=run if rank in steps else "", step=steps.get(rank))
         rows.append(row)
     columns = ["host", "pid", "device"]
     columns += ["model", "bus"] if any("model" in row for row in rows) else []
