@@ -21,7 +21,7 @@ def release_but(values: Iterable[Any], *kept: Any) -> list[Any]:
 
 
 def in_suites(
-    values: Iterable[Any], *, test: Iterable[Any], long: Iterable[Any] = ()
+    values: Iterable[Any], *, test: Iterable[Any] = (), long: Iterable[Any] = ()
 ) -> list[Any]:
     """`values` for parametrize: some in `make test`, some in `make test-long`, and all
     others in `make test-release`."""

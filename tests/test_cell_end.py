@@ -6,7 +6,6 @@ import signal
 from typing import Any
 
 import pytest
-from marks import long_but
 
 from labkit import Lab
 from labkit import RankError
@@ -242,7 +241,7 @@ def num_listening(lab: Lab) -> list[int]:
     return list(lab.pull("num_listening", "all"))
 
 
-@pytest.mark.parametrize("strategy", long_but(["fsdp", "hsdp"], "hsdp"))
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 @pytest.mark.long
 def test_groups_that_are_re_created_close_those_before(lab: Lab, strategy: str) -> None:
     before = []

@@ -212,7 +212,7 @@ def lab_of_4() -> Iterator[Lab]:
         yield lab
 
 
-@pytest.mark.parametrize("case", long_but(IN_PARTS, "pipeline"))
+@pytest.mark.parametrize("case", IN_PARTS)
 @pytest.mark.long
 def test_a_model_in_parts_resumes_as_if_nothing_had_happened(
     lab: Lab, case: str, cell: Callable[[str], str], options: dict[str, Any]

@@ -62,7 +62,6 @@ def other() -> Iterator[Kernel]:
         ("kill", True),
     ),
 )
-@pytest.mark.long
 def test_nothing_is_left_behind_and_another_lab_left_alone(
     ending: str,
     busy: bool,

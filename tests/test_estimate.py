@@ -116,21 +116,19 @@ def test_memory_is_as_predicted(lab: Lab, setup: str, strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    in_suites(["ddp", "zero2", "fsdp", "pipeline"], test=["fsdp"]),
+    in_suites(["ddp", "zero2", "fsdp", "pipeline"], long=["fsdp"]),
 )
 @pytest.mark.parametrize(
     "options", release_but(["accumulated", "checkpointed"], "checkpointed")
 )
-@pytest.mark.long
 def test_memory_with_options_is_as_predicted(
     lab: Lab, options: str, strategy: str
 ) -> None:
     run_and_compare(lab, "gpt", strategy, options)
 
 
-@pytest.mark.parametrize("options", in_suites(OPTIONS, test=["plain"]))
-@pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], test=["gpt"]))
-@pytest.mark.long
+@pytest.mark.parametrize("options", in_suites(OPTIONS, long=["plain"]))
+@pytest.mark.parametrize("setup", in_suites(["mlp", "gpt"], long=["gpt"]))
 def test_memory_of_split_layers_is_as_predicted(
     lab: Lab, setup: str, options: str
 ) -> None:

@@ -22,6 +22,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
 from labkit.host.exit_cause import abort_text
+from labkit.host.exit_cause import crash_line
 from labkit.notebook.execution import errors
 from labkit.notebook.execution import stop_policy
 
@@ -188,6 +189,22 @@ reduce(1000 * (rank + 1))
     assert lab.restart()
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
+
+
+def test_the_line_of_a_crash_is_one_of_the_cell() -> None:
+    frames = [
+        '  File "/tmp/ipykernel_7/111.py", line 3 in forward',
+        '  File "/tmp/ipykernel_7/222.py", line 5 in step',
+        '  File "/tmp/ipykernel_7/222.py", line 9 in <module>',
+        '  File "IPython/core/interactiveshell.py", line 3577 in run_code',
+    ]
+    other = "\n\nThread 0x07 (most recent call first):\n" + frames[0]
+    main = "\n\nCurrent thread 0x08 (most recent call first):\n" + "\n".join(frames)
+    crash = "Fatal Python error: Aborted"
+    assert crash_line(crash + other + main) == 5
+    assert crash_line(f"{crash}{main}\n  ...\n") is None  # more than it writes
+    assert crash_line(crash + other + "\n...\n") is None  # of many threads some
+    assert crash_line(f"Traceback:\n{frames[2]}\nKilled") is None
 
 
 def test_what_native_code_said_as_it_aborted_is_quoted() -> None:

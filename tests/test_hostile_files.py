@@ -278,7 +278,6 @@ PLAN = [["w", "TENSOR", [0, 0], [2, 3], [4, 3], "torch.float32"]]
 
 @FEW
 @given(data=st.data())
-@pytest.mark.long
 def test_a_plan_with_any_value_is_one_or_is_refused(data: st.DataObject) -> None:
     items = json.loads(changed(json.dumps([PLAN]).encode(), data))
     for each in items:

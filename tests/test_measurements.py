@@ -324,10 +324,9 @@ def compiled(what):
 
 @pytest.mark.parametrize(
     "strategy",
-    in_suites(["single", "ddp", "zero2", "fsdp"], test=["ddp"]),
+    in_suites(["single", "ddp", "zero2", "fsdp"], long=["ddp"]),
 )
 @pytest.mark.parametrize("what", COMPILED)
-@pytest.mark.long
 def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) -> None:
     if (what, strategy) == ("before prepare", "fsdp"):
         pytest.skip("torch's own: it breaks the graph at the hooks of fully_shard")

@@ -533,8 +533,7 @@ def in_bf16(shared_lab: Lab) -> InBf16:
     return InBf16(global_losses(run), pull_weights(shared_lab, "single"))
 
 
-@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["ddp"]))
-@pytest.mark.long
+@pytest.mark.parametrize("strategy", in_suites(STRATEGIES, long=["ddp"]))
 def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     lab: Lab, strategy: str, in_bf16: InBf16
 ) -> None:
@@ -556,8 +555,7 @@ def test_bf16_is_as_close_to_bf16_in_one_process_as_its_digits_allow(
     plain_model("gpt").load_state_dict(weights, strict=True)
 
 
-@pytest.mark.parametrize("strategy", in_suites(WITH_SINGLE, test=["fsdp"]))
-@pytest.mark.long
+@pytest.mark.parametrize("strategy", in_suites(WITH_SINGLE, long=["fsdp"]))
 def test_activation_checkpointing_computes_twice_and_gives_the_same(
     lab: Lab, strategy: str
 ) -> None:
@@ -591,7 +589,6 @@ def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
 )
 @pytest.mark.parametrize("checkpointing", release_but([False, True], True))
-@pytest.mark.long
 def test_compile_compiles_the_blocks_and_gives_the_same(
     lab: Lab, checkpointing: bool
 ) -> None:

@@ -189,7 +189,28 @@ def test_all_ranks_resume_where_rank_0_does(tmp_path: Path) -> None:
     assert rest == {step: loss for step, loss in whole.items() if step > 6}
 
 
-@pytest.mark.long
+def test_ranks_that_are_refused_leave_no_thread(tmp_path: Path) -> None:
+    """Of gloo's, which could abort the process as Python ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from labkit import train\n"
+        "try:\n"
+        "    train.run(lambda: None, 'ddp', checkpoint='/proc/labkit')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "    tasks = Path('/proc/self/task').iterdir()\n"
+        "    print({(each / 'comm').read_text().strip() for each in tasks})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100
+    )
+    error, threads = done.stdout.splitlines()
+    assert "/proc/labkit" in error, done.stderr
+    assert "python" in threads
+    assert "gloo" not in threads
+
+
 def test_what_the_ranks_do_not_have_in_common_is_refused(tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "kept"
     folder.mkdir()

@@ -206,11 +206,14 @@ class EngineProcess:
 
 def crash_line(log: str) -> int | None:
     """The innermost line of the cell at which the main thread was as native code
-    crashed, as Python's faulthandler wrote it; None where it did not."""
-    _, _, threads = log.rpartition("Fatal Python error: ")
+    crashed, as Python's faulthandler wrote it; None where it did not, or not all."""
+    _, crash, threads = log.rpartition("Fatal Python error: ")
     main = re.split(r"hread 0x\w+", threads)[-1]  # the last, its innermost call first
-    line = re.search(r'File ".*ipykernel_\d+/\d+\.py", line (\d+)', main)
-    return None if line is None else int(line[1])
+    found = re.findall(r'File "(.*ipykernel_\d+/\d+\.py)", line (\d+)', main)
+    if not (crash and found) or re.search(r"^\s*\.\.\.$", main, re.MULTILINE):
+        return None
+    cell, _ = found[-1]  # others have defined functions that it calls
+    return next(int(line) for file, line in found if file == cell)
 
 
 def crash_call(log: str) -> str:

@@ -106,6 +106,7 @@ def join(place: Placement) -> Iterator[RankProcessGroup]:
     # DeepSpeed's engines hold the group, whose threads are to end before the process.
     destroy_former_engines()
     gc.collect()
+    group.forget()
     dist.destroy_process_group()
     for variable in where:
         del os.environ[variable]

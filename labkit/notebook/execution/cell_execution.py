@@ -22,6 +22,7 @@ from labkit.notebook.diagnostics.hang_detector import HangDetector
 from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
+from labkit.records import FUNCTION_NAME
 from labkit.records import Batch
 from labkit.records import CellSpec
 from labkit.records import Outcome
@@ -343,7 +344,8 @@ class CellExecution:
             code = self._other_codes.get(rank, self._code)
             # IPython takes empty lines at the top of a cell away.
             lines = code.lstrip().splitlines()[death.line - 1 :]
-            where = f"line {death.line}: {lines[0].strip()}" if lines else ""
+            if lines and FUNCTION_NAME not in lines[0]:
+                where = f"line {death.line}: {lines[0].strip()}"
         return Outcome(
             rank=rank,
             status="died",

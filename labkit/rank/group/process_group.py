@@ -289,6 +289,12 @@ class RankProcessGroup:
         self._num_within = None
         connect(self._group)
 
+    def forget(self) -> None:
+        """Hold the group no longer: its threads end with the last one who does."""
+        self._group = self._solo = None
+        self._divided.clear()
+        self._users_groups.clear()
+
     def prove(self, timeout_s: float) -> float:
         """The sum of all ranks, by one all-reduce. Collective."""
         ranks = torch.tensor([float(self.placement.rank)], device=self.device)
