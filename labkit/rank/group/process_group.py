@@ -293,7 +293,6 @@ class RankProcessGroup:
         """Hold the group no longer: its threads end with the last one who does."""
         self._group = self._solo = None
         self._divided.clear()
-        self._users_groups.clear()
 
     def prove(self, timeout_s: float) -> float:
         """The sum of all ranks, by one all-reduce. Collective."""
@@ -335,8 +334,7 @@ class RankProcessGroup:
         if dist.is_initialized():
             self._destroy()
         forget_groups()
-        self._group = self._solo = None
-        self._divided.clear()
+        self.forget()
 
     def _note_groups(self) -> None:
         """Keep in mind the groups that are about to be left."""
@@ -356,8 +354,8 @@ class RankProcessGroup:
         forget_groups()
         if self._store is not None:
             self._store.close()
-        self._group = self._solo = self._store = None
-        self._divided.clear()
+        self._store = None
+        self.forget()
 
     def _destroy(self) -> None:
         if not self.can_abort:
