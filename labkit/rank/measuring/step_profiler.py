@@ -1,5 +1,6 @@
 """Measures one training step: memory by component, and what went over the wire."""
 
+import contextlib
 import itertools
 import math
 import sys
@@ -150,6 +151,7 @@ class StepProbe(TorchDispatchMode):
         self._num_gradients = self._gradient_bytes = 0
         """Of the backward pass that is under way, at their most."""
         self._is_active = self._is_entered = False
+        self._resizes = contextlib.ExitStack()
         self._older: set[int] = set()
         """Storages from before the step that hold no model states: a teacher's weights,
         the batch."""
@@ -162,6 +164,7 @@ class StepProbe(TorchDispatchMode):
             self._peak = PeakOfStep(self._device)
         self.look()
         self._is_active = True
+        self._resizes.enter_context(seen_resizes(self._note_resize))
         self._log.start()
         if self._sees_operators:
             self._is_entered = True
@@ -223,6 +226,7 @@ class StepProbe(TorchDispatchMode):
                 return False
             self.__exit__(None, None, None)
             self._is_entered = False
+        self._resizes.close()
         return True
 
     def measurement(self) -> Measurement | None:
@@ -327,13 +331,8 @@ class StepProbe(TorchDispatchMode):
         self._note_total()
 
     def _weigh(self) -> None:
-        alive = self._alive()  # kept to the end, so that none is forgotten meanwhile
-        sizes = {key: storage.nbytes() for key, storage in alive}
-        for key, size in sizes.items():
-            if change := size - self._sizes[key]:
-                self._log.change(self._numbers[key], change, is_seen_late=True)
-        self._sizes = sizes
-        self._total = sum(sizes.values())
+        for key, storage in self._alive():
+            self._change(key, storage.nbytes(), is_seen_late=True)
 
     def _look_at_gradients(self) -> None:
         gradients = self._gradients()
@@ -386,10 +385,7 @@ class StepProbe(TorchDispatchMode):
         key = storage_key(storage)
         size = storage.nbytes()
         if key in self._storages:
-            if change := size - self._sizes[key]:  # as FSDP makes of what is gathered
-                self._sizes[key] = size
-                self._total += change
-                self._log.change(self._numbers[key], change, is_seen_late=True)
+            self._change(key, size, is_seen_late=True)
             return False
         self._sizes[key] = size
         self._numbers[key] = self._log.add(size)
@@ -397,6 +393,16 @@ class StepProbe(TorchDispatchMode):
         # Last: an interrupt may come at any line before.
         self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         return True
+
+    def _note_resize(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage_key(storage)) in self._storages:
+            self._change(key, storage.nbytes(), is_seen_late=False)
+
+    def _change(self, key: int, size: int, *, is_seen_late: bool) -> None:
+        if change := size - self._sizes[key]:
+            self._sizes[key] = size
+            self._total += change
+            self._log.change(self._numbers[key], change, is_seen_late=is_seen_late)
 
     def _forget(self, key: int, reference: Any) -> None:
         self._storages.pop(key, None)
@@ -417,8 +423,6 @@ class StepProbe(TorchDispatchMode):
         return [(key, storage) for key, storage in pairs if storage is not None]
 
     def _note_total(self) -> None:
-        if self._total > self._held["total_peak"]:
-            self._weigh()  # some may hold less than when they were looked at
         self._held["total_peak"] = max(self._held["total_peak"], self._total)
 
     def _note_collective(self, name: str, args: Any, out: Any, began: float) -> None:
@@ -462,6 +466,24 @@ class StepProbe(TorchDispatchMode):
         """Wait for the device, which computes what the CPU has only asked for."""
         if self._device.type == "cuda" and self._waits:
             torch.cuda.synchronize(self._device)
+
+
+@contextlib.contextmanager
+def seen_resizes(see: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `see(storage)` after each change of a storage's size that is no operator's,
+    as FSDP frees what it has gathered."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(storage, size)
+        see(storage)
+        return resized
+
+    torch.UntypedStorage.resize_ = resize_and_see
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:
