@@ -53,7 +53,8 @@ from labkit.strategies.prepared import optimizer_tensors
 
 LOOK_EVERY_OPS = 16
 """How often all model states are looked at: FSDP and DeepSpeed change the size of some
-without an operator. Of many states more rarely: a look takes 5 us for each."""
+without an operator. Of many states more rarely: a look takes 5 us for each, and stage 3
+has several collectives for each. A collective counts as so many operators."""
 
 FEW_PARAMETERS = 64
 """Of so few the gradients are looked at before every operator of a backward pass."""
@@ -146,6 +147,7 @@ class StepProbe(TorchDispatchMode):
         self._held = dict.fromkeys(COMPONENTS, 0)
         self._collectives: dict[str, Collective] = {}
         self._ops_until_look = LOOK_EVERY_OPS
+        self._ops_until_gradients = 0
         self._is_backward = self._had_backward = False
         self._keeps_gradients = any(p.keeps_gradients for p in self._prepared)
         self._num_gradients = self._gradient_bytes = 0
@@ -282,7 +284,9 @@ class StepProbe(TorchDispatchMode):
         schema = schema_of(func)
         name = schema and schema.name
         if self._keeps_gradients and self._is_backward:
-            self._look_at_gradients()  # before this operator takes the first away
+            self._ops_until_gradients -= 1
+            if name in KINDS or self._ops_until_gradients <= 0:
+                self._look_at_gradients()  # before this operator takes the first away
         if name in KINDS:
             # What was computed before is the rank's own time, not the collective's.
             self._synchronize()
@@ -301,8 +305,8 @@ class StepProbe(TorchDispatchMode):
             self._note_collective(name, args, out, began)
         for storage in self._storages_of(tree_leaves(out)):
             self._see(storage)
-        self._ops_until_look -= 1
-        if name in KINDS or self._ops_until_look <= 0:
+        self._ops_until_look -= LOOK_EVERY_OPS if name in KINDS else 1
+        if self._ops_until_look <= 0:
             self.look()
         else:
             self._note_total()
@@ -316,7 +320,8 @@ class StepProbe(TorchDispatchMode):
         place to another some are in both.
         """
         seen: set[int] = set()
-        for component, held in self._components().items():
+        components = self._components()
+        for component, held in components.items():
             total = sum(each for each in held if isinstance(each, int))
             for storage in self._storages_of(held):
                 if (key := storage_key(storage)) not in seen:
@@ -326,7 +331,8 @@ class StepProbe(TorchDispatchMode):
                     self._log.is_part(self._numbers[key], component)
             if is_after_backward or component != "gradients":
                 self._held[component] = max(self._held[component], total)
-        self._ops_until_look = max(LOOK_EVERY_OPS, len(seen) // 4)
+        num_states = sum(map(len, components.values()))
+        self._ops_until_look = max(LOOK_EVERY_OPS, num_states // 4)
         self._weigh()
         self._note_total()
 
@@ -344,6 +350,7 @@ class StepProbe(TorchDispatchMode):
             sizes[key] = storage.nbytes()
         self._num_gradients = max(self._num_gradients, len(gradients))
         self._gradient_bytes = max(self._gradient_bytes, sum(sizes.values()))
+        self._ops_until_gradients = len(gradients) // 4  # for it walks all parameters
 
     def _gradients(self) -> list[Any]:
         """Those that there are."""

@@ -166,6 +166,10 @@ class ZeRO3(ZeRO):
         )
 
     def tensors(self) -> dict[str, Tensors]:
+        with DisableTorchFunctionSubclass():  # several questions to each parameter
+            return self._tensors()
+
+    def _tensors(self) -> dict[str, Tensors]:
         zero = self._zero
         parameters: list[Any] = list(self.module.parameters())
         parts = [(p.ds_tensor, p.ds_secondary_tensor) for p in parameters]
