@@ -97,6 +97,7 @@ class Prepared:
     others override methods.
     """
 
+    in_one_thread = False
     keeps_gradients = False
     """Whether all gradients are there at once only within the backward pass."""
 

@@ -219,7 +219,8 @@ import traceback
 import warnings
 
 def note(message, *more, **named):
-    if threading.current_thread() is threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and "called a synchronizing" in str(message):
         seen.append("".join(traceback.format_stack()[-6:-1]))
 
 seen, step = [], 0
@@ -233,8 +234,12 @@ for epoch""",
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp"])
 def test_a_step_does_not_wait_for_the_gpu(nccl: Lab, strategy: str) -> None:
     """Or the GPU would wait for the next step to be asked for."""
-    losses(nccl, strategy, WATCHED)
-    assert nccl.pull("seen", 0) == []
+    watched = WATCHED + "torch.cuda.set_sync_debug_mode('warn')\nloss.item()\n"
+    watched += "torch.cuda.set_sync_debug_mode('default')"
+    losses(nccl, strategy, watched)
+    [last, *more] = reversed(nccl.pull("seen", 0))
+    assert not more
+    assert "loss.item()" in last
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -283,5 +288,7 @@ def test_memory_is_the_allocators(lab: Lab, strategy: str) -> None:
     peaks = lab.pull("peak", "all")
     print(run.memory.to_string(), peaks)
     for rank, total in run.memory["total_peak"].items():
+        if peaks[rank] is None:  # a server's: it does not run the cell
+            continue
         assert total <= 1.05 * peaks[rank]
         assert total >= 0.5 * peaks[rank]

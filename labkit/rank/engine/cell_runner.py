@@ -48,6 +48,7 @@ from labkit.rank.scripts.program import ScriptProgram
 from labkit.rank.scripts.torch_settings import TorchSettings
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
+from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.exceptions import clear_frames
 from labkit.rank.telemetry.exceptions import drop_partial_imports
 from labkit.rank.telemetry.exceptions import freed_by
@@ -317,7 +318,8 @@ class CellRunner:
             }
         lost = why_lost(self.group.device)
         if not lost and error is not None and self.group.can_abort:
-            lost = BATCH_CUT if is_batch_cut(error) else ""
+            # An interrupt may have come on top of what NCCL has raised.
+            lost = BATCH_CUT if any(map(is_batch_cut, chain(error))) else ""
         if lost and error is None:  # what a kernel did was not waited for in the cell
             ended = {"status": "error", "ename": "AcceleratorError", "evalue": lost}
         if emitter is not None:

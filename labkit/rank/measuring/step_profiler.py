@@ -479,18 +479,19 @@ class StepProbe(TorchDispatchMode):
 def seen_resizes(see: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Call `see(storage)` after each change of a storage's size that is no operator's,
     as FSDP frees what it has gathered."""
-    resize = torch.UntypedStorage.resize_
+    storages: Any = torch.UntypedStorage
+    resize = storages.resize_
 
     def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
         resized = resize(storage, size)
         see(storage)
         return resized
 
-    torch.UntypedStorage.resize_ = resize_and_see
+    storages.resize_ = resize_and_see
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize
+        storages.resize_ = resize
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:

@@ -35,6 +35,10 @@ class Follower(Protocol):
     is_reached: bool
     """Set to True by every one of them."""
 
+    in_one_thread: bool
+    """Whether the nodes of a pass have to run in one order on all ranks: autograd has a
+    thread for those of a GPU beside that for those of the CPU and of meta tensors."""
+
     @property
     def given_parameters(self) -> Sequence[nn.Parameter]:
         """Those that the user's model has."""
@@ -146,6 +150,8 @@ def _run(
     run: Callable[..., Any], roots: Roots, seeds: Any, *args: Any, **kwargs: Any
 ) -> Any:
     global _is_inside
+    if any(follower.in_one_thread for follower in living()):
+        run = functools.partial(_run_in_one_thread, run)
     is_backward = kwargs.get("accumulate_grad", True)
     if _is_inside and is_backward:
         return _run_inside(run, roots, seeds, *args, **kwargs)
@@ -174,6 +180,11 @@ def _run(
     finally:
         _is_inside = False
         _end(reached, hooks, begun, has_failed=has_failed)
+
+
+def _run_in_one_thread(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.set_multithreading_enabled(False):
+        return run(*args, **kwargs)
 
 
 def _end(

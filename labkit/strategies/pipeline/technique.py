@@ -123,6 +123,7 @@ class Pipeline(Prepared):
     """
 
     hides_gradients = False
+    in_one_thread = True  # ranks send each other gradients in that order
 
     def place(self) -> None:
         """A layer at a time, in `wrap`."""
