@@ -10,6 +10,7 @@ from marks import release_but
 from labkit import Lab
 from labkit.magics.lab_magics import to_read
 from labkit.notebook.runs.run import Run
+from labkit.rank.measuring.step_profiler import Noticed
 from labkit.rank.measuring.step_profiler import StepProbe
 from labkit.records import PARTS
 from labkit.records import ModelFacts
@@ -251,6 +252,25 @@ def test_buckets_beside_the_gradients_are_counted(lab: Lab) -> None:
     plain = lab.train("ddp", SMALL, live=False)
     more = run.memory["total_peak"] - plain.memory["total_peak"]
     assert more.min() == pytest.approx(SMALL_WHOLE, rel=0.05)
+
+
+def test_what_is_resized_without_an_operator_is_seen() -> None:
+    """As FSDP frees what it has gathered: at once, or peaks would have both."""
+    before = torch.UntypedStorage.resize_
+    probe = StepProbe([Noticed(list)], torch.device("cpu"))
+    probe.start()
+    first = torch.empty(2**20, dtype=torch.uint8)
+    first.untyped_storage().resize_(0)
+    torch.empty(2**19, dtype=torch.uint8)
+    first.untyped_storage().resize_(2**18)
+    second = torch.empty(2**19, dtype=torch.uint8)
+    third = second + 1
+    assert probe.stop()
+    assert torch.UntypedStorage.resize_ is before
+    measured = probe.measurement()
+    assert measured is not None
+    assert measured.memory["total_peak"] == 2**18 + 2**20
+    del first, second, third
 
 
 def test_what_is_offloaded_is_not_on_the_device() -> None:

@@ -55,6 +55,24 @@ def ask(lab: Lab, expression: str) -> Any:
 # ---- the same as one process ----
 
 
+def test_gradients_pass_in_one_order_on_all_ranks(lab: Lab) -> None:
+    """On a GPU autograd has a thread for its nodes, and one for those of other ranks'
+    layers: in which order the two send and receive would be chance."""
+    noted = """
+threads = []
+model[-1].bias.register_hook(
+    lambda gradient: threads.append(torch.autograd.is_multithreading_enabled())
+)
+"""
+    run = train(lab, "pipeline", cell("mlp").replace("for epoch", noted + "for epoch"))
+    assert run.state == "finished"
+    threads = ask(lab, "threads, torch.autograd.is_multithreading_enabled()")
+    assert any(within for within, _ in threads)
+    for within, after in threads:
+        assert not any(within)
+        assert after
+
+
 @pytest.mark.parametrize(
     "options", release_but([BOTH, {}], BOTH), ids=["both", "plain"]
 )

@@ -1,5 +1,7 @@
 """GPT-2 124M in bf16 on GPUs: a cell under `%%dist_train` against the same script."""
 
+from statistics import median
+
 from peers import cells
 from peers.lab import Labkit
 from peers.session import Session
@@ -12,7 +14,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12}
 """Of dense bf16, by a part of the device's name."""
 NUM_PARAMETERS = 124.4e6
 DIM, NUM_LAYERS, CONTEXT = 768, 12, 1024
-SEQUENCES, STEPS, FIRST_TIMED = 16, 110, 10
+SEQUENCES, STEPS, FIRST_TIMED = 16, 210, 10
 """Sequences of a rank in a step, and steps."""
 LIMIT_S = 240.0
 
@@ -29,18 +31,18 @@ model = GPT(50257, context={CONTEXT}, dim={DIM}, num_heads=12, num_layers={NUM_L
 model = DistributedDataParallel(model.to(here), gradient_as_bucket_view=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
 ids = torch.randint(50257, ({SEQUENCES}, {CONTEXT} + 1), device=here)
+begins = [torch.cuda.Event(enable_timing=True) for _ in range({STEPS} + 1)]
 for step in range({STEPS}):
-    if step == {FIRST_TIMED}:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+    begins[step].record()
     with torch.autocast("cuda", torch.bfloat16):
         loss = next_token_loss(model(ids[:, :-1]), ids[:, 1:])
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+begins[-1].record()
 torch.cuda.synchronize()
-seconds = time.perf_counter() - began
-note("tokens", ({STEPS} - {FIRST_TIMED}) * {SEQUENCES} * {CONTEXT} / seconds)
+steps = list(zip(begins, begins[1:]))[{FIRST_TIMED}:]
+note("seconds", [begin.elapsed_time(end) / 1e3 for begin, end in steps])
 """
 
 
@@ -72,14 +74,16 @@ def on_gpus(code: str) -> str:
 SESSIONS: tuple[type[Session], ...] = (LabkitOnGpus, TorchrunOnGpus)
 
 
-def tokens_per_s(session: Session) -> float:
-    """Of all ranks together."""
+def tokens_per_s(session: Session) -> tuple[float, float]:
+    """Of all ranks together: over all steps, and by the median step."""
     session.forget()
     code = cells.NOTE.format(folder=str(session.folder)) + TRAINING
     ended = session.run(code, LIMIT_S, strategy="")
     if ended.is_error:
         raise RuntimeError(ended.text)
-    return sum(session.noted("tokens", 1))
+    tokens, by_rank = SEQUENCES * CONTEXT, session.noted("seconds", 1)
+    mean = sum(tokens * len(seconds) / sum(seconds) for seconds in by_rank)
+    return mean, sum(tokens / median(seconds) for seconds in by_rank)
 
 
 def utilization(tokens_per_s: float, num_gpus: int, name: str) -> float | None:

@@ -288,8 +288,9 @@ class Bench:
                     with self.figures.noting("gpt2_tokens", session.name):
                         session.open()
                         session.start()
-                        rate = gpu.tokens_per_s(session)
+                        rate, by_median = gpu.tokens_per_s(session)
                         self.figures.add("gpt2_tokens", session.name, rate)
+                        self.figures.add("gpt2_median", session.name, by_median)
                         share = gpu.utilization(rate, num_gpus, device)
                         if share is not None:
                             self.figures.add("gpt2_mfu", session.name, share)

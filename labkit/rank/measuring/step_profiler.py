@@ -520,7 +520,7 @@ def is_sampled(step: int) -> bool:
     """Whether a run's optimizer step `step`, counted from 1, is measured.
 
     The first, in which state is made; the third, because DDP rebuilds its buckets in
-    the second; then the 10th, 30th, 100th, 300th, ..., so that it costs nothing.
+    the second; then the 10th, 30th, 100th, 300th, ...: ever fewer, for each takes long.
     """
     return str(step).rstrip("0") in ("1", "3")
 

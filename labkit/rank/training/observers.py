@@ -26,7 +26,7 @@ from labkit.strategies.prepared import Prepared
 UNMEASURED = "memory and collectives were not measured in the remaining steps: "
 GIVE_UP_STEPS = 100
 """A step is not measured any more after so many times as long as the one before it
-took: to measure takes up to 40 times as long as to train."""
+took: to measure may take many times as long as to train."""
 
 
 class Observer:
