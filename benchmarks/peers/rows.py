@@ -143,7 +143,7 @@ ROWS = (
     ),
     Row(
         "gpt2_median",
-        "the same by the median step",
+        "the same, by the median step",
         "tokens/s",
         is_more_better=True,
         why=TRAINING,

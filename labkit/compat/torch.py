@@ -83,7 +83,7 @@ _LOADER = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
 
 class ThreadSettings:
-    """Gradients, autocast and modes of this thread, as they are now.
+    """Gradients, autocast, modes and the like of this thread, as they are now.
 
     An interrupt can come in the `__exit__` that would end one of them.
     """
@@ -91,6 +91,7 @@ class ThreadSettings:
     def __init__(self) -> None:
         self._has_grad = torch.is_grad_enabled()
         self._has_cache = torch.is_autocast_cache_enabled()
+        self._has_threads = torch.autograd.is_multithreading_enabled()
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
@@ -102,6 +103,7 @@ class ThreadSettings:
         """Set what has been left, as it was."""
         torch.set_grad_enabled(self._has_grad)
         torch.set_autocast_cache_enabled(self._has_cache)
+        torch.autograd.set_multithreading_enabled(self._has_threads)
         for kind, (is_enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)

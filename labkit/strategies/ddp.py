@@ -312,17 +312,14 @@ class DDP(Prepared):
             set_to_none = False
         super().zero_grad(set_to_none)
 
-    def memory(self) -> dict[str, Tensors]:
-        held = super().memory()
+    def communication_buffers(self) -> Tensors:
         if self._ddp is not None and not self._ddp.gradient_as_bucket_view:
             # The reducer's buckets are out of reach, and as large as the gradients.
-            held["communication_buffers"] = [
-                p.nbytes for p in self.module.parameters() if p.requires_grad
-            ]
+            for parameter in self.module.parameters():
+                if parameter.requires_grad:
+                    yield parameter.nbytes
         if self._hook is not None:
-            others = held.get("communication_buffers", [])
-            held["communication_buffers"] = [*others, *self._hook.tensors()]
-        return held
+            yield from self._hook.tensors()
 
     def facts(self) -> ModelFacts:
         if self._ddp is None:

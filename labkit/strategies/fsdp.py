@@ -232,6 +232,9 @@ class FSDP(Prepared):
             "communication_buffers": whole,
         }
 
+    def communication_buffers(self) -> Tensors:
+        return gathered_parameters(self.module)
+
     def facts(self) -> ModelFacts:
         regathered = sum(map(num_regathered, groups(self.module)))
         return replace(super().facts(), num_regathered=round(regathered))

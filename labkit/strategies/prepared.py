@@ -98,8 +98,6 @@ class Prepared:
     """
 
     in_one_thread = False
-    keeps_gradients = False
-    """Whether all gradients are there at once only within the backward pass."""
 
     def __init__(
         self,
@@ -365,7 +363,13 @@ class Prepared:
             "parameters": [*self.module.parameters(), *self.module.buffers()],
             "gradients": [parameter.grad for parameter in self.module.parameters()],
             "optimizer_state": optimizer_tensors(self.optimizer),
+            "communication_buffers": self.communication_buffers(),
         }
+
+    def communication_buffers(self) -> Tensors:
+        """Those of them that are no states: what is sent and received, and parameters
+        that are gathered at the moment."""
+        return ()
 
     @property
     def seconds_waited(self) -> float:

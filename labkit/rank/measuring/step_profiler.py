@@ -1,6 +1,6 @@
 """Measures one training step: memory by component, and what went over the wire."""
 
-import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -52,9 +53,11 @@ from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 
 LOOK_EVERY_OPS = 16
-"""How often all model states are looked at: FSDP and DeepSpeed change the size of some
-without an operator. Of many states more rarely: a look takes 5 us for each, and stage 3
-has several collectives for each. A collective counts as so many operators."""
+"""How often all model states are looked at, and communication buffers, which come and
+go within a pass, also at each collective. Of many states more rarely: a look takes 5 us
+for each."""
+
+BUFFERS = "communication_buffers"
 
 FEW_PARAMETERS = 64
 """Of so few the gradients are looked at before every operator of a backward pass."""
@@ -63,11 +66,10 @@ FEW_PARAMETERS = 64
 class Trained(Protocol):
     """What holds model states: what `prepare` has made of a model, or `Noticed`."""
 
-    keeps_gradients: bool
-
     @property
     def seconds_waited(self) -> float: ...
     def memory(self) -> dict[str, Tensors]: ...
+    def communication_buffers(self) -> Tensors: ...
     def facts(self) -> ModelFacts | None: ...
 
 
@@ -80,7 +82,7 @@ class Noticed:
         """`optimizers()` there are right now: none is kept alive."""
         self._optimizers = optimizers
         self.seconds_waited = 0.0
-        self.keeps_gradients = len(self._parameters()) <= FEW_PARAMETERS
+        self.has_few_parameters = len(self._parameters()) <= FEW_PARAMETERS
 
     def memory(self) -> dict[str, Tensors]:
         """The tensors that hold their states right now, by component."""
@@ -91,6 +93,10 @@ class Noticed:
             "gradients": [parameter.grad for parameter in parameters],
             "optimizer_state": itertools.chain.from_iterable(state),
         }
+
+    def communication_buffers(self) -> Tensors:
+        """None is known."""
+        return ()
 
     def facts(self) -> None:
         """Theory needs more: how the cell divides what among the ranks."""
@@ -132,7 +138,10 @@ class StepProbe(TorchDispatchMode):
         self._gives_up_at = now + give_up_s
         self._sees_operators = sees_operators
         self._prepared = list(prepared)
-        self._waits = not any(isinstance(each, Noticed) for each in self._prepared)
+        noticed = [each for each in self._prepared if isinstance(each, Noticed)]
+        self._waits = not noticed
+        self._may_step_within = any(each.has_few_parameters for each in noticed)
+        """Whether gradients may be gone before a backward pass has ended."""
         self._device = device
         self._step = step
         self._log = MomentLog()
@@ -147,13 +156,12 @@ class StepProbe(TorchDispatchMode):
         self._held = dict.fromkeys(COMPONENTS, 0)
         self._collectives: dict[str, Collective] = {}
         self._ops_until_look = LOOK_EVERY_OPS
-        self._ops_until_gradients = 0
+        self._states: set[int] = set()
+        """The storages of all components but communication buffers."""
         self._is_backward = self._had_backward = False
-        self._keeps_gradients = any(p.keeps_gradients for p in self._prepared)
         self._num_gradients = self._gradient_bytes = 0
         """Of the backward pass that is under way, at their most."""
         self._is_active = self._is_entered = False
-        self._resizes = contextlib.ExitStack()
         self._older: set[int] = set()
         """Storages from before the step that hold no model states: a teacher's weights,
         the batch."""
@@ -166,9 +174,9 @@ class StepProbe(TorchDispatchMode):
             self._peak = PeakOfStep(self._device)
         self.look()
         self._is_active = True
-        self._resizes.enter_context(seen_resizes(self._note_resize))
         self._log.start()
         if self._sees_operators:
+            see_resizes(self)
             self._is_entered = True
             self.__enter__()
 
@@ -228,7 +236,6 @@ class StepProbe(TorchDispatchMode):
                 return False
             self.__exit__(None, None, None)
             self._is_entered = False
-        self._resizes.close()
         return True
 
     def measurement(self) -> Measurement | None:
@@ -283,10 +290,8 @@ class StepProbe(TorchDispatchMode):
             return func(*args, **kwargs)
         schema = schema_of(func)
         name = schema and schema.name
-        if self._keeps_gradients and self._is_backward:
-            self._ops_until_gradients -= 1
-            if name in KINDS or self._ops_until_gradients <= 0:
-                self._look_at_gradients()  # before this operator takes the first away
+        if self._may_step_within and self._is_backward:
+            self._look_at_gradients()  # before this operator takes the first away
         if name in KINDS:
             # What was computed before is the rank's own time, not the collective's.
             self._synchronize()
@@ -305,10 +310,14 @@ class StepProbe(TorchDispatchMode):
             self._note_collective(name, args, out, began)
         for storage in self._storages_of(tree_leaves(out)):
             self._see(storage)
-        self._ops_until_look -= LOOK_EVERY_OPS if name in KINDS else 1
+        if name == "inductor::resize_storage_bytes_":  # gives nothing back
+            self._weigh()
+        self._ops_until_look -= 1
         if self._ops_until_look <= 0:
             self.look()
         else:
+            if name in KINDS or self._ops_until_look % LOOK_EVERY_OPS == 0:
+                self._look_at_buffers()
             self._note_total()
         self._log.tick()
         return out
@@ -320,25 +329,54 @@ class StepProbe(TorchDispatchMode):
         place to another some are in both.
         """
         seen: set[int] = set()
-        components = self._components()
-        for component, held in components.items():
-            total = sum(each for each in held if isinstance(each, int))
-            for storage in self._storages_of(held):
-                if (key := storage_key(storage)) not in seen:
-                    seen.add(key)
-                    total += storage.nbytes()
-                    self._see(storage)
-                    self._log.is_part(self._numbers[key], component)
-            if is_after_backward or component != "gradients":
-                self._held[component] = max(self._held[component], total)
-        num_states = sum(map(len, components.values()))
+        self._states.clear()
+        num_states = 0
+        for component, held in self._components().items():
+            counts = is_after_backward or component != "gradients"
+            found = self._look_at(component, held, seen, counts=counts)
+            seen |= found
+            if component != BUFFERS:
+                self._states |= found
+            num_states += len(held)
         self._ops_until_look = max(LOOK_EVERY_OPS, num_states // 4)
         self._weigh()
         self._note_total()
 
+    def _look_at(
+        self,
+        component: str,
+        held: Sequence[torch.Tensor | int | None],
+        others: set[int],
+        *,
+        counts: bool = True,
+    ) -> set[int]:
+        """The storages of a component that are none of `others`. If it `counts`, its
+        bytes are noted where they are more than before."""
+        found: set[int] = set()
+        total = sum(each for each in held if isinstance(each, int))
+        for storage in self._storages_of(held):
+            key = storage_key(storage)
+            if key not in others and key not in found:
+                found.add(key)
+                total += storage.nbytes()
+                self._see(storage)
+                self._log.is_part(self._numbers[key], component)
+        if counts:
+            self._held[component] = max(self._held[component], total)
+        return found
+
+    def _look_at_buffers(self) -> None:
+        buffers = [p.communication_buffers() for p in self._prepared]
+        self._look_at(BUFFERS, list(itertools.chain(*buffers)), self._states)
+
     def _weigh(self) -> None:
-        for key, storage in self._alive():
-            self._change(key, storage.nbytes(), is_seen_late=True)
+        alive = self._alive()  # kept to the end, so that none is forgotten meanwhile
+        sizes = {key: storage.nbytes() for key, storage in alive}
+        for key, size in sizes.items():
+            if change := size - self._sizes[key]:
+                self._log.change(self._numbers[key], change, is_seen_late=True)
+        self._sizes = sizes
+        self._total = sum(sizes.values())
 
     def _look_at_gradients(self) -> None:
         gradients = self._gradients()
@@ -350,7 +388,6 @@ class StepProbe(TorchDispatchMode):
             sizes[key] = storage.nbytes()
         self._num_gradients = max(self._num_gradients, len(gradients))
         self._gradient_bytes = max(self._gradient_bytes, sum(sizes.values()))
-        self._ops_until_gradients = len(gradients) // 4  # for it walks all parameters
 
     def _gradients(self) -> list[Any]:
         """Those that there are."""
@@ -401,15 +438,18 @@ class StepProbe(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         return True
 
-    def _note_resize(self, storage: torch.UntypedStorage) -> None:
-        if (key := storage_key(storage)) in self._storages:
-            self._change(key, storage.nbytes(), is_seen_late=False)
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size, without an operator."""
+        if self._is_active and storage_key(storage) in self._storages:
+            self._change(storage_key(storage), storage.nbytes(), is_seen_late=False)
 
     def _change(self, key: int, size: int, *, is_seen_late: bool) -> None:
-        if change := size - self._sizes[key]:
-            self._sizes[key] = size
-            self._total += change
-            self._log.change(self._numbers[key], change, is_seen_late=is_seen_late)
+        before, number = self._sizes.get(key), self._numbers.get(key)
+        if before is None or number is None or size == before:
+            return
+        self._sizes[key] = size
+        self._total += size - before
+        self._log.change(number, size - before, is_seen_late=is_seen_late)
 
     def _forget(self, key: int, reference: Any) -> None:
         self._storages.pop(key, None)
@@ -417,6 +457,7 @@ class StepProbe(TorchDispatchMode):
         self._total -= size
         self._log.change(self._numbers.pop(key), -size)
         self._older.discard(key)
+        self._states.discard(key)
 
     def _give_up(self) -> None:
         """Look at nothing any more, and refer to nothing of the user's."""
@@ -475,23 +516,26 @@ class StepProbe(TorchDispatchMode):
             torch.cuda.synchronize(self._device)
 
 
-@contextlib.contextmanager
-def seen_resizes(see: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `see(storage)` after each change of a storage's size that is no operator's,
-    as FSDP frees what it has gathered."""
-    storages: Any = torch.UntypedStorage
-    resize = storages.resize_
+_resize: Any = torch.UntypedStorage.resize_
+_seeing: weakref.WeakSet[StepProbe] = weakref.WeakSet()
 
-    def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
-        resized = resize(storage, size)
-        see(storage)
+
+def see_resizes(probe: StepProbe) -> None:
+    """Tell `probe`, as long as it watches, of each change of a storage's size that is
+    no operator's, as FSDP frees what it has gathered."""
+    _seeing.add(probe)
+    storages: Any = torch.UntypedStorage
+    if storages.resize_ is not _resize:
+        return  # it is there, and stays: what others put on top may keep it
+
+    @functools.wraps(_resize)
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = _resize(storage, size)
+        for each in [*_seeing]:
+            each.note_resize(storage)
         return resized
 
-    storages.resize_ = resize_and_see
-    try:
-        yield
-    finally:
-        storages.resize_ = resize
+    storages.resize_ = resize
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:

@@ -70,8 +70,6 @@ class Watch(Protocol):
 class Served:
     """A server's part of one model: the parameters, and the optimizer over them."""
 
-    keeps_gradients = False
-
     def __init__(
         self,
         parameters: list[nn.Parameter],
@@ -96,6 +94,10 @@ class Served:
             "gradients": [parameter.grad for parameter in self.parameters],
             "optimizer_state": optimizer_tensors(self.optimizer),
         }
+
+    def communication_buffers(self) -> Tensors:
+        """A server has none."""
+        return ()
 
     @property
     def seconds_waited(self) -> float:

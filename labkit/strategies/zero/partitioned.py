@@ -176,7 +176,7 @@ class ZeRO(Prepared):
         fill_up = partial(call, weakref.WeakMethod(self._fill_up))
         call_before_reduction(self._zero, fill_up)
         self._in_order: InOrder | None = None
-        if not self.keeps_gradients:  # but reduces them in the backward pass
+        if self.stage > 1:  # which reduces them in the backward pass
             zero = self._zero
             reduce = zero.reduce_ready_partitions_and_remove_grads
             self._in_order = InOrder(reduce, trained, self.peers)

@@ -166,18 +166,11 @@ class ZeRO3(ZeRO):
         )
 
     def tensors(self) -> dict[str, Tensors]:
-        with DisableTorchFunctionSubclass():  # several questions to each parameter
-            return self._tensors()
-
-    def _tensors(self) -> dict[str, Tensors]:
         zero = self._zero
         parameters: list[Any] = list(self.module.parameters())
         parts = [(p.ds_tensor, p.ds_secondary_tensor) for p in parameters]
         return {
-            "communication_buffers": [
-                *(p.data for p in parameters if p.numel()),  # gathered at the moment
-                *buckets(zero),
-            ],
+            "communication_buffers": self.communication_buffers(),
             "parameters": [*flat(parts), *self.module.buffers()],
             "gradients": [
                 zero.grad_partitions_flat_buffer,
@@ -186,6 +179,11 @@ class ZeRO3(ZeRO):
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": zero.fp32_partitioned_groups_flat,
         }
+
+    def communication_buffers(self) -> Tensors:
+        with DisableTorchFunctionSubclass():  # several questions to each parameter
+            gathered = [p.data for p in self.given_parameters if p.numel()]
+        return [*gathered, *buckets(self._zero)]
 
 
 def run_plainly(run: Callable[..., None], *args: Any) -> None:

@@ -20,10 +20,6 @@ from labkit.strategies.zero.partitioned import take
 class ZeRO1And2(ZeRO):
     """Stage 2 reduces gradients within the backward pass, stage 1 after it."""
 
-    @property
-    def keeps_gradients(self) -> bool:  # type: ignore[override]
-        return self.stage == 1
-
     def _lay_out(self) -> None:
         self._views = [
             (parameter, parameter.data)
@@ -116,15 +112,18 @@ class ZeRO1And2(ZeRO):
             *flat(zero.all_grad_tensors.values()),
             *flat(master.grad for master in masters),
         ]
-        is_whole = self.keeps_gradients and whole
+        is_whole = self.stage == 1 and whole
         return {
             # First, for a gradient may be a view of a bucket.
-            "communication_buffers": buckets(zero),
+            "communication_buffers": self.communication_buffers(),
             "parameters": [*self.module.parameters(), *self.module.buffers()],
             "gradients": whole if is_whole else [*partition, *whole],
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": masters,
         }
+
+    def communication_buffers(self) -> Tensors:
+        return buckets(self._zero)
 
 
 def has_own_storage(gradient: torch.Tensor | None) -> bool:
