@@ -219,24 +219,30 @@ class FSDP(Prepared):
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
-        whole = list(gathered_parameters(self.module))
+        whole = self._gathered()
         return {
             "parameters": [*map(local_part, shards), *self.module.buffers()],
             "gradients": [
                 *(local_part(shard.grad) for shard in shards),
                 # Between the microbatches of a step gradients are not sharded.
                 *(parameter.grad for parameter in whole),
-                *accumulated_gradients(self.module),
+                # Where they are summed in another precision than they are computed in.
+                *(part.unsharded_accumulated_grad for part in self._parts),
             ],
             "optimizer_state": map(local_part, optimizer_tensors(self.optimizer)),
             "communication_buffers": whole,
         }
 
     def communication_buffers(self) -> Tensors:
-        return gathered_parameters(self.module)
+        return self._gathered()
+
+    def _gathered(self) -> list[torch.Tensor]:
+        """The whole parameters of the blocks in use; the others' hold no memory."""
+        found = map(whole_of, self._parts)
+        return [whole for whole in found if whole is not None]
 
     def facts(self) -> ModelFacts:
-        regathered = sum(map(num_regathered, groups(self.module)))
+        regathered = sum(map(num_regathered, self._groups))
         return replace(super().facts(), num_regathered=round(regathered))
 
 
@@ -355,22 +361,6 @@ def groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that are gathered together."""
     for module in model.modules():
         yield from groups_of(module)
-
-
-def gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The whole parameters of the blocks in use; the others' hold no memory."""
-    for group in groups(model):
-        for parameter in group.fsdp_params:
-            if (whole := whole_of(parameter)) is not None:
-                yield whole
-
-
-def accumulated_gradients(model: nn.Module) -> Iterator[torch.Tensor | None]:
-    """The whole gradients of earlier microbatches, where they are summed in another
-    precision than they are computed in."""
-    for group in groups(model):
-        for parameter in group.fsdp_params:
-            yield parameter.unsharded_accumulated_grad
 
 
 def num_regathered(group: Any) -> float:
