@@ -367,8 +367,7 @@ class Prepared:
         }
 
     def communication_buffers(self) -> Tensors:
-        """Those of them that are no states: what is sent and received, and parameters
-        that are gathered at the moment."""
+        """What is sent and received, and parameters that are gathered at the moment."""
         return ()
 
     @property

@@ -53,9 +53,11 @@ from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 
 LOOK_EVERY_OPS = 16
-"""How often all model states are looked at, and communication buffers, which come and
-go within a pass, also at each collective. Of many states more rarely: a look takes 5 us
-for each."""
+"""How often communication buffers are looked at, which come and go within a pass; also
+at each collective. In forward and backward passes all model states are looked at more
+rarely, where there are many: a look takes 5 us for each. An optimizer's step has some
+for a moment only, as ZeRO's partition of the gradients: there it is each collective,
+and more often."""
 
 BUFFERS = "communication_buffers"
 
@@ -158,7 +160,7 @@ class StepProbe(TorchDispatchMode):
         self._ops_until_look = LOOK_EVERY_OPS
         self._states: set[int] = set()
         """The storages of all components but communication buffers."""
-        self._is_backward = self._had_backward = False
+        self._is_backward = self._had_backward = self._is_in_step = False
         self._num_gradients = self._gradient_bytes = 0
         """Of the backward pass that is under way, at their most."""
         self._is_active = self._is_entered = False
@@ -181,6 +183,7 @@ class StepProbe(TorchDispatchMode):
             self.__enter__()
 
     def begin_forward(self) -> None:
+        self._is_in_step = False
         self._log.enter("forward")
 
     def begin_backward(self) -> None:
@@ -198,11 +201,12 @@ class StepProbe(TorchDispatchMode):
             if key not in states and key not in self._older
         )
         self._held["activations_peak"] = max(self._held["activations_peak"], others)
+        self._is_in_step = False
         self.look()
         self._is_backward = self._had_backward = True
 
     def end_backward(self) -> None:
-        self._is_backward = False
+        self._is_backward, self._is_in_step = False, True
         if self._is_active:
             if len(self._gradients()) < self._num_gradients:
                 # The pass itself has taken some away, as where each is stepped with.
@@ -313,7 +317,7 @@ class StepProbe(TorchDispatchMode):
         if name == "inductor::resize_storage_bytes_":  # gives nothing back
             self._weigh()
         self._ops_until_look -= 1
-        if self._ops_until_look <= 0:
+        if self._ops_until_look <= 0 or (self._is_in_step and name in KINDS):
             self.look()
         else:
             if name in KINDS or self._ops_until_look % LOOK_EVERY_OPS == 0:
@@ -338,7 +342,8 @@ class StepProbe(TorchDispatchMode):
             if component != BUFFERS:
                 self._states |= found
             num_states += len(held)
-        self._ops_until_look = max(LOOK_EVERY_OPS, num_states // 4)
+        number = len(seen) if self._is_in_step else num_states
+        self._ops_until_look = max(LOOK_EVERY_OPS, number // 4)
         self._weigh()
         self._note_total()
 
@@ -444,6 +449,7 @@ class StepProbe(TorchDispatchMode):
             self._change(storage_key(storage), storage.nbytes(), is_seen_late=False)
 
     def _change(self, key: int, size: int, *, is_seen_late: bool) -> None:
+        # Another thread may have given up meanwhile.
         before, number = self._sizes.get(key), self._numbers.get(key)
         if before is None or number is None or size == before:
             return
@@ -516,26 +522,30 @@ class StepProbe(TorchDispatchMode):
             torch.cuda.synchronize(self._device)
 
 
-_resize: Any = torch.UntypedStorage.resize_
-_seeing: weakref.WeakSet[StepProbe] = weakref.WeakSet()
+_seeing: tuple[weakref.ref[StepProbe], ...] = ()
+"""Replaced as a whole: any thread may be going through it."""
+_resize: Any = None
 
 
 def see_resizes(probe: StepProbe) -> None:
     """Tell `probe`, as long as it watches, of each change of a storage's size that is
     no operator's, as FSDP frees what it has gathered."""
-    _seeing.add(probe)
+    global _seeing, _resize
+    _seeing = (*(each for each in _seeing if each() is not None), weakref.ref(probe))
     storages: Any = torch.UntypedStorage
-    if storages.resize_ is not _resize:
-        return  # it is there, and stays: what others put on top may keep it
+    before = storages.resize_
+    if before is _resize:
+        return  # it stays, for who has put something on top of it may put it back
 
-    @functools.wraps(_resize)
+    @functools.wraps(before)
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        resized = _resize(storage, size)
-        for each in [*_seeing]:
-            each.note_resize(storage)
+        resized = before(storage, size)
+        for reference in _seeing:
+            if (each := reference()) is not None:
+                each.note_resize(storage)
         return resized
 
-    storages.resize_ = resize
+    storages.resize_ = _resize = resize
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:

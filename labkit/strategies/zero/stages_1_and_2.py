@@ -106,7 +106,11 @@ class ZeRO1And2(ZeRO):
     def tensors(self) -> dict[str, Tensors]:
         zero = self._zero
         masters = zero.single_partition_of_fp32_groups
-        whole = [p.grad for p in self.module.parameters() if has_own_storage(p.grad)]
+        parameters = list(self.module.parameters())
+        # In another precision than the parameters' it adds them up in `grad_accum`.
+        added_up = [getattr(each, "grad_accum", None) for each in parameters]
+        gradients = [*(each.grad for each in parameters), *added_up]
+        whole = [each for each in gradients if has_own_storage(each)]
         partition = [
             *flat(zero.averaged_gradients.values()),
             *flat(zero.all_grad_tensors.values()),
@@ -116,7 +120,7 @@ class ZeRO1And2(ZeRO):
         return {
             # First, for a gradient may be a view of a bucket.
             "communication_buffers": self.communication_buffers(),
-            "parameters": [*self.module.parameters(), *self.module.buffers()],
+            "parameters": [*parameters, *self.module.buffers()],
             "gradients": whole if is_whole else [*partition, *whole],
             "optimizer_state": optimizer_tensors(self.optimizer),
             "master_parameters": masters,
