@@ -289,6 +289,15 @@ def test_one_large_layer_among_many_is_seen(
     assert run.memory[component].min() >= LARGE_BYTES
 
 
+def test_what_zero_has_for_a_moment_of_its_step_is_known(lab: Lab) -> None:
+    """Its part of the gradients, in fp32: while it steps it has no others."""
+    run = lab.train("zero1", UNEVEN.format(large=12), live=False)
+    moments = run.step_memory
+    moments = moments[(moments["rank"] == 0) & (moments["phase"] == "step")]
+    stepping = moments.loc[moments["activations"].idxmax()]
+    assert stepping["gradients"] >= stepping["master_parameters"]
+
+
 def test_gradients_that_a_hook_steps_with_are_counted() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
