@@ -139,7 +139,7 @@ ROWS = (
         "tokens/s",
         is_more_better=True,
         why="labkit measures memory and collectives in two of the 200 steps, each of "
-        "which takes some 150 ms longer; in a thousand steps it is four.",
+        "which takes about three times as long; in a thousand steps it is four.",
     ),
     Row(
         "gpt2_median",

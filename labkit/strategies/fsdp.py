@@ -219,7 +219,7 @@ class FSDP(Prepared):
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())
-        whole = self._gathered()
+        whole = self.communication_buffers()
         return {
             "parameters": [*map(local_part, shards), *self.module.buffers()],
             "gradients": [
@@ -233,10 +233,7 @@ class FSDP(Prepared):
             "communication_buffers": whole,
         }
 
-    def communication_buffers(self) -> Tensors:
-        return self._gathered()
-
-    def _gathered(self) -> list[torch.Tensor]:
+    def communication_buffers(self) -> list[torch.Tensor]:
         """The whole parameters of the blocks in use; the others' hold no memory."""
         found = map(whole_of, self._parts)
         return [whole for whole in found if whole is not None]

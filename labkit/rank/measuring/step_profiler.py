@@ -190,19 +190,14 @@ class StepProbe(TorchDispatchMode):
         if not self._is_active:
             return
         self._log.enter("backward")
-        states = {
-            storage_key(storage)
-            for held in self._components().values()
-            for storage in self._storages_of(held)
-        }
+        self._is_in_step = False
+        states = self.look()
         others = sum(
             storage.nbytes()
             for key, storage in self._alive()
             if key not in states and key not in self._older
         )
         self._held["activations_peak"] = max(self._held["activations_peak"], others)
-        self._is_in_step = False
-        self.look()
         self._is_backward = self._had_backward = True
 
     def end_backward(self) -> None:
@@ -326,8 +321,9 @@ class StepProbe(TorchDispatchMode):
         self._log.tick()
         return out
 
-    def look(self, *, is_after_backward: bool = False) -> None:
-        """Note the bytes of every component, where they are more than before.
+    def look(self, *, is_after_backward: bool = False) -> set[int]:
+        """Note the bytes of every component, where they are more than before; their
+        storages.
 
         Those of gradients as a rule after a backward pass only: on their way from one
         place to another some are in both.
@@ -346,6 +342,7 @@ class StepProbe(TorchDispatchMode):
         self._ops_until_look = max(LOOK_EVERY_OPS, number // 4)
         self._weigh()
         self._note_total()
+        return seen
 
     def _look_at(
         self,
