@@ -14,6 +14,7 @@ from labkit.checks import UserError
 from labkit.compat.deepspeed import compile_late
 from labkit.compat.gate import Gate
 from labkit.compat.gate import version_of
+from labkit.compat.torch import ThreadSettings
 
 COMPAT = Path(__file__).parents[1] / "labkit" / "compat"
 MODULES = sorted(
@@ -135,3 +136,11 @@ def test_what_is_compiled_late_is_compiled_once_when_it_is_called() -> None:
     assert len(graphs) == 1
     torch.testing.assert_close(inner(x), x.sin())
     assert len(graphs) == 2
+
+
+def test_autograd_has_its_threads_back_after_an_interrupt() -> None:
+    """In the `__exit__` of what took them, or before its `with` has begun."""
+    settings = ThreadSettings()
+    torch.autograd.set_multithreading_enabled(False)
+    settings.restore()
+    assert torch.autograd.is_multithreading_enabled()

@@ -31,6 +31,7 @@ from labkit.rank.group.settings import set_variables
 from labkit.rank.measuring import devices
 from labkit.rank.measuring import memory
 from labkit.rank.telemetry.emitter import Emitter
+from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
 from labkit.strategies.model.shards import norm_of_parts
@@ -634,6 +635,9 @@ def test_a_batch_that_was_cut_short_is_known() -> None:
     with pytest.raises(RuntimeError) as at_end, batch(group, GPU):
         pass
     assert c10d.is_batch_cut(at_end.value)
+    on_top = KeyboardInterrupt()  # in what shows the error
+    on_top.__context__ = at_end.value
+    assert any(map(c10d.is_batch_cut, chain(on_top)))
     assert not c10d.is_batch_cut(RuntimeError("another one"))
     with pytest.raises(KeyboardInterrupt) as within, batch(group, None):
         raise KeyboardInterrupt  # NCCL has not begun anything
