@@ -63,3 +63,36 @@ def test_every_notebook_is_in_the_table(name: str) -> None:
 def test_every_row_of_a_table_of_notebooks_has_one(name: str) -> None:
     rows = re.findall(r"^\| \d\d \|.*", PAGES[name].read_text(), re.MULTILINE)
     assert rows == [], "no such notebook, or run benchmarks/notebooks.py --no-run"
+
+
+MEASURED = {  # rows of the README's table, and those of the page that they are from
+    "start, to a cell that all-reduces": "start to a cell that all-reduces, 2 ranks",
+    "a trivial cell on all ranks": "a trivial cell, 2 ranks",
+    "one rank raises, the other is in `all_reduce`": (
+        "one rank raises, others in all_reduce: to the prompt"
+    ),
+    "`kill -9` while the other is in `all_reduce`": (
+        "`kill -9` of a rank, others in all_reduce: to the prompt"
+    ),
+    "interrupt inside a collective": "interrupt inside collectives: to the prompt",
+}
+
+
+def columns(text: str, row: str) -> list[str]:
+    """The cells of the first row of a table that begins so, without marks."""
+    lines = (
+        line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"
+    )
+    [_, *cells] = next(each for each in lines if each[0].strip() == row)
+    return [cell.replace("*", "").strip() for cell in cells]
+
+
+@pytest.mark.parametrize("row", MEASURED)
+def test_the_figures_beside_the_peers_are_those_of_their_page(row: str) -> None:
+    page = (ROOT / "docs/about/peers.md").read_text()
+    names = columns(page, "")
+    measured = dict(zip(names, columns(page, MEASURED[row]), strict=True))
+    heads = [each.split()[0].lower() for each in columns(ENGLISH, "")]
+    for name, told in zip(heads, columns(ENGLISH, row), strict=True):
+        figure = measured[name].split(" (")[0]
+        assert told.startswith(figure), name
