@@ -14,6 +14,7 @@ import pytest
 from labkit.compat.ipython import options_of
 from labkit.magics.lab_magics import LabMagics
 from labkit.rank.engine.cell_runner import TRAINING_NAMES
+from labkit.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -90,6 +91,17 @@ def test_every_option_of_every_magic_is_on_the_page(site: Path) -> None:
         for action in options_of(getattr(LabMagics, name).parser):
             for option in action.option_strings:
                 assert option in text, (name, option)
+
+
+def test_every_magic_and_strategy_is_in_the_table_of_its_page() -> None:
+    """These pages are read on GitHub too, where nothing is filled in."""
+    page = (ROOT / "docs/reference/magics.md").read_text()
+    for kind, sign in (("line", "%"), ("cell", "%%")):
+        for name in LabMagics.magics[kind]:
+            assert re.search(rf"`{sign}{name}\b", page), f"{sign}{name}"
+    page = (ROOT / "docs/reference/strategies.md").read_text().replace("`", "")
+    for each in STRATEGIES.values():
+        assert f"| {each.name} | {each.description} |" in page
 
 
 @pytest.mark.long

@@ -1,8 +1,9 @@
 """What pages take from elsewhere in the repository: notebooks, files, help texts.
 
-A page says `{{ FILE }}` for a file of the repository, `{{ magics }}` for the magics
-with their arguments, `{{ strategies }}` for their table, and `{{ cell functions }}` for
-the functions of a cell. A link that leads somewhere in the repository does so here.
+A page says `{{ [FILE](PATH) }}` for a file of the repository, which is a link where the
+page is read as it is, `<!-- {{ magics }} -->` for the magics with their arguments, and
+`{{ cell functions }}` for the functions of a cell. A link that leads somewhere in the
+repository does so here.
 """
 
 import inspect
@@ -24,7 +25,6 @@ from labkit.rank.engine.cell_runner import TRAINING_NAMES
 from labkit.rank.engine.cell_runner import checkpoint_names
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.session import Session
-from labkit.strategies import STRATEGIES
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -39,7 +39,9 @@ PAGES = {  # of files outside of this folder
     ROOT / "notebooks/README.md": NOTEBOOKS / "index.md",
 }
 LINK = re.compile(r"\[([^\]\[]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-PLACE = re.compile(r"^\{\{ (.+) \}\}$", re.MULTILINE)
+PLACE = re.compile(
+    r"^(?:<!-- )?\{\{ (?:\[(.+)\]\(.+\)|(.+)) \}\}(?: -->)?$", re.MULTILINE
+)
 
 
 def repository() -> str | None:
@@ -99,12 +101,10 @@ def read_source(app: Sphinx, docname: str, content: list[str]) -> None:
         origin = ROOT / "notebooks/README.md"
 
     def fill(match: re.Match[str]) -> str:
-        if match[1] == "magics":
+        if match[2] == "magics":
             return "\n".join(magics())
-        if match[1] == "cell functions":
+        if match[2] == "cell functions":
             return "\n".join(cell_functions(app))
-        if match[1] == "strategies":
-            return "\n".join(strategies())
         path = ROOT / match[1]
         app.env.note_dependency(str(path))
         return relinked(path.read_text(), path, page)
@@ -119,7 +119,7 @@ def read_source(app: Sphinx, docname: str, content: list[str]) -> None:
 
 def generated(app: Sphinx, *_: Any) -> list[str]:
     """Pages that are made from labkit itself, which may have changed."""
-    return ["reference/magics", "reference/strategies", "reference/api"]
+    return ["reference/magics", "reference/api"]
 
 
 # ---- magics ----
@@ -177,13 +177,6 @@ def code_words(text: str) -> str:
     """A help text in which magics, options and calls are code."""
     marked = re.sub(r"(?<![\w`%-])(%%?dist\w*|--[a-z][\w-]+|\w+\(.*?\))", r"`\1`", text)
     return marked.replace("|", "\\|")
-
-
-def strategies() -> Iterator[str]:
-    """The table of strategies."""
-    yield "| | |\n|---|---|"
-    for each in STRATEGIES.values():
-        yield f"| `{each.name}` | {code_words(each.description)} |"
 
 
 # ---- the functions of a cell ----

@@ -95,7 +95,7 @@ class LabMagics(Magics):
     @line_magic
     @parsed
     def dist_start(self, args: Args) -> None:
-        """Start a cluster: one engine per rank, all in one process group."""
+        """Start a lab: one process per rank, all in one process group."""
         progress = ProgressLine()
         lab = start_lab(StartOptions(**given(StartOptions, args)), on_progress=progress)
         progress.end(ready_line(lab))
