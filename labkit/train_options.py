@@ -92,8 +92,8 @@ class TrainOptions:
     )
     average_after: int | None = option(
         None,
-        "average gradients in the first steps, and parameters after this many "
-        "(post-local SGD); goes with average_every",
+        "with --average-every: average gradients in the first steps, and parameters "
+        "after this many (post-local SGD)",
         partial(check_count, meaning="the steps in which gradients are averaged"),
         metavar="STEP",
     )

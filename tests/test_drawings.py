@@ -131,7 +131,7 @@ def in_reverse(rank: int, num_ranks: int, num_microbatches: int) -> list[Pass]:
 @pytest.mark.parametrize(
     ("order", "verdict"),
     [
-        (by_microbatch, "right, and not solved yet: with 2 ranks and 4 microbatches "),
+        (by_microbatch, "valid, but not solved yet: with 2 ranks and 4 microbatches "),
         (all_forward, "by formula 20%, and one keeps 4 of the microbatches; the num"),
         (in_reverse, "not right: with 2 ranks and 4 microbatches ranks wait forever"),
         (lambda *_: [("forward", 0)], "rank 0 does not do each forward and each back"),
@@ -175,6 +175,6 @@ check("ring_all_reduce", lambda tensor: dist.all_reduce(tensor) or tensor)
     told = capsys.readouterr().out
     assert "swap_two_ranks: solved: " in told
     assert "ring_all_reduce: solved: a rank sends 1.50 times" in told
-    assert "right, and not solved yet: a rank sends 3.00 times" in told
+    assert "valid, but not solved yet: a rank sends 3.00 times" in told
     assert "not right: rank 0 does not return the sum of 12000 elements" in told
     assert "not right: it calls allreduce" in told

@@ -106,6 +106,8 @@ def test_every_magic_and_option_has_help() -> None:
         magic = getattr(LabMagics, name)
         assert magic.__doc__.strip(), name
         assert all(action.help for action in magic.parser._actions), name
+        cut = [line for line in magic.__doc__.splitlines() if line.endswith("-")]
+        assert cut == [], "an option is cut in two: it cannot be copied"
 
 
 def test_help_is_shown_and_nothing_runs(kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Says whether an answer to an exercise is right, and whether it beats the number."""
+"""Says whether an answer to an exercise is valid, and whether it beats the number."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def check(exercise: str, *answer: Any, **more: Any) -> None:
-    """Print whether `answer` is right, and whether it beats the exercise's number.
+    """Print whether `answer` is valid, and whether it beats the exercise's number.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def check(exercise: str, *answer: Any, **more: Any) -> None:
         print(f"{exercise}: solved: {verdict.measured} (to beat: {verdict.to_beat})")
     else:
         print(
-            f"{exercise}: right, and not solved yet: {verdict.measured}; "
+            f"{exercise}: valid, but not solved yet: {verdict.measured}; "
             f"the number to beat is {verdict.to_beat}"
         )
 

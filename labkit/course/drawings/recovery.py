@@ -45,9 +45,7 @@ def draw_recovery(*, every: int, died_at: int, num_steps: int) -> RunFigure:
         "color": INK,
     }
     axes.text(died_at + 4, 1, "a rank dies; the hatched steps are lost", **words)
-    axes.text(
-        resumed - 4, 0, "resume from the last checkpoint", **{**words, "ha": "right"}
-    )
+    axes.text(resumed + 4, 0.5, "resume from the last checkpoint", **words)
     style_axes(axes, "optimizer step", "")
     axes.set_yticks([1, 0], ["first run", "second run"])
     axes.set(xlim=(0, num_steps), ylim=(-0.5, 1.5))

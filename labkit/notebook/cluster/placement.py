@@ -167,7 +167,7 @@ class StartOptions:
     )
     launcher_options: str | None = option(
         None,
-        "more options for salloc or mpiexec, in quotes, as "
+        "more options for salloc or mpiexec, in quotes, such as "
         '"--partition=gpu --time=1:00:00"',
         check_words,
         metavar="OPTIONS",

@@ -161,7 +161,9 @@ class HangDetector:
 
         bundle = {
             "text/plain": text,
-            "text/html": f"<pre style='margin:0'>{html.escape(text)}</pre>",
+            "text/html": (
+                f"<pre style='margin:0;word-break:normal'>{html.escape(text)}</pre>"
+            ),
         }
         if self._handle is None:
             self._before_output()

@@ -246,7 +246,7 @@ class StepProfile:
 
         from labkit.notebook.plots.figure import to_png
 
-        words = f"<pre>{html.escape(repr(self))}</pre>"
+        words = f"<pre style='word-break:normal'>{html.escape(repr(self))}</pre>"
         display({"text/plain": repr(self), "text/html": words}, raw=True)
         picture = f"<lanes of {self.name} by rank>"
         png = to_png(self.plot())
