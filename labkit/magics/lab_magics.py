@@ -355,7 +355,7 @@ class LabMagics(Magics):
         "--delete",
         nargs="+",
         metavar="NAME",
-        help="delete these runs from disk, by name or folder; asks nothing",
+        help="delete these runs from disk, by name or folder, without asking",
     )
     @line_magic
     @parsed

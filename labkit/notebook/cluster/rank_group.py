@@ -134,8 +134,8 @@ class RankGroup:
             if needed := [r for r in dead if alone is None or r in alone]:
                 raise UserError(
                     "; ".join(f"rank {rank}: {self.state(rank)[1]}" for rank in needed)
-                    + "; %dist_restart (lab.restart()) brings back what is dead, "
-                    "%dist_restart --all every rank"
+                    + "; %dist_restart (lab.restart()) brings dead ranks back, "
+                    "%dist_restart --all restarts every rank"
                 )
             if not (dead or self._is_whole):
                 self._form()

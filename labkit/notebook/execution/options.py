@@ -175,8 +175,8 @@ def check_special(strategy: Strategy, options: RunOptions) -> None:
         if getattr(options, name) != getattr(plain, name):
             takers = [each.name for each in STRATEGIES.values() if name in each.options]
             raise ValueError(
-                f"{flag_of(name)} is for {', '.join(takers)}, and {strategy.name} has "
-                "nothing that it could set; leave it out"
+                f"{flag_of(name)} is for {', '.join(takers)} and does nothing under "
+                f"{strategy.name}; leave it out"
             )
 
 
