@@ -68,7 +68,7 @@ def test_a_host_has_the_whole_model_where_the_mesh_has_two_axes(
         ("ddp", "dp=0", "write axes and their sizes, 1 or more, with commas"),
         ("ddp", "dp=1,dp=2", "each axis once"),
         ("ddp", 2, "mesh is 2; it must be text with the sizes of axes"),
-        ("single", "dp=1", "--mesh is for ddp, .*, and single has nothing"),
+        ("single", "dp=1", "--mesh is for ddp, .* and does nothing under single"),
         ("raw", "dp=2", "--mesh is for the cell to do"),
     ],
 )
