@@ -260,6 +260,7 @@ def patched_places() -> list[Any]:
     return [
         list(backward._watchers),
         torch.amp.GradScaler.scale,
+        torch.amp.GradScaler._unscale_grads_,
         dict(torch_optimizer._global_optimizer_pre_hooks),
         dict(torch_optimizer._global_optimizer_post_hooks),
     ]

@@ -16,6 +16,11 @@ from labkit.compat.gate import Gate
 
 GATE = Gate("torch")
 
+Overflows = dict[torch.device, torch.Tensor]
+"""By device: 1.0 if a gradient there is infinite or NaN, otherwise 0.0."""
+Unscale = Callable[[Any], Overflows]
+"""Divides the gradients of an optimizer by what the loss was scaled by."""
+
 with GATE.imports():
     # torch has pytrees, fake tensors and dispatch modes in private modules only. As
     # extensions use them they are stable in fact: its documentation names them.
@@ -376,6 +381,31 @@ def forget_unscaling(
 ) -> None:
     """Let `scaler.unscale_` be called again: it refuses a second time in a step."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+@GATE.needs("torch.amp:GradScaler._unscale_grads_")
+@contextlib.contextmanager
+def unscaling_by(unscale: Callable[[Any, Unscale], Overflows]) -> Iterator[None]:
+    """Have gradients of an optimizer unscaled by `unscale(optimizer, take)`, where
+    `take` is what every GradScaler does with what has `param_groups`."""
+    scaler_type: Any = torch.amp.GradScaler
+    original = scaler_type._unscale_grads_
+
+    def unscale_grads(scaler: Any, optimizer: Any, *args: Any, **kw: Any) -> Overflows:
+        return unscale(optimizer, lambda each: original(scaler, each, *args, **kw))
+
+    scaler_type._unscale_grads_ = unscale_grads
+    try:
+        yield
+    finally:
+        scaler_type._unscale_grads_ = original
+
+
+def unscaled_before_step(optimizer_type: Any) -> Any:
+    """A class of optimizers whose gradients a GradScaler unscales before their step, as
+    it leaves to a fused optimizer, with the step itself where they overflow."""
+    optimizer_type._step_supports_amp_scaling = False
+    return optimizer_type
 
 
 def load_compiler() -> None:

@@ -79,6 +79,7 @@ class FSDP(Prepared):
 
     def wrap(self) -> None:
         check_elementwise(self.optimizer)
+        check_fused(self.optimizer)
         for name, parameter in self.module.named_parameters():
             check_hooks(name, parameter)
         patch_dtensor()
@@ -319,6 +320,17 @@ def check_hooks(name: str, parameter: Any) -> None:
             f"{name} has a hook for its gradient, which fully_shard never calls: it "
             "sets gradients by itself. Change parameter.grad between backward and "
             "step instead, or use ddp"
+        )
+
+
+def check_fused(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError for an update in one kernel that torch does not have for
+    shards: it has those of Adam and AdamW."""
+    has_kernel = isinstance(optimizer, torch.optim.Adam)  # as AdamW is
+    if not has_kernel and any(g.get("fused") for g in optimizer.param_groups):
+        raise UnsupportedLoopError(
+            f"{type(optimizer).__name__} has fused=True, which torch has for shards "
+            "of parameters in Adam and AdamW alone; leave it out"
         )
 
 

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.torch import Overflows
+from labkit.compat.torch import Unscale
 from labkit.compat.torch import forget_unscaling
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map_only
@@ -43,6 +45,7 @@ from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model import states
 from labkit.strategies.model.materialize import give_values
 from labkit.strategies.model.shards import norm_of_parts
+from labkit.strategies.model.shards import unscale_parts
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
@@ -283,6 +286,16 @@ class Prepared:
         if self.scaler is not None and any(p.grad is not None for p in self.updated()):
             self.scaler.unscale_(self.optimizer)
             self._is_unscaled = True
+
+    def unscale(self, take: Unscale) -> Overflows:
+        """Let a GradScaler, the loop's own or this one's, unscale the gradients: where
+        the model is in parts, an overflow in one is one on all ranks. Then collective.
+        """
+        if not self.has_parts:
+            return take(self.optimizer)
+        has_overflow = unscale_parts(list(self.updated()), take)
+        (value,) = self.team.greatest([has_overflow])
+        return {self.device: torch.full((), float(value), device=self.device)}
 
     def scale_gradients(self) -> None:
         """Another backward pass will add to them."""

@@ -71,6 +71,8 @@ def run_plainly(
 def clip_before_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
     """What `--clip` is to do: the norm of an optimizer's gradients, just before it
     steps."""
+    # A fused optimizer would unscale them in its kernel, which is too late.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     def clip() -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -14,6 +14,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from labkit.compat.torch import Overflows
+from labkit.compat.torch import Unscale
+from labkit.compat.torch import unscaling_by
 from labkit.strategies.autograd import backward
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import Seeds
@@ -59,6 +62,9 @@ class LossHooks:
         is to be differentiated, too."""
         self.check_scaler: Callable[[], None] = lambda: None
         """Called before a loop scales its loss itself."""
+        self.unscale: Callable[[Any, Unscale], Overflows]
+        self.unscale = lambda optimizer, take: take(optimizer)
+        """Called for a GradScaler that unscales the gradients of an optimizer."""
         self.check_inputs: Callable[[Roots], None] = lambda inputs: None
         """Called before a backward pass that is for some tensors alone."""
         self.check_graph: Callable[[], None] = lambda: None
@@ -132,7 +138,7 @@ class LossHooks:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch backward passes, `GradScaler.scale` and every optimizer's step."""
+        """Watch backward passes, every GradScaler and every optimizer's step."""
         scale = torch.amp.GradScaler.scale
 
         def noticed_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -161,12 +167,15 @@ class LossHooks:
             register_optimizer_step_post_hook(after_step),
         ]
         try:
-            with backward.watching(self):
+            with backward.watching(self), unscaling_by(self._unscale):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
             torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+    def _unscale(self, optimizer: Any, take: Unscale) -> Overflows:
+        return self.unscale(optimizer, take)
 
     # ---- called by `labkit.strategies.autograd.backward` ----
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import unscaled_before_step
 from labkit.rank.training.forward_state import ForwardState
 from labkit.rank.training.forward_state import differing
 from labkit.rank.training.forward_state import digest
@@ -22,6 +23,7 @@ from labkit.strategies.prepared import Prepared
 TakeStep = Callable[["PreparedOptimizer", Closure | None], Any]
 
 
+@unscaled_before_step
 class PreparedOptimizer(torch.optim.Optimizer):
     """Stands for the user's optimizer: the same groups and state.
 

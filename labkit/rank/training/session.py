@@ -25,6 +25,8 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
+from labkit.compat.torch import Overflows
+from labkit.compat.torch import Unscale
 from labkit.compat.torch import no_dispatch
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
@@ -150,6 +152,7 @@ class Session:
         self._loss_hooks = LossHooks(self._after_optimizer_step)
         self._loss_hooks.on_backward = self._on_backward
         self._loss_hooks.on_step_begins = self._begin_step
+        self._loss_hooks.unscale = self._unscale
         self._has_passed = False
         """Whether there was a backward pass."""
         self._report = report
@@ -826,6 +829,12 @@ class Session:
         return self.peers.all_reduce(weight * torch.as_tensor(loss).detach())
 
     # ---- the step ----
+
+    def _unscale(self, optimizer: Any, take: Unscale) -> Overflows:
+        for each in self._optimizers:
+            if optimizer is each or optimizer is each.prepared.optimizer:
+                return each.prepared.unscale(take)
+        return take(optimizer)
 
     def _take_step(self, optimizer: PreparedOptimizer, closure: Closure | None) -> None:
         step = optimizer.prepared.step

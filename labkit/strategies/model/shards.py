@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.torch import Unscale
 
 EACH_ITS_OWN = (
     "Save a file on every rank and load each rank's own, or use "
@@ -98,6 +100,21 @@ def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def unscale_parts(parameters: Sequence[torch.Tensor], take: Unscale) -> bool:
+    """Unscale this rank's parts of gradients; whether any overflows here.
+
+    torch does it for gradients of one mesh, all sharded alike.
+    """
+    parts = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            part = local_part(parameter).detach()
+            part.grad = local_part(parameter.grad)
+            parts.append(part)
+    found = take(SimpleNamespace(param_groups=[{"params": parts}]))
+    return any(bool(each) for each in found.values())
 
 
 def shapes_of_parts(parameters: Mapping[str, Any]) -> dict[str, torch.Size]:
