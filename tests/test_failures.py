@@ -480,7 +480,10 @@ def test_a_rank_that_ran_out_of_memory_is_distinguished_from_one_that_was_killed
     assert_all_is_well(lab)
 
 
-def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
+def test_a_rank_that_dies_while_idle_is_found_out(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.run("from math import log")
     pid = int(lab.status()["pid"][0])
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: lab.status()["state"][0] == "dead", 10, "the death is unnoticed")
@@ -492,7 +495,11 @@ def test_a_rank_that_dies_while_idle_is_found_out(lab: Lab) -> None:
         with pytest.raises(RuntimeError, match=said):
             lab.pull("kept", ranks, full=is_full)
     assert lab.restart() == [0]
-    lab.run("kept = 100 + rank")
+    # A cell would run with another function there, where any other name is missing.
+    said = "labkit: log is your own on rank 1, and labkit's on rank 0: run the cell"
+    assert said in capsys.readouterr().err
+    lab.run("from math import log")
+    lab.run("assert log(1) == 0; del log; kept = 100 + rank")
     assert_all_is_well(lab)
 
 

@@ -433,8 +433,7 @@ def test_what_a_cell_compiles_is_compiled(lab: Lab, what: str, strategy: str) ->
 def test_a_profiler_does_not_see_the_measuring(lab: Lab) -> None:
     code = SMALL.replace("randn(48", "randn(160").replace(
         "for x, y in loader:",
-        "from torch.profiler import profile\n"
-        "profiler = profile()\n"
+        "profiler = torch.profiler.profile()\n"
         "profiler.start()\n"
         "for step, (x, y) in enumerate(loader):\n"
         "    if step == 5:\n"

@@ -14,7 +14,6 @@ from marks import in_suites
 
 import labkit
 from labkit import Lab
-from labkit import RankError
 from labkit.checks import steps_to_profile
 from labkit.notebook.execution.elastic import Elastic
 from labkit.notebook.history.collector import Collector
@@ -679,7 +678,7 @@ train(more)
 
 
 def test_a_rank_that_sleeps_is_named(lab: Lab) -> None:
-    run = profiled(lab, "train(lambda x: time.sleep(0.03 * rank))")
+    run = profiled(lab, "train(lambda x: time.sleep(0.2 * rank))")
     [reason, *_] = run.profile.reasons
     assert reason.startswith("Rank 0 waits ")
     assert "for rank 1, which spends " in reason
@@ -764,23 +763,9 @@ train(counted)
 """
 
 
-RECORDED = """
-import json
-from torch._C import _distributed_c10d as c10d
-for call in json.loads(c10d._dump_fr_trace_json())["entries"][-40:]:
-    keys = "process_group", "collective_seq_id", "time_created_ns", "input_sizes"
-    print([call[key] for key in keys])
-"""
-"""What a rank has called: all of it is the same on both, or gloo ends one of them."""
-
-
 def test_a_block_is_recorded_as_a_step(lab: Lab) -> None:
     code = CODE + BLOCK.format(more="")
-    try:
-        profile = lab.train("ddp", code, live=False).profile
-    except RankError:
-        lab.run(RECORDED, ranks=[1])  # the other one has died
-        raise
+    profile = lab.train("ddp", code, live=False).profile
     assert list(profile.steps["step"]) == [5, 5]
     assert re.search(r": step 5, [\d.]+ ms(,|\n)", repr(profile))
     assert "aten::exp" in set(profile.operators["operator"])

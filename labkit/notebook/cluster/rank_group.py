@@ -24,6 +24,7 @@ from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.cluster.reach import SilentRankError
 from labkit.notebook.hosts.hosts import Hosts
 from labkit.notebook.kernel import interrupts
+from labkit.rank_spec import format_ranks
 from labkit.records import Outcome
 from labkit.records import Placement
 
@@ -91,6 +92,7 @@ class RankGroup:
         self._life = life
         self._busy = threading.Lock()
         self._is_whole = False
+        self._has_new_ranks = False
 
     @property
     def is_stopped(self) -> bool:
@@ -230,6 +232,7 @@ class RankGroup:
             each.key: (placements[rank], each.stack_file)
             for rank, each in engines.items()
         }
+        self._has_new_ranks |= len(ranks) < len(placements)
         notes = self.cluster.call(f"{_CALLS}:install", places, ranks=ranks)
         for rank in ranks:
             self.cluster.listen(rank)
@@ -257,6 +260,24 @@ class RankGroup:
                 f"gave {sums}; %dist_restart --all restarts every rank"
             )
         self._is_whole = True
+        if self._has_new_ranks:
+            self._has_new_ranks = False
+            self._compare_names()
+
+    def _compare_names(self) -> None:
+        """Say where a cell would find labkit's function on a new rank, and the user's
+        of the same name on others."""
+        by_rank = self.cluster.call(f"{_CALLS}:own_names", ranks=self.everyone)
+        for name in sorted(set().union(*by_rank)):
+            each = zip(self.in_lab, by_rank, strict=True)
+            own = [rank for rank, names in each if name in names]
+            if new := set(self.in_lab).difference(own):
+                print(
+                    f"labkit: {name} is your own on {format_ranks(own)}, and labkit's "
+                    f"on {format_ranks(new)}: run the cell again that imports or "
+                    "defines it",
+                    file=sys.stderr,
+                )
 
     def _places(self) -> dict[tuple[str, int], Placement]:
         """The place of each rank by host and process id, in order of rank."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ class CellRunner:
         self._loaded_first = frozenset(sys.modules)
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
+        self._names: Sequence[str] = ()
+        """Those of labkit's functions in the last cell."""
         self._is_serving = False
         """Whether this rank serves others in the place of the cell."""
         self._script_file = ""
@@ -502,10 +505,15 @@ class CellRunner:
 
     def _inject(self, names: dict[str, Any]) -> None:
         """Put labkit's functions into the namespace, but never over a user's own."""
-        namespace = self.shell.user_ns
-        for name, value in names.items():
-            if name not in namespace or namespace[name] is self._injected.get(name):
-                namespace[name] = self._injected[name] = value
+        self._names = tuple(names)
+        for name in names.keys() - self.own_names():
+            self.shell.user_ns[name] = self._injected[name] = names[name]
+
+    def own_names(self) -> set[str]:
+        """Names of labkit's functions that the user's cells have for something else."""
+        namespace, ours = self.shell.user_ns, self._injected
+        found = {name for name in self._names if name in namespace}
+        return {name for name in found if namespace[name] is not ours.get(name)}
 
     def _take_function(self, names: dict[str, Any]) -> Any:
         """The function sent by `receive_function`, as a call without arguments.

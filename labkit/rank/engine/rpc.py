@@ -97,6 +97,11 @@ def runner() -> CellRunner:
     return _runner
 
 
+def own_names() -> set[str]:
+    """Names of labkit's functions that the user's cells have for something else."""
+    return runner().own_names()
+
+
 def lost_device() -> str:
     """Why this rank can be in no group any more; "" where it can."""
     return why_lost(runner().group.device)
