@@ -34,6 +34,7 @@ from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.stack_trace import oldest_under_way
 from labkit.records import Batch
+from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.model.shards import norm_of_parts
 from labkit.strategies.model.states import move_states
 from labkit.strategies.options import replace_batchnorm
@@ -778,3 +779,14 @@ def test_a_part_of_the_update_on_the_cpu_loses_no_states() -> None:
 def test_a_tensor_elsewhere_is_on_the_gpu_that_it_is_on_there() -> None:
     for device, number in ((torch.device("cuda", 3), 3), (torch.device("cpu"), -1)):
         assert elsewhere(torch.empty(2, device="meta"), device).get_device() == number
+
+
+# ---- messages ----
+
+
+def test_nccl_is_given_what_is_on_the_device() -> None:
+    """Another rank may ask for a state that a loop has made on the CPU."""
+    group: Any = "over NCCL"
+    control: Any = "over gloo"
+    channel = Channel(group, control, torch.device("meta"))
+    assert channel._as_sent(torch.ones(2)).is_meta

@@ -81,7 +81,7 @@ class Channel:
         for tensor in tensors:
             if tensor.numel():
                 group = self._towards(to, self.rank)
-                self._send(self._as_sent(tensor), to, group, _TENSORS)
+                self._send(self._as_sent(as_real(tensor)), to, group, _TENSORS)
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -93,7 +93,7 @@ class Channel:
         """Fill them with what rank `source` sends."""
         began = time.perf_counter()
         waiting = []
-        for tensor in tensors:
+        for tensor in map(as_real, tensors):
             if tensor.numel():
                 place = self._as_sent(tensor)
                 tag = self._tag(_TENSORS)
@@ -102,7 +102,7 @@ class Channel:
                 waiting.append((work, place, tensor))
         for work, place, tensor in waiting:
             _wait(work)
-            if place is not tensor and place.data_ptr() != tensor.data_ptr():
+            if place is not tensor:
                 tensor.copy_(place)
         self.seconds_waited += time.perf_counter() - began
 
@@ -120,9 +120,9 @@ class Channel:
         return tag if self.group is self.control else 0  # NCCL has none
 
     def _as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the backend takes it: gloo none that is on a GPU."""
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return tensor.cpu() if self.group is self.control else tensor
+        """As the backend takes it: gloo none that is on a GPU, NCCL no other, as the
+        states of an optimizer that has trained on the CPU."""
+        return tensor.to("cpu" if self.group is self.control else self.device)
 
 
 class Inbox:
@@ -159,6 +159,11 @@ class Inbox:
                 return
             kind = words["kind"]
             self._came.put((source, words))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, in the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wait(work: Any, limit: timedelta | None = None) -> None:
