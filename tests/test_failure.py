@@ -199,7 +199,7 @@ def test_the_notebook_shows_the_cause_of_a_death_in_place_of_a_traceback() -> No
     outcomes = [stopped(0), died(1)]
     assert RankError(outcomes[1], outcomes)._render_traceback_() == [
         died(1).summary(),
-        "rank 0: stopped at line 5: dist.barrier(), because rank 1 failed",
+        "rank 0: stopped at line 5: dist.barrier(), because rank 1 died",
     ]
 
 

@@ -59,11 +59,9 @@ class RankError(RuntimeError):
             if first.status == "died" and LOST_CONNECTION.search(each.evalue):
                 lost = f"lost its connection to rank {first.rank}"
                 each = replace(each, evalue=lost)
-            because = (
-                f", because rank {first.rank} failed"
-                if each.status == "interrupted"
-                else ""
-            )
+            what = "died" if first.status == "died" else "failed"
+            is_freed = each.status == "interrupted"
+            because = f", because rank {first.rank} {what}" if is_freed else ""
             lines.append(each.summary(because))
         return lines
 

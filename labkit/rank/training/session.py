@@ -894,3 +894,8 @@ def speak_as_ddp(model: nn.Module) -> None:
     for name, value in {"module": model, "no_sync": contextlib.nullcontext}.items():
         if not hasattr(model, name):
             vars(model)[name] = value  # no child: that would make it a part of itself
+
+
+for _method in (Session.prepare, Session.fit, Session.log, Session.stop_early):
+    # An error about its arguments names it, and cells have it under this name.
+    _method.__qualname__ = _method.__name__
