@@ -641,7 +641,7 @@ def test_a_rank_does_not_load_the_part_of_another(
     assert lab.pull("is_same", "all") == [True, True]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp", "zero3"])
 def test_all_ranks_load_what_one_has_a_copy_of(
     lab: Lab, tmp_path: Path, strategy: str
 ) -> None:

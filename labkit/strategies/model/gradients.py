@@ -277,10 +277,11 @@ def leaves_of(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def is_of_cell(frame: Any) -> bool:
-    """Whether this is not code of DeepSpeed or labkit, if by way of torch."""
+    """Whether this is not code of DeepSpeed or labkit, if by way of torch, or of the
+    check of what a cell loads."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package != "torch":
+        if package != "torch" and frame.f_code.co_name != "checked_load":
             return package not in ("deepspeed", "labkit")
         frame = frame.f_back
     return False

@@ -36,7 +36,7 @@ def checking_loads() -> Iterator[None]:
     load = nn.Module.load_state_dict
 
     @functools.wraps(load)
-    def checked(
+    def checked_load(
         self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any
     ) -> Any:
         is_to_check = isinstance(state_dict, Mapping) and dist.is_initialized()
@@ -48,7 +48,7 @@ def checking_loads() -> Iterator[None]:
                 )
         return load(self, state_dict, *args, **options)
 
-    nn.Module.load_state_dict = checked  # type: ignore[method-assign]
+    nn.Module.load_state_dict = checked_load  # type: ignore[method-assign]
     try:
         yield
     finally:
