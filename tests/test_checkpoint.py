@@ -641,13 +641,24 @@ def test_a_rank_does_not_load_the_part_of_another(
     assert lab.pull("is_same", "all") == [True, True]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
 def test_all_ranks_load_what_one_has_a_copy_of(
     lab: Lab, tmp_path: Path, strategy: str
 ) -> None:
     code = setup("sgd") + WHOLE + f"path = '{tmp_path}/of-0.pt'" + BY_HAND
     lab.train(strategy, code, live=False)  # hsdp: two copies, on a host of two ranks
     assert lab.pull("is_same", "all") == [True, True]
+
+
+def test_zero3_loads_weights_that_are_in_parts(lab: Lab) -> None:
+    loops = Path(__file__).parent / "conformance" / "loops"
+    code = (loops / "load_state_dict_after_prepare.py").read_text()
+    head = "expected = pretrained['0.weight'].clone()\n"
+    check = (
+        "whole = model.state_dict()['0.weight'].cpu()\nassert whole.equal(expected)\n"
+    )
+    begin, load, _ = code.partition("model.load_state_dict(pretrained)\n")
+    lab.train("zero3", begin + head + load + check, live=False)
 
 
 # All that it starts have no `flock`, as files have none on Lustre by default.
