@@ -319,7 +319,7 @@ def check_hooks(name: str, parameter: Any) -> None:
         raise UnsupportedLoopError(
             f"{name} has a hook for its gradient, which fully_shard never calls: it "
             "sets gradients by itself. Change parameter.grad between backward and "
-            "step instead, or use ddp"
+            "step instead, which is that of the whole batch"
         )
 
 

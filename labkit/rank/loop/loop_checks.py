@@ -11,6 +11,8 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
+from labkit.rank.loop.gradient_hooks import OF_A_PART
+from labkit.rank.loop.gradient_hooks import TOO_LATE
 from labkit.rank.loop.own_gradients import gradient_use
 from labkit.rank.loop.own_gradients import group_gradient_use
 from labkit.rank.loop.rank_guards import lonely_use
@@ -201,6 +203,24 @@ class LoopChecks:
                 "loss.backward() and read parameter.grad, which is that of the whole "
                 "batch, or use %%dist_train raw"
             )
+
+    def see_hook(self, parameter: nn.Parameter, is_after: bool) -> None:
+        """The loop is about to register a hook for the gradient of a parameter, which
+        is called after this is in `parameter.grad`, or before."""
+        for each in self._prepared():
+            named = each.module.named_parameters()
+            name = next((name for name, p in named if p is parameter), None)
+            if name is None:
+                continue
+            strategy = self._strategy
+            if is_after and strategy.is_sharded and strategy.has_own_gradients:
+                raise UnsupportedLoopError(TOO_LATE.format(strategy=strategy.name))
+            self.note_hook(name, each)
+
+    def note_hook(self, name: str | None, prepared: Prepared) -> None:
+        """A parameter has a hook for its gradient."""
+        if name is not None and prepared.peers.size * self._options.accumulate > 1:
+            self._note(OF_A_PART.format(name=name))
 
     def check_inputs(self, inputs: Roots) -> None:
         """Check a backward pass that gives gradients to `inputs` alone."""

@@ -46,6 +46,8 @@ from labkit.rank.loop.early_stop import EarlyStops
 from labkit.rank.loop.early_stop import StopRule
 from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
+from labkit.rank.loop.gradient_hooks import first_hooked
+from labkit.rank.loop.gradient_hooks import watching_gradient_hooks
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
@@ -227,6 +229,7 @@ class Session:
         with (
             self._loss_hooks.watching(),
             watching_zero_grad(self._optimizers),
+            watching_gradient_hooks(self._checks.see_hook),
             checking_loads(),
             warnings.catch_warnings(),
             contextlib.ExitStack() as watching,
@@ -409,7 +412,9 @@ class Session:
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
         )
+        hooked = first_hooked(model)  # or some would be the strategy's own
         prepared = self._parallelized(model, optimizer)
+        self._checks.note_hook(hooked, prepared)
         self._hook(model, step, unset)
         self._replicas.watch.group = prepared.replica_group
         self._replicas.watch.place = self.peers.rank

@@ -64,14 +64,14 @@ class StagedParameter(PartitionedParameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if is_of_cell(sys._getframe(1)):
+        if is_of_cell(sys._getframe(1)) and not is_within_backward():
             return super().grad
         found: torch.Tensor | None = _grad.__get__(self)
         return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if is_of_cell(sys._getframe(1)):
+        if is_of_cell(sys._getframe(1)) and not is_within_backward():
             PartitionedParameter.grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             _grad.__set__(self, value)

@@ -223,7 +223,7 @@ def size_of(layer: nn.Module, style: ParallelStyle) -> tuple[int, str]:
             raise UnsupportedLoopError(
                 f"{name} of a layer that is split has a hook for its gradient, which "
                 "would not be called for its parts. Change parameter.grad between "
-                "backward and step instead, or use ddp"
+                "backward and step instead, which is that of the whole batch"
             )
     by_columns = isinstance(style, ColwiseParallel)
     if isinstance(layer, nn.Linear):
