@@ -11,11 +11,11 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
-from labkit.rank.loop.gradient_hooks import OF_A_PART
-from labkit.rank.loop.gradient_hooks import TOO_LATE
 from labkit.rank.loop.own_gradients import gradient_use
 from labkit.rank.loop.own_gradients import group_gradient_use
 from labkit.rank.loop.rank_guards import lonely_use
+from labkit.rank.loss.gradient_hooks import OF_A_PART
+from labkit.rank.loss.gradient_hooks import TOO_LATE
 from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots

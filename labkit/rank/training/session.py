@@ -46,14 +46,14 @@ from labkit.rank.loop.early_stop import EarlyStops
 from labkit.rank.loop.early_stop import StopRule
 from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
-from labkit.rank.loop.gradient_hooks import first_hooked
-from labkit.rank.loop.gradient_hooks import watching_gradient_hooks
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
+from labkit.rank.loss.gradient_hooks import first_hooked
+from labkit.rank.loss.gradient_hooks import watching_gradient_hooks
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import LossHooks
 from labkit.rank.measuring.memory import memory_reader
