@@ -15,6 +15,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook.runs.run import Run
 from labkit.rank.data.orders import fingerprint_of
+from labkit.rank.loop.step_data import DRAWN_BEFORE
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -230,6 +231,31 @@ model, optimizer, loader = prepare(
     run = train(lab, strategy, SETUP + prepare + loop, accumulate=accumulate)
     assert_same_weights(lab, expected)
     assert run.last_loss == pytest.approx(float(expected["loss"].detach()), rel=1e-4)
+
+
+AHEAD = """
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=5, weigh=lambda batch: (batch[1] > 0).sum()
+)
+kept = []
+for number, (a, b) in enumerate(loader):
+    if number == 1:
+        continue
+    kept.append(F.cross_entropy(model(a), b))
+    if len(kept) == SIZE:
+        torch.stack(kept).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.clear()
+"""
+
+
+@pytest.mark.parametrize(("size", "num_notes"), [(1, 0), (2, 1)])
+def test_a_batch_that_is_left_out_is_none_that_was_drawn_before(
+    lab: Lab, size: int, num_notes: int
+) -> None:
+    run = train(lab, "ddp", SETUP + AHEAD.replace("SIZE", str(size)))
+    assert [DRAWN_BEFORE] * num_notes == run.notes
 
 
 WRONG = {

@@ -33,6 +33,8 @@ def run_plainly(
         *,
         batch_size: int | None = None,
         shuffle: bool = False,
+        weigh: Any = None,
+        reduction: str = "mean",
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         assert not shuffle
         loader: Any = dataset

@@ -97,6 +97,8 @@ class RankLoader:
         """Passes that have begun."""
         self.was_measured = False
         """Whether the loop has asked for its length."""
+        self.given: Any = None
+        """The batch that the loop had last, until it asks for its next one."""
         self._at: tuple[int, int, int] | None = None
         """The position in a pass, once the loop has worked on its last batch;
         None between two passes."""
@@ -187,6 +189,7 @@ class RankLoader:
             for number in itertools.count():
                 self.batches.dealer.peers.check(LOADER)  # also in the midst of a pass
                 self._before_batch(self)
+                self.given = None
                 batch, share = next(dealt, (_END, None))
                 if number == 0 and had:
                     self._check_resumed()
@@ -197,14 +200,15 @@ class RankLoader:
                     share = dataclasses.replace(share, num_tokens=num_tokens)
                 self._advance(share)
                 self._on_batch(share, self)
-                yield to_device(batch, self.device)
+                self.given = to_device(batch, self.device)
+                yield self.given
             if not had and self.batches.dealt:
                 drawn = np.concatenate(self.batches.drawn)
                 self._on_drawn(
                     drawn, np.concatenate(self.batches.dealt), self.num_epochs
                 )
         finally:
-            self._at = None
+            self._at = self.given = None
             self._on_end()
 
     def _advance(self, share: Share) -> None:

@@ -1,9 +1,13 @@
 """What a loop has been given since its last step, and what its losses weigh by it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from labkit.compat.torch import tree_leaves
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.loader import RankLoader
@@ -14,13 +18,17 @@ from labkit.records import LOSS_WEIGHT
 from labkit.strategies.options import BatchNorm
 
 DRAWN_BEFORE = (
-    "the loop trains with batches that it has drawn before (a list of them, or a "
-    "prefetcher), and a backward pass is weighted by the batch that was drawn last. "
-    "Ranks' parts of some are unequal, so the result is not that of one process. Draw "
-    "each batch right before its backward pass, or make all parts equal: "
-    "drop_last=True, a batch size that is a multiple of the number of ranks, no "
-    "--accumulate"
+    "the loop trains with batches that it has drawn before (a list of them, a "
+    "prefetcher, or one loss over several), and a backward pass is weighted by the "
+    "batch that was drawn last. Ranks' parts of some are unequal, or weigh counts them "
+    "differently, so the result is not that of one process. Draw each batch right "
+    "before its backward pass, or make all parts equal: drop_last=True, a batch size "
+    "that is a multiple of the number of ranks, no weigh and no --accumulate. A sum "
+    "that is divided by a count over several batches, as num_items_in_batch, is right "
+    'with reduction="sum" and that count summed over the ranks: dist.all_reduce(count)'
 )
+MAX_WAITING = 100
+"""Batches that are remembered until they have their backward pass."""
 ZIPPED = (
     "the loop takes batches of two loaders at once, and this rank's parts are not the "
     "same fraction of both, so the mean over the ranks is not that of one process. "
@@ -33,6 +41,20 @@ OWN_DATA = (
     "steps after each. Take them from that loader, which splits each of its batches "
     "into {count}, or have the loop run {count} times as often"
 )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A batch that the loop drew another after, before a backward pass with it."""
+
+    weight: float
+    stored: frozenset[StorageWeakRef]
+    """Where its tensors are; in a graph they may be as views."""
+
+    def is_kept(self, now: frozenset[StorageWeakRef]) -> bool:
+        """Whether the loop, or a graph, still has it, and not only what is in the
+        batch of `now` as well."""
+        return any(not each.expired() for each in self.stored - now)
 
 
 class StepData:
@@ -59,6 +81,10 @@ class StepData:
         """Batches of this pass less the backward passes in it."""
         self._is_uneven = False
         """Whether some batch of this pass is not weighted as one outside of it is."""
+        self._is_new = False
+        """Whether there was no backward pass with the batch that the loop has."""
+        self._waiting: list[Waiting] = []
+        """Those of this pass."""
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
         self._num_tokens = 0
@@ -98,10 +124,16 @@ class StepData:
             self._loss_watch.begin_pass()
         self._num_unused, self._is_uneven = 0, False
         self._is_first_microbatch = True
+        self._is_new, self._waiting = False, []
 
-    def ask(self) -> None:
+    def ask(self, loader: RankLoader) -> None:
         """The loop asks a loader for a batch."""
         self._num_samples = self._num_samples or 0
+        if self._is_new and loader is self._loader and self.share is not None:
+            stored = storages_of(loader.given)
+            self._waiting = [each for each in self._waiting if each.is_kept(stored)]
+            self._waiting.append(Waiting(self.share.weight, stored))
+            del self._waiting[:-MAX_WAITING]
 
     def give(self, share: Share, loader: RankLoader) -> None:
         """It gets this rank's part of it, or of a microbatch."""
@@ -110,6 +142,7 @@ class StepData:
         if is_zipped and share.weight != self._hooks.weight:
             self._note(ZIPPED)
         self._loader = loader
+        self._is_new = True
         self._hooks.begin_microbatch(is_first=self._is_first_microbatch)
         self._is_first_microbatch = share.is_last  # is the next one
         self._num_samples += share.num_samples
@@ -129,10 +162,24 @@ class StepData:
         """A backward pass begins; `is_prepared` where the run has a model."""
         if self.share is not None:
             self._num_unused -= 1
+            if self._waiting:
+                self._check_waiting()
+            if not self._waiting:
+                self._is_new = False
         elif self._is_uneven and self._num_unused > 0:
             self._note(DRAWN_BEFORE)
         elif is_prepared and self._accumulate > 1:
             self._note(OWN_DATA.format(count=self._accumulate))
+
+    def _check_waiting(self) -> None:
+        """Note a backward pass that may be with a batch that counts otherwise than the
+        last one. A loop that skips a batch no longer has it."""
+        assert self._loader is not None
+        now = storages_of(self._loader.given)
+        kept = [each for each in self._waiting if each.is_kept(now)]
+        if any(each.weight != self._hooks.weight for each in kept):
+            self._note(DRAWN_BEFORE)
+        self._waiting = kept[1:]
 
     def take_counts(self) -> dict[str, float]:
         """Those of the step that is taken, by the name of their record."""
@@ -154,3 +201,12 @@ class StepData:
         self._num_tokens = 0
         BatchNorm.counts_here = True
         self._hooks.weight = self.weight_outside
+
+
+def storages_of(batch: Any) -> frozenset[StorageWeakRef]:
+    """Where the tensors of a batch are."""
+    return frozenset(
+        StorageWeakRef(leaf.untyped_storage())
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    )

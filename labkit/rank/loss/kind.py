@@ -18,7 +18,9 @@ UNEVEN = (
     "are weighted by their number of samples. So the gradient differs from that of "
     "one process on the whole batch. Pass prepare(..., weigh=f), where f(batch) "
     "returns what the mean of that batch divides by, for example weigh=lambda "
-    "batch: (batch[1] != -100).sum()"
+    "batch: (batch[1] != -100).sum(). A sum that the loop divides by a count over "
+    'several batches, as num_items_in_batch, is right with reduction="sum" instead, '
+    "and that count summed over the ranks: dist.all_reduce(count)"
 )
 SUM = (
     "the loss is a sum over samples, but the losses of ranks and microbatches "

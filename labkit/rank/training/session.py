@@ -779,7 +779,7 @@ class Session:
 
     def _before_batch(self, loader: RankLoader) -> None:
         if not self._has_ended:
-            self._data.ask()
+            self._data.ask(loader)
             self._between_steps(loader)
 
     def _between_steps(self, loader: RankLoader | None = None) -> None:
