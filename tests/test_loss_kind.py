@@ -103,6 +103,11 @@ def learned(x: Tensor) -> Tensor:
     return (torch.exp(-S) * torch.stack(losses) + S).sum()
 
 
+def steps(x: Tensor) -> Tensor:
+    """Of each step the losses of all samples."""
+    return torch.stack([(x[:, t] - T[:, t]).square() for t in range(x.shape[1])])
+
+
 RIGHT: dict[str, Loss] = {
     "cross entropy": lambda x: F.cross_entropy(x, WHOLE),
     "a fraction of it": lambda x: 0.5 * F.cross_entropy(x, WHOLE) / 3,
@@ -171,6 +176,17 @@ RIGHT: dict[str, Loss] = {
         (x[:, None, :3] * 2 + (P[:4] * 1)[None] + x[:, :4, None]).square().mean()
     ),
     "beside what is sent": sent,
+    "means of steps": lambda x: steps(x).mean(1).sum(),
+    "means of as many steps": lambda x: steps(x[:, :4]).mean(1).sum(),
+    "means of steps, and others": lambda x: (
+        steps(x).mean(1).sum() + torch.stack([x[:, t].mean() for t in range(5)]).sum()
+    ),
+    "means of as many classes": lambda x: (
+        F.cross_entropy(x, WHOLE)
+        + 4 * (WEIGHTS[:4] * x[:, :4].softmax(1).mean(0)).sum()
+    ),
+    "learned weights of as many means": lambda x: (P[0, 0] * x[:, :4].mean(0)).sum(),
+    "divided before": lambda x: (x.square() / len(x)).sum(),
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
     "no graph": lambda x: x.detach().sum(),
@@ -213,6 +229,11 @@ NOTED: dict[str, tuple[Loss, str]] = {
         lambda x: F.cross_entropy(x, WHOLE) + 0.5 * (x * T + T).square().sum(),
         PARTLY_SUM,
     ),
+    "sum of means": (lambda x: x.square().mean(1).sum(), SUM),
+    "sum of means of as many": (lambda x: x[:, :4].square().mean(1).sum(), SUM),
+    "sum of a list's means": (lambda x: torch.stack([*(x * T)]).mean(1).sum(), SUM),
+    "sum over all steps": (lambda x: steps(x).sum(), SUM),
+    "sum of weighted means": (lambda x: (x.mean(1) * T.mean(1)).sum(), SUM),
     "by a constant": (
         lambda x: F.cross_entropy(x, WHOLE, reduction="sum") / 8,
         CONSTANT,

@@ -307,6 +307,52 @@ class Terms:
         number = self._num_samples or 0
         return number, 2 * number
 
+    def is_averaged(self, term: Term) -> bool:
+        """Whether a sum is of means over the samples, and not over the samples: of one
+        for each class or each step, as many as there may be."""
+        waiting, seen = [each for each, _ in term.node.next_functions], set()
+        has_mean = False
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if len(seen) > MAX_NODES_BESIDE:
+                return False
+            variable = getattr(node, "variable", None)
+            if self._averages_samples(node):
+                has_mean = True
+            elif kind_of(node) in LAYERS or not (
+                variable is None or isinstance(variable, torch.nn.Parameter)
+            ):
+                return False
+            else:
+                waiting += [each for each, _ in node.next_functions]
+        return has_mean
+
+    def _averages_samples(self, node: Any) -> bool:
+        """Whether it is a mean over samples, or a division by their number."""
+        number, kind = self._num_samples, kind_of(node)
+        if number is None:
+            return False
+        if kind in ("Mul", "Div"):
+            factor = self._factored(node, kind, (), None)
+            values = [found[0].value for _, _, found, _ in factor if found]
+            by = float(values[0] or 0) if len(values) == 1 else 0.0
+            return abs(by - number) < 1e-4 * number
+        term = _term(node, kind)
+        if term is not None:
+            return term.kind == "mean" and self._has_samples(term.sizes)
+        sizes = saved_number(node, "self_sym_sizes") if kind == "Mean" else None
+        if not sizes:
+            return False
+        # Not over the first dimension, which may be that of a list.
+        [(below, _)] = node.next_functions[:1]
+        is_list = kind_of(below) == "Stack" and saved_number(below, "dim") == 0
+        reduced = _reduced(saved_number(node, "dim"), len(sizes))
+        over_samples = any(sizes[each] % number == 0 for each in reduced)
+        return over_samples and (is_list or bool(sizes[0] % number))
+
     def is_of_data(self, node: Any) -> bool | None:
         """Whether what `node` computes has to do with data, or with parameters alone;
         None where that is not found."""
@@ -497,12 +543,7 @@ def _reduction(node: Any, kind: str) -> Term | None:
         inner = _shape(*node.next_functions[0])
         sizes = () if inner is None else inner
     sizes = tuple(sizes)
-    dim = saved_number(node, "dim")
-    if dim is not None and not isinstance(dim, tuple):
-        dim = (dim,)
-    if dim:
-        rank = len(sizes)
-        dims = {each - 2**64 + rank if each >= 2**63 else each % rank for each in dim}
+    if dims := _reduced(saved_number(node, "dim"), len(sizes)):
         if 0 not in dims:
             return None
         sizes = tuple(size for at, size in enumerate(sizes) if at in dims)
@@ -511,6 +552,12 @@ def _reduction(node: Any, kind: str) -> Term | None:
     power = saved_number(node, "ord")
     power = saved_number(node, "p") if power is None else power
     return Term(node, "sum" if kind == "Sum" or power == 1 else "other", sizes)
+
+
+def _reduced(dim: Any, rank: int) -> set[int]:
+    """The dimensions that an operation is over; none where it is over all."""
+    dims = () if dim is None else dim if isinstance(dim, tuple) else (dim,)
+    return {each - 2**64 + rank if each >= 2**63 else each % rank for each in dims}
 
 
 def _sizes_of_dot(node: Any, output: int) -> tuple[int, ...] | None:

@@ -120,6 +120,9 @@ class LossWatch:
         if len(terms) > 1:
             terms = [term for term in terms if found.is_of_data(term.node) is not False]
         is_alone = len(terms) == 1
+        terms = [
+            term for term in terms if term.kind != "sum" or not found.is_averaged(term)
+        ]
         groups: dict[Any, list[Term]] = {}
         for number, term in enumerate(terms):
             groups.setdefault(_likeness(term, number, num_samples), []).append(term)
