@@ -1,6 +1,5 @@
 """What a cell sees of parameters and gradients where a strategy has them in parts."""
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Iterable
@@ -46,6 +45,8 @@ class CellGradients:
     A loop that clips, scales, adds noise to or only reads `parameter.grad` between a
     backward pass and the step thereby does what it does in one process. What it costs,
     memory for the whole of a gradient, it costs only a loop that looks.
+
+    Within `with` these it is not the cell that looks: `parameter.grad` is torch's own.
     """
 
     def __init__(
@@ -67,30 +68,24 @@ class CellGradients:
             parameter.__class__ = kind or usual
             _of[id(parameter)] = self
 
-    @contextlib.contextmanager
-    def ours(self) -> Iterator[None]:
-        """Within it `parameter.grad` is torch's own: it is not the cell that looks."""
-        self.begin_ours()
-        try:
-            yield
-        finally:
-            self.end_ours()
-
-    def begin_ours(self) -> None:
+    def __enter__(self) -> None:
         self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
     def begin_pass(self) -> None:
         """A backward pass begins, within which it is not the cell that looks."""
         self.depth = 1  # whatever an interrupt has left
 
-    def end_ours(self) -> None:
+    def end_pass(self) -> None:
         self.depth -= 1
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         if self.owner.hides_gradients:
             return None
         if id(parameter) not in self._given:
-            with self.ours():
+            with self:
                 whole = self.owner.full_gradient(parameter)
             if whole is None:
                 return None
@@ -114,11 +109,13 @@ class CellGradients:
 
         False where it has taken all of them away, and there is nothing to step with.
         """
+        if not self._given:
+            return True
         given, self._given = [*self._given.values()], {}
         taken = {id(parameter) for parameter, value in given if value is None}
-        if given and all(id(p) in taken for p in self._parameters if p.requires_grad):
+        if all(id(p) in taken for p in self._parameters if p.requires_grad):
             return False
-        with self.ours():
+        with self:
             for parameter, value in given:
                 if value is None:
                     value = torch.zeros(plain_shape(parameter), device=parameter.device)
@@ -157,8 +154,7 @@ class PartitionedParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         gradients = _of.get(id(self))
         if gradients is None or gradients.depth > 0:
-            with DisableTorchFunctionSubclass():  # it is torch's own, and not a cell's
-                found: torch.Tensor | None = _grad.__get__(self)
+            found: torch.Tensor | None = _grad.__get__(self)
             return found
         return gradients.get(self)
 
@@ -166,8 +162,7 @@ class PartitionedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         gradients = _of.get(id(self))
         if gradients is None or gradients.depth > 0:
-            with DisableTorchFunctionSubclass():
-                _grad.__set__(self, value)
+            _grad.__set__(self, value)
         else:
             gradients.set(self, value)
 
@@ -220,6 +215,8 @@ _HARMLESS = {
     _tensor.register_hook,
     _tensor.register_post_accumulate_grad_hook,
     _tensor.requires_grad.__set__,
+    _grad.__get__,
+    _grad.__set__,
     *(
         getattr(_tensor, name).__get__
         for name in (

@@ -242,6 +242,12 @@ class ZeRO(Prepared):
         else:
             late = [p for p in self._anywhere if p.grad is None]
         for parameter in late:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros(
+                    plain_shape(parameter),
+                    dtype=parameter.dtype,
+                    device=parameter.device,
+                )
             self._process_gradient(parameter)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
@@ -249,7 +255,7 @@ class ZeRO(Prepared):
         raise NotImplementedError
 
     def end_backward(self, *, has_failed: bool) -> None:
-        self._gradients.end_ours()
+        self._gradients.end_pass()
         if has_failed:
             self._drop_gradients()
         elif self._in_order is not None:
@@ -277,7 +283,7 @@ class ZeRO(Prepared):
         if not self._is_half_way:
             return
         forget_backward(self._zero)
-        with self._gradients.ours():
+        with self._gradients:
             self._reset_parameters()
         self._is_half_way = False  # last: where this fails, the next use fails, too
 
@@ -287,7 +293,7 @@ class ZeRO(Prepared):
         if not self._has_leftovers:
             return
         self._end_pass()
-        with self._gradients.ours():
+        with self._gradients:
             self._reset_reduction()
             self._zero.zero_grad(set_to_none=True)
             self._discard()
@@ -331,7 +337,7 @@ class ZeRO(Prepared):
             return
         self._recover()
         try:
-            with self._gradients.ours():
+            with self._gradients:
                 self._reduce_gradients()
         except BaseException:
             self._drop_gradients()
@@ -397,13 +403,15 @@ class ZeRO(Prepared):
         self._reduce()
         self.note_step()
         self._note_unused()
-        with self._gradients.ours():
+        with self._gradients:
             self._take_weights()
             self.engine.set_gradient_accumulation_boundary(True)
             try:
-                self.engine.step()  # clips, and clears the gradients
+                self.engine.step()  # clips, and takes away parameters' gradients
             finally:
                 self.engine.set_gradient_accumulation_boundary(False)
+        self._discard()
+        self._is_clear = True
         self._clear()
         self._has_stepped, self._is_zeroed = True, False
         norm = self.engine.get_global_grad_norm()
@@ -428,7 +436,7 @@ class ZeRO(Prepared):
         self._has_gradients = self._is_reduced = self.hides_gradients = False
         if self._is_clear:  # as after a step
             return
-        with self._gradients.ours():
+        with self._gradients:
             self._zero.zero_grad(set_to_none=True)
             self._discard()
         self._is_clear = True
@@ -484,7 +492,7 @@ class ZeRO(Prepared):
         """Forget the gradients that are in parts."""
 
     def memory(self) -> dict[str, Tensors]:
-        with self._gradients.ours():
+        with self._gradients:
             return {name: list(held) for name, held in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensors]:
@@ -529,7 +537,7 @@ class ZeRO(Prepared):
 
     def _states(self) -> ZeROStates:
         self._recover()
-        with self._gradients.ours():
+        with self._gradients:
             self._take_weights()
         land_parameters(self.engine)
         return ZeROStates(self.module, self._zero, self.partitions(), self.peers)
@@ -569,16 +577,6 @@ class ZeRO(Prepared):
     def replicas(self) -> dict[str, torch.Tensor]:
         whole = {} if self.strategy.is_sharded else dict(self.module.named_parameters())
         return self.counted() | whole
-
-
-def process_filled(process: Callable[..., None], parameter: Any, *rest: Any) -> None:
-    """What DeepSpeed does with a gradient. Where autograd gives none, it is 0:
-    as many have to be reduced on every rank."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros(
-            plain_shape(parameter), dtype=parameter.dtype, device=parameter.device
-        )
-    process(parameter, *rest)
 
 
 def call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -25,7 +25,6 @@ from labkit.strategies.zero.engines import drop_gathers
 from labkit.strategies.zero.engines import flat
 from labkit.strategies.zero.engines import land_parameters
 from labkit.strategies.zero.partitioned import ZeRO
-from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 from labkit.strategies.zero.states import Partitions
 from labkit.strategies.zero.states import own_part
@@ -46,10 +45,8 @@ class ZeRO3(ZeRO):
         offload.pre_sub_module_forward_function = partial(
             run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )
-        reduce = zero.reduce_ready_partitions_and_remove_grads
-        zero.reduce_ready_partitions_and_remove_grads = partial(
-            process_filled, partial(run_plainly, reduce)
-        )
+        for name in ("reduce_ready_partitions_and_remove_grads", "zero_grad"):
+            setattr(zero, name, partial(run_plainly, getattr(zero, name)))
 
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
@@ -113,7 +110,7 @@ class ZeRO3(ZeRO):
     def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         # A node of autograd remembers the shape that its parameter has.
         empty: list[Any] = [p for p in self.given_parameters if is_empty(p)]
-        with self._gradients.ours():
+        with self._gradients:
             for parameter in empty:
                 blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = blank.expand(plain_shape(parameter))
@@ -186,11 +183,12 @@ class ZeRO3(ZeRO):
         return [*gathered, *buckets(self._zero)]
 
 
-def run_plainly(run: Callable[..., None], *args: Any) -> None:
-    """What DeepSpeed does around a layer, to which parameters are plain ones: it asks
-    nearly all of the questions that `ShardedParameter` would have to answer."""
+def run_plainly(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What DeepSpeed does around a layer, or with gradients, to which parameters are
+    plain ones: it asks nearly all of the questions that `ShardedParameter` would have
+    to answer."""
     with DisableTorchFunctionSubclass():
-        run(*args)
+        run(*args, **kwargs)
 
 
 def run_on_route(
