@@ -1,6 +1,7 @@
 """ZeRO stage 3: a rank has a part of the parameters, gathered layer by layer."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -9,12 +10,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from typing import ParamSpec
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.model.gradients import is_absent
 from labkit.strategies.model.gradients import is_empty
 from labkit.strategies.model.states import plain_shape
@@ -29,9 +33,27 @@ from labkit.strategies.zero.partitioned import take
 from labkit.strategies.zero.states import Partitions
 from labkit.strategies.zero.states import own_part
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plainly(run: Callable[P, R]) -> Callable[P, R]:
+    """What DeepSpeed or labkit does in every step, with parameters as plain ones: they
+    ask nearly all of the questions that `ShardedParameter` would have to answer."""
+
+    @functools.wraps(run)
+    def run_plainly(*args: P.args, **kwargs: P.kwargs) -> R:
+        with DisableTorchFunctionSubclass():
+            return run(*args, **kwargs)
+
+    return run_plainly
+
 
 class ZeRO3(ZeRO):
     """Parameters are gathered for a layer's forward and backward pass."""
+
+    accumulators = plainly(ZeRO.accumulators)
+    _check_trained = plainly(ZeRO._check_trained)
 
     def _lay_out(self) -> None:
         zero, numbers = self._zero, {}
@@ -41,12 +63,16 @@ class ZeRO3(ZeRO):
         for when in ("pre", "post"):
             for of in ("forward", "backward"):
                 name = f"{when}_sub_module_{of}_function"
-                setattr(offload, name, partial(run_plainly, getattr(offload, name)))
+                setattr(offload, name, plainly(getattr(offload, name)))
         offload.pre_sub_module_forward_function = partial(
             run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )
         for name in ("reduce_ready_partitions_and_remove_grads", "zero_grad"):
-            setattr(zero, name, partial(run_plainly, getattr(zero, name)))
+            setattr(zero, name, plainly(getattr(zero, name)))
+
+    @plainly
+    def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        super().begin_backward(roots, used)
 
     def _reduce_gradients(self) -> None:
         self._zero.finalize_gradient_accumulation_boundary()
@@ -91,6 +117,7 @@ class ZeRO3(ZeRO):
 
     _has_said_so = False
 
+    @plainly
     @torch.no_grad()
     def _take_weights(self) -> None:
         from deepspeed.utils import safe_get_local_fp32_param
@@ -181,14 +208,6 @@ class ZeRO3(ZeRO):
         with DisableTorchFunctionSubclass():  # several questions to each parameter
             gathered = [p.data for p in self.given_parameters if p.numel()]
         return [*gathered, *buckets(self._zero)]
-
-
-def run_plainly(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """What DeepSpeed does around a layer, or with gradients, to which parameters are
-    plain ones: it asks nearly all of the questions that `ShardedParameter` would have
-    to answer."""
-    with DisableTorchFunctionSubclass():
-        run(*args, **kwargs)
 
 
 def run_on_route(

@@ -205,12 +205,14 @@ def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def own_part(part: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """What `rank` has of a tensor that stage 3 partitions like `part`.
+    """What `rank` has of a tensor that stage 3 partitions like `part`; to be read.
 
     By parts, for DeepSpeed's own safe_set_full_* have no room for an uneven last one.
     """
     size = part.numel()
+    mine = whole.flatten()[size * rank : size * (rank + 1)]
+    if mine.numel() == size:
+        return mine
     own = torch.zeros(size, dtype=whole.dtype, device=whole.device)
-    mine = whole.flatten()[size * rank :][:size]
     own[: mine.numel()] = mine
     return own
