@@ -167,7 +167,7 @@ def prepare_backward(engine: Any, zero: Any) -> None:
     """What the engine's `forward` does for a backward pass, which need not be called
     once for every one."""
     zero.clear_backward_seen_flag()
-    engine._manual_backward_expected = True
+    vars(engine)["_manual_backward_expected"] = True  # it is a module: 10 times as fast
     engine._backward_prologue()
 
 

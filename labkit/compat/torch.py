@@ -299,6 +299,13 @@ HOOKS_OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @GATE.needs(*(f"torch.optim:Optimizer.{name}" for name in HOOKS_OF_STEP))
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether the user has anything called around an optimizer's step."""
+    before, after = HOOKS_OF_STEP
+    return bool(getattr(optimizer, before) or getattr(optimizer, after))
+
+
+@GATE.needs(*(f"torch.optim:Optimizer.{name}" for name in HOOKS_OF_STEP))
 def call_step_hooks(optimizer: torch.optim.Optimizer, *, is_before: bool) -> None:
     """Do what torch does before, or after, a step that another process takes."""
     hooks = getattr(optimizer, HOOKS_OF_STEP[0 if is_before else 1])

@@ -1,6 +1,7 @@
 """What all stages of ZeRO share: DeepSpeed's engine under a plain loop."""
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from labkit.compat.deepspeed import keep_optimizer
 from labkit.compat.deepspeed import prepare_backward
 from labkit.compat.deepspeed import second_copies
 from labkit.compat.torch import call_step_hooks
+from labkit.compat.torch import has_step_hooks
 from labkit.compat.torch import without_step_hooks
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
@@ -167,7 +169,10 @@ class ZeRO(Prepared):
         self._used: set[int] = set()
         self._ever_used: set[int] = set()
         """Ids of parameters that have had gradients, in this step and before."""
-        trained = [p for p in self._owned() if p.requires_grad]
+        self._owned = [p for group in self._given_groups for p in group["params"]]
+        """The parameters that the user's optimizer has."""
+        self._requires_grad = [p.requires_grad for p in self._owned]
+        trained = [p for p in self._owned if p.requires_grad]
         self._trained_ids = {id(parameter) for parameter in trained}
         of_cell = self.given_parameters if self.strategy.is_sharded else trained
         self._gradients = CellGradients(self, of_cell)
@@ -344,10 +349,6 @@ class ZeRO(Prepared):
             raise
         self._is_reduced = True
 
-    def _owned(self) -> list[nn.Parameter]:
-        """The parameters that the user's optimizer has."""
-        return [p for group in self._given_groups for p in group["params"]]
-
     def _check_held(self) -> None:
         if self._is_released:
             raise UnsupportedLoopError(
@@ -356,8 +357,11 @@ class ZeRO(Prepared):
             )
 
     def _check_trained(self, *, only_new: bool = False) -> None:
-        now = {id(p) for p in self._owned() if p.requires_grad}
-        if now == self._trained_ids or (only_new and now < self._trained_ids):
+        flags = [p.requires_grad for p in self._owned]
+        if flags == self._requires_grad:
+            return
+        now = {id(p) for p in itertools.compress(self._owned, flags)}
+        if only_new and now < self._trained_ids:
             return
         changed = now ^ self._trained_ids
         name, is_trained = next(
@@ -386,6 +390,8 @@ class ZeRO(Prepared):
                 "there is nothing to add to or to zero. Call optimizer.zero_grad() "
                 "once a step, or use ddp"
             )
+        if not has_step_hooks(self.optimizer):
+            return self._step()
         # Not around DeepSpeed's own: it steps each group by itself, from parts, and the
         # parameters are as before until the last is done.
         call_step_hooks(self.optimizer, is_before=True)
