@@ -1,5 +1,6 @@
 """What all ranks have to do alike, where their samples would have them differ."""
 
+import operator
 import zlib
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -43,7 +44,7 @@ def agree(
 ) -> tuple[list[bool], list[bool]]:
     """For each of `used`: whether it is so on any rank. For each of `facts`: whether it
     is the same on all of `peers`. Collective."""
-    found = peers.greatest([*used, *facts, *(-fact for fact in facts)])
+    found = peers.greatest([*used, *facts, *map(operator.neg, facts)])
     some, most = found[: len(used)], found[len(used) : len(used) + len(facts)]
     least = found[len(used) + len(facts) :]
     return (
