@@ -60,15 +60,21 @@ class ZeRO3(ZeRO):
         for number, module in enumerate(self.module.modules()):
             numbers[id(module)] = number
         offload = zero.parameter_offload
-        for when in ("pre", "post"):
-            for of in ("forward", "backward"):
-                name = f"{when}_sub_module_{of}_function"
-                setattr(offload, name, plainly(getattr(offload, name)))
+        asking = [
+            (zero, "reduce_ready_partitions_and_remove_grads"),
+            (zero, "independent_gradient_partition_epilogue"),
+            (zero, "zero_grad"),
+            (offload, "pre_sub_module_forward_function"),
+            (offload, "post_sub_module_forward_function"),
+            (offload, "pre_sub_module_backward_function"),
+            (offload, "post_sub_module_backward_function"),
+            (offload, "partition_all_parameters"),
+        ]
+        for each, name in asking:
+            setattr(each, name, plainly(getattr(each, name)))
         offload.pre_sub_module_forward_function = partial(
             run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )
-        for name in ("reduce_ready_partitions_and_remove_grads", "zero_grad"):
-            setattr(zero, name, plainly(getattr(zero, name)))
 
     @plainly
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
