@@ -150,12 +150,15 @@ def _run(
     run: Callable[..., Any], roots: Roots, seeds: Any, *args: Any, **kwargs: Any
 ) -> Any:
     global _is_inside
-    if any(follower.in_one_thread for follower in living()):
-        run = functools.partial(_run_in_one_thread, run)
+    followers = living()
+    for follower in followers:
+        if follower.in_one_thread:
+            run = functools.partial(_run_in_one_thread, run)
+            break
     is_backward = kwargs.get("accumulate_grad", True)
     if _is_inside and is_backward:
         return _run_inside(run, roots, seeds, *args, **kwargs)
-    if _is_inside or not (_followers or _watchers):
+    if _is_inside or not (followers or _watchers):
         return run(roots, seeds, *args, **kwargs)
     if not is_backward:
         for watcher in _watchers:
@@ -170,7 +173,7 @@ def _run(
             wanted = watcher.begin(roots, seeds, args[1], args[2])
             seeds = seeds if _keeps_seeds else wanted
             begun.append(watcher)
-        if _followers and (followers := living()):
+        if followers:
             reach = _Reach(followers, roots, reached)
             for node in {*map(_node_of, roots)} - {None}:
                 hooks.append(node.register_prehook(reach))
