@@ -265,6 +265,8 @@ class ReplicaObserver(Observer):
         return self.watch.watching_loaders(self._num_backwards)
 
     def step_taken(self, step: int) -> None:
+        if not self._optimizers:
+            return  # of `prepare`: nothing is known to be a replica
         if self.watch.is_due(step) and step not in self._left_out:
             self._check(step)
 
