@@ -136,8 +136,9 @@ class FSDP(Prepared):
         set_reduction(self._groups, is_on=is_last)
 
     def check_layout(self) -> None:
-        for name, shard in self._shards.items():
-            check_hooks(name, shard)
+        if any(map(has_gradient_hooks, self._shards.values())):
+            for name, shard in self._shards.items():
+                check_hooks(name, shard)
         check_parts(self._shards, self._shapes)
 
     def replicas(self) -> dict[str, torch.Tensor]:
