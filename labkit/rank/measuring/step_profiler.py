@@ -235,6 +235,7 @@ class StepProbe(TorchDispatchMode):
                 return False
             self.__exit__(None, None, None)
             self._is_entered = False
+            see_no_resizes(self)
         return True
 
     def measurement(self) -> Measurement | None:
@@ -543,6 +544,16 @@ def see_resizes(probe: StepProbe) -> None:
         return resized
 
     storages.resize_ = _resize = resize
+
+
+def see_no_resizes(probe: StepProbe) -> None:
+    """Tell `probe` no more. FSDP changes sizes several times a layer: where nobody is
+    told, nothing is in their way."""
+    global _seeing
+    _seeing = tuple(each for each in _seeing if each() not in (None, probe))
+    storages: Any = torch.UntypedStorage
+    if not _seeing and storages.resize_ is _resize:
+        storages.resize_ = _resize.__wrapped__
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:
