@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import psutil
@@ -60,11 +61,14 @@ class Forecastable:
     options: TrainOptions
     inputs: tuple[torch.Tensor, ...] = ()
     """What the model was called with last, on the meta device."""
+    shapes: list[Any] = field(default_factory=list)
+    """Of that; None for what is no tensor."""
 
     def note_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A forward pre-hook."""
-        shapes = [x.shape for x in self.inputs]
-        if [getattr(x, "shape", None) for x in args] != shapes:
+        shapes = [getattr(x, "shape", None) for x in args]
+        if shapes != self.shapes:
+            self.shapes = shapes
             tensors = [x for x in args if isinstance(x, torch.Tensor)]
             self.inputs = tuple(
                 torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors
