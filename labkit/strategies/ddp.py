@@ -247,8 +247,8 @@ class DDP(Prepared):
             # The reducer's own views of its buckets must stay what they are, also where
             # a loop sets `parameter.grad.data`.
             for parameter, _ in self._accumulators:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.detach()
+                if (gradient := parameter.grad) is not None:
+                    parameter.grad = gradient.detach()
 
     def _has_overflown(self) -> bool:
         """Whether the scaler will skip the step, on all ranks: what was sent is lost.
@@ -285,7 +285,8 @@ class DDP(Prepared):
         if self._ddp.will_sync_module_buffers():
             # Of BatchNorm: here, for a forward pass may be one rank's alone.
             broadcast_buffers(self._ddp)
-        self._drop_reducer_if_alone()
+        if self._averaging is not None:
+            self._drop_reducer_if_alone()
         return norm
 
     @property
