@@ -247,12 +247,6 @@ class ZeRO(Prepared):
         else:
             late = [p for p in self._anywhere if p.grad is None]
         for parameter in late:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros(
-                    plain_shape(parameter),
-                    dtype=parameter.dtype,
-                    device=parameter.device,
-                )
             self._process_gradient(parameter)
 
     def _process_gradient(self, parameter: nn.Parameter) -> None:
@@ -583,6 +577,16 @@ class ZeRO(Prepared):
     def replicas(self) -> dict[str, torch.Tensor]:
         whole = {} if self.strategy.is_sharded else dict(self.module.named_parameters())
         return self.counted() | whole
+
+
+def process_filled(process: Callable[..., None], parameter: Any, *rest: Any) -> None:
+    """What DeepSpeed does with a gradient. Where autograd gives none, it is 0:
+    as many have to be reduced on every rank."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros(
+            plain_shape(parameter), dtype=parameter.dtype, device=parameter.device
+        )
+    process(parameter, *rest)
 
 
 def call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -29,6 +29,7 @@ from labkit.strategies.zero.engines import drop_gathers
 from labkit.strategies.zero.engines import flat
 from labkit.strategies.zero.engines import land_parameters
 from labkit.strategies.zero.partitioned import ZeRO
+from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 from labkit.strategies.zero.states import Partitions
 from labkit.strategies.zero.states import own_part
@@ -72,6 +73,9 @@ class ZeRO3(ZeRO):
         ]
         for each, name in asking:
             setattr(each, name, plainly(getattr(each, name)))
+        zero.reduce_ready_partitions_and_remove_grads = partial(
+            process_filled, zero.reduce_ready_partitions_and_remove_grads
+        )
         offload.pre_sub_module_forward_function = partial(
             run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
         )

@@ -1,5 +1,6 @@
 """ZeRO stages 1 and 2: every rank has all parameters and updates a part of them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.zero.engines import buckets
 from labkit.strategies.zero.engines import flat
 from labkit.strategies.zero.partitioned import ZeRO
+from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 
 
@@ -24,6 +26,9 @@ class ZeRO1And2(ZeRO):
             for group in self._zero.bit16_groups
             for parameter in group
         ]
+        self._zero.process_gradients = partial(
+            process_filled, self._zero.process_gradients
+        )
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(self._zero.bit16_groups)
