@@ -175,6 +175,77 @@ def test_settings_are_those_of_the_moment() -> None:
     assert first == settings.number != second
 
 
+LAST_OF_FIVE = """
+data = TensorDataset(x[:29], y[:29])
+"""
+CHUNKS = """
+for inputs, labels in loader:
+    optimizer.zero_grad()
+    for part, answers in zip(inputs.split(2), labels.split(2)):
+        F.cross_entropy(model(part), answers).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+def test_other_numbers_of_backward_passes_are_refused(lab: Lab, strategy: str) -> None:
+    does = "calls the model" if strategy in ("zero3", "fsdp") else "begins a backward"
+    said = (
+        f"different numbers of forward or backward passes: with 3 of the samples rank "
+        f"0 {does}.* and with 2 of the samples rank 1 steps after 1 backward pass."
+    )
+    with pytest.raises(RankError, match=said):
+        train(lab, strategy, SET_UP, LAST_OF_FIVE, PREPARE, CHUNKS)
+    train(lab, strategy, SET_UP, PREPARE, CHUNKS)  # even
+    assert not lab.runs[-1].mismatches
+
+
+def test_other_numbers_of_passes_within_a_closure_are_refused(lab: Lab) -> None:
+    given = "SGD(model.parameters(), lr=0.1"
+    prepare = PREPARE.replace(given, "LBFGS(model.parameters(), max_iter=2")
+    loop = """
+    for inputs, labels in loader:
+        def closure():
+            optimizer.zero_grad()
+            for part, answers in zip(inputs.split(2), labels.split(2)):
+                loss = F.cross_entropy(model(part), answers)
+                loss.backward()
+            return loss
+        optimizer.step(closure)
+    """
+    with pytest.raises(RankError, match="different numbers of forward or backward"):
+        train(lab, "ddp", SET_UP, LAST_OF_FIVE, prepare, loop)
+
+
+def test_a_part_that_is_too_small_for_one_rank_is_refused(lab: Lab) -> None:
+    skip = STEP.replace(":\n", ":\n    if len(inputs) < 3:\n        continue\n", 1)
+    said = "rank 1 takes the next batch after no backward passes"
+    with pytest.raises(RankError, match=said):
+        train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, skip, skip)
+
+
+def test_passes_by_the_values_of_samples_are_refused_as_such(lab: Lab) -> None:
+    loop = """
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        for _ in range(2 if inputs[0, 0] > 0 else 1):
+            F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    """
+    with pytest.raises(RankError, match="different numbers of forward or backward"):
+        train(lab, "fsdp", SET_UP, PREPARE, loop)
+
+
+def test_one_rank_alone_may_look_at_the_batches(lab: Lab) -> None:
+    loop = """
+    if rank == 0:
+        with torch.no_grad():
+            found = sum(len(labels) for inputs, labels in loader)
+    """
+    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, STEP, loop)
+    assert lab.pull("found", 0) == 15
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_a_step_that_one_rank_leaves_out_is_refused(lab: Lab, strategy: str) -> None:
     loop = """

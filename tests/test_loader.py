@@ -235,7 +235,8 @@ def test_a_rank_without_samples_takes_part_with_weight_0() -> None:
     loaders = all_ranks(Squares(2), 4, batch_size=2)
     parts = [[x.tolist() for x, _ in loader] for loader in loaders]
     shares = [loader.shares[0] for loader in loaders]
-    assert shares == [Share(1, 2.0), Share(1, 2.0), Share(0, 0.0), Share(0, 0.0)]
+    one, none = Share(1, 2.0, is_even=False), Share(0, 0.0, is_even=False)
+    assert shares == [one, one, none, none]
     assert parts == [[[0.0]], [[1.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
 
 

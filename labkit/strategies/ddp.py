@@ -143,6 +143,10 @@ class DDP(Prepared):
         """Whether this step is each rank's own."""
         return self._averaging is not None and self._averaging.is_local
 
+    @property
+    def acts_alone(self) -> bool:
+        return self._is_local
+
     def _drop_reducer_if_alone(self) -> None:
         if self._is_local:
             self._ddp = None

@@ -26,9 +26,11 @@ from labkit.records import Averages
 from labkit.records import ModelFacts
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
+from labkit.strategies.autograd.agreement import OTHER_PASSES
 from labkit.strategies.autograd.agreement import OTHER_SETTINGS
 from labkit.strategies.autograd.agreement import SKIPPED
 from labkit.strategies.autograd.agreement import STEP_SKIPPED
+from labkit.strategies.autograd.agreement import Course
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
 from labkit.strategies.autograd.agreement import agree
@@ -150,7 +152,9 @@ class Prepared:
         """That the loop has been given."""
         self._num_steps = self._stepped_with = 0
         self._optimizer_settings = Settings(optimizer)
-        self.route = Route()
+        self.course = Course(self.team)
+        """Of the loop, where it may be another on each rank."""
+        self.route = Route(self.course.forward)
         """Of the layers that run, where they gather their parameters."""
         self.is_last = True
         """Whether the next backward pass is of its step's last microbatch."""
@@ -181,6 +185,11 @@ class Prepared:
         if self.options.accumulate > 1:
             follow(self)
         self.autocast()
+
+    @property
+    def acts_alone(self) -> bool:
+        """Whether backward passes and steps are each rank's own at the moment."""
+        return self.roles is not None
 
     def begin_microbatch(self, *, is_last: bool) -> None:
         """The next backward passes are, or are not, of their step's last microbatch."""
@@ -255,6 +264,7 @@ class Prepared:
         """
         facts = [
             self.num_batches,
+            self.course.num_passes,
             self._num_steps,
             self._optimizer_settings.number,
             self._stepped_with,
@@ -262,8 +272,13 @@ class Prepared:
             zlib.crc32(bytes(alike)),
         ]
         some, same = agree(used, facts, self.team)
-        is_same_batch, is_same_step, *same = same
+        is_same_batch, is_same_pass, is_same_step, *same = same
         has_same_settings, had_same_settings, is_same_route, is_alike = same
+        if not (is_same_batch or is_same_pass):
+            found = (
+                f"backward pass {self.course.num_passes} of a step begins on this one"
+            )
+            raise UnsupportedLoopError(OTHER_PASSES.format(found=found))
         if not is_same_batch:
             raise UnsupportedLoopError(SKIPPED)
         if not is_same_step:

@@ -69,6 +69,8 @@ class Share:
     the number of its samples."""
     fingerprint: int = 0
     """Of the pass up to this global batch: see `labkit.rank.data.orders.Order`."""
+    is_even: bool = True
+    """Whether all ranks have as many samples."""
 
 
 def part_of(length: int, part: int, num_parts: int, least: int = 1) -> slice:
@@ -137,7 +139,15 @@ class Dealer:
             is_sum=self.is_sum,
             loss_weight=1.0 if self.is_sum else None,
             fingerprint=fingerprint,
+            is_even=self._is_even(size, number),
         )
+
+    def _is_even(self, size: int, number: int) -> bool:
+        """Whether all ranks have as many samples of a microbatch."""
+        micro = part_of(size, number, self.accumulate, self.least)
+        length, num_ranks = micro.stop - micro.start, self.peers.size
+        is_for_all = num_ranks == 1 or length // self.least >= num_ranks
+        return not length or (is_for_all and length % num_ranks == 0)
 
     @property
     def weight_outside(self) -> float:

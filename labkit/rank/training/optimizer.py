@@ -105,6 +105,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.prepared.course.step()
         self._check_gradients()
         self._has_passed = self._is_fresh = self.prepared.is_reached = False
         self.forward_state.look(num_ranks=self.num_ranks, is_last=self._is_last)
@@ -162,7 +163,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     f"and {name} does not work with that; leave it out, or do the same "
                     "within the closure"
                 )
-        self.take_step(self, lambda: self.mean_loss(closure()))
+
+        def mean_loss() -> Any:
+            loss = closure()
+            self.prepared.course.step()
+            return self.mean_loss(loss)
+
+        self.take_step(self, mean_loss)
 
     @property
     def is_held(self) -> bool:

@@ -291,6 +291,7 @@ class Session:
         """From now on their steps are plain ones, and no part of this run."""
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
+            optimizer.prepared.course.end()
             optimizer.num_ranks = 1  # there are no others to compare with
         self._has_ended = True
         BatchNorm.counts_here, BatchNorm.peers = True, None
@@ -779,6 +780,8 @@ class Session:
 
     def _before_batch(self, loader: RankLoader) -> None:
         if not self._has_ended:
+            for optimizer in self._optimizers:
+                optimizer.prepared.course.ask()
             self._data.ask(loader)
             self._between_steps(loader)
 
@@ -800,6 +803,10 @@ class Session:
         for optimizer in self._optimizers:
             optimizer.prepared.num_batches += 1
             optimizer.prepared.loss_weight = share.weight
+            optimizer.prepared.course.begin_batch(
+                share.num_samples,
+                is_even=share.is_even or optimizer.prepared.acts_alone,
+            )
             optimizer.begin_microbatch(share.is_last)
         number = self._records.num_steps + 1 - self._records.first_step
         for begin in self._at_microbatch:

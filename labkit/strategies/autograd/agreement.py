@@ -1,5 +1,6 @@
 """What all ranks have to do alike, where their samples would have them differ."""
 
+import enum
 import operator
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.peers import Peers
 
@@ -24,6 +26,12 @@ STEP_SKIPPED = (
     "the rank's own loss, and the parameters are no longer those of one model. Make "
     "the same decision on all ranks: call dist.all_reduce on the value that the "
     "condition tests, before it"
+)
+OTHER_PASSES = (
+    "ranks run different numbers of forward or backward passes: {found}. Have all "
+    "ranks run as many. To compute a batch in chunks, give --accumulate K, which cuts "
+    "it alike on all ranks; or make their parts equal: drop_last=True, and a batch "
+    "size that is a multiple of the number of ranks"
 )
 OTHER_SETTINGS = (
     "the optimizer's settings differ between ranks (on this one lr is {rates}), for "
@@ -50,6 +58,105 @@ def agree(
     return (
         [bool(each) for each in some],
         [one == -other for one, other in zip(most, least, strict=True)],
+    )
+
+
+class Event(enum.IntEnum):
+    """What a loop does with a model, as ranks compare it."""
+
+    NONE = 0
+    BATCH = 1
+    FORWARD = 2
+    BACKWARD = 3
+    STEP = 4
+
+
+class Course:
+    """What a loop does from one batch to the next, which has to be the same on all
+    ranks.
+
+    A loop that goes by the number of its samples does more on a rank that has more of
+    them. What the ranks then send each other would be mixed up, or awaited in vain. So
+    where their parts are unequal, and nowhere else, they compare all that the loop does
+    before they do it; in a group of its own, where nothing else is sent.
+    """
+
+    def __init__(self, team: Peers) -> None:
+        self._team = team
+        self._num_samples: int | None = None
+        """Of this rank's part; None where all parts are equal."""
+        self._is_new = True
+        """Whether the loop has not trained with the batch."""
+        self._is_compared = True
+        """Whether all ranks are known to ask for the next batch."""
+        self.num_passes = 0
+        """Backward passes since the last step."""
+
+    def begin_batch(self, num_samples: int, *, is_even: bool) -> None:
+        """The loop gets its part of a batch."""
+        if not is_even and self._team.size > 1:
+            self._num_samples = num_samples
+            self._is_compared = False
+        elif not self._is_new:  # or it takes those of two loaders at once
+            self._num_samples = None
+        self._is_new = True
+
+    def ask(self) -> None:
+        """It asks for another. Collective."""
+        if not self._is_compared and torch.is_grad_enabled():
+            self._compare(Event.BATCH)
+            self._is_compared = True
+
+    def forward(self) -> None:
+        """It runs a layer that gathers its parameters. Collective."""
+        if self._num_samples is not None and torch.is_grad_enabled():
+            self._compare(Event.FORWARD)
+
+    def backward(self) -> None:
+        """A backward pass begins. Collective."""
+        if self._num_samples is not None:
+            self._compare(Event.BACKWARD)
+            self._is_compared = False
+        self._is_new = False
+        self.num_passes += 1
+
+    def step(self) -> None:
+        """The optimizer is to step. Collective."""
+        if self._num_samples is not None:
+            self._compare(Event.STEP)
+            self._is_compared = False
+        self._is_new = False
+        self.num_passes = 0
+
+    def end(self) -> None:
+        """The run is over: what a cell does from now on may be one rank's alone."""
+        self._num_samples, self._is_compared = None, True
+
+    def _compare(self, event: Event) -> None:
+        """UnsupportedLoopError, on all ranks, unless all are at the same event."""
+        rank, size = self._team.rank, self._team.size
+        sent = np.zeros((size, 3), np.int64)
+        sent[rank] = event, self.num_passes, self._num_samples or 0
+        flat = self._team.greatest(sent.ravel().tolist(), apart=True)
+        found = [tuple(flat[place : place + 3]) for place in range(0, 3 * size, 3)]
+        ours = found[0][:2]
+        other = next((n for n, each in enumerate(found) if each[:2] != ours), None)
+        if other is not None:
+            said = ", and ".join(said_of(n, *found[n]) for n in (0, other))
+            raise UnsupportedLoopError(OTHER_PASSES.format(found=said))
+
+
+def said_of(rank: int, event: int, num_passes: int, num_samples: int) -> str:
+    """What a rank is about to do, in words."""
+    does = {
+        Event.BATCH: "takes the next batch",
+        Event.FORWARD: "calls the model",
+        Event.BACKWARD: "begins a backward pass",
+        Event.STEP: "steps",
+    }
+    return (
+        f"with {num_samples} of the samples rank {rank} {does[Event(event)]} after "
+        f"{num_passes or 'no'} backward pass{'es' * (num_passes != 1)}"
     )
 
 
@@ -109,11 +216,14 @@ class Route:
     at a time exchange the wrong parameters, which only their sizes could reveal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self._before = before
+        """Called before a layer runs."""
         self._hash = 0
 
     def add(self, number: int) -> None:
         """The layer of this number runs."""
+        self._before()
         self._hash = (self._hash * 1_000_003 + number + 1) % (1 << 61)
 
     def take(self) -> int:

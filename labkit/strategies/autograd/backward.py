@@ -22,6 +22,7 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import will_execute
 from labkit.compat.torch import wrap_backward
+from labkit.strategies.autograd.agreement import Course
 
 Roots = Sequence[Any]
 """The tensors, or graph edges, that a backward pass begins with."""
@@ -34,6 +35,9 @@ class Follower(Protocol):
 
     is_reached: bool
     """Set to True by every one of them."""
+
+    course: Course
+    """What is told of each of them, before anything is sent."""
 
     in_one_thread: bool
     """Whether the nodes of a pass have to run in one order on all ranks: autograd has a
@@ -254,6 +258,8 @@ class _Reach:
             if used:
                 follower.check_ranks()
                 follower.is_reached = True
+                if not _keeps_seeds:
+                    follower.course.backward()
                 follower.begin_backward(self._roots, used)
                 self._reached.append(follower)
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.compat.c10d import adopt_timeout
 from labkit.compat.c10d import flattened
+from labkit.compat.c10d import gloo_of
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.device_mesh import control_of
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
@@ -60,9 +61,10 @@ class Peers:
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def greatest(self, numbers: Sequence[int]) -> list[int]:
+    def greatest(self, numbers: Sequence[int], *, apart: bool = False) -> list[int]:
         """The greatest of each number. Collective, and no part of what is measured of a
-        step: it is no part of the strategy."""
+        step: it is no part of the strategy. What is sent `apart` meets nothing else,
+        where ranks do not do the same."""
         with no_dispatch():
             # In a step of some strategies: `torch.tensor` and `dist.all_reduce` take
             # twice as long.
@@ -70,7 +72,8 @@ class Peers:
             if self.size > 1:
                 if self.group is None:
                     raise RuntimeError("the ranks have no process group any more")
-                work = control_of(self.group).allreduce([sent], _GREATEST)
+                group = (gloo_of if apart else control_of)(self.group)
+                work = group.allreduce([sent], _GREATEST)
                 if work is not None:
                     work.wait()
             found: list[int] = sent.tolist()

@@ -1,0 +1,26 @@
+"""A batch is computed in chunks of two samples, and the last one has an odd number."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(29, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        for part, answers in zip(inputs.split(2), labels.split(2)):
+            loss = F.cross_entropy(model(part), answers)
+            (loss * len(part) / len(inputs)).backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))
