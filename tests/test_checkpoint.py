@@ -29,6 +29,9 @@ from labkit import checkpoint
 from labkit.checkpoint.atomic_folder import StagingFolder
 from labkit.checkpoint.atomic_folder import remove_leftovers
 from labkit.notebook.runs.run import Run
+from labkit.rank.loop.loop_checks import SAVED_MODULE
+from labkit.rank.loop.loop_checks import SAVED_PARTS
+from labkit.rank.loop.loop_checks import WHOLE_STATE
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -639,6 +642,40 @@ def test_a_rank_does_not_load_the_part_of_another(
         lab.train(strategy, code, live=False)
     lab.train(strategy, code.replace("of-0.pt", "of-{rank}.pt"), live=False)
     assert lab.pull("is_same", "all") == [True, True]
+
+
+SAVED = """
+from torch.distributed.checkpoint.state_dict import *
+
+WORDS
+for number, weights in enumerate((model.state_dict(), state)):
+    if rank == 0 or number == 0:
+        torch.save(weights, f"{path}/{number}.pt")
+    torch.save(weights, io.BytesIO())
+dist.barrier()
+weights = torch.load(f"{path}/1.pt")
+is_same = all(
+    torch.equal(whole(p), weights[n]) for n, p in model.named_parameters()
+)
+torch.save({"model": model}, f"{path}/2.pt")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_what_a_cell_saves_of_a_model_is_whole_or_said_to_be_in_parts(
+    lab: Lab, tmp_path: Path, strategy: str
+) -> None:
+    """The words of the note say what to do instead, and that does it."""
+    [words] = re.findall(r"state = get_model.*?True\)\)", WHOLE_STATE)
+    even = setup("sgd").replace("GPT(33", "GPT(34")
+    code = f"import io\n{even}{WHOLE}path = '{tmp_path}'" + SAVED
+    with pytest.raises(RankError, match=re.escape(SAVED_MODULE)):
+        lab.train(strategy, code.replace("WORDS", words), live=False)
+    in_parts = strategy in ("fsdp", "tensor")
+    note = SAVED_PARTS.format(strategy=strategy)
+    assert (note in lab.runs[-1].notes) is in_parts
+    if strategy != "pipeline":  # of which each rank has a part, that is whole
+        assert lab.pull("is_same", "all") == [True, True]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])

@@ -1,14 +1,21 @@
 """Refuses, or notes, what a loop does that its strategy cannot make right."""
 
+import contextlib
+import functools
+import io
+import pickle
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
+from labkit.compat.torch import tree_leaves
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.own_gradients import gradient_use
@@ -22,6 +29,22 @@ from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.unsupported import check_supported
 from labkit.train_options import TrainOptions
+
+WHOLE_STATE = (
+    "save_checkpoint(folder), or on all ranks state = get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+    "torch.distributed.checkpoint.state_dict, which rank 0 then saves"
+)
+SAVED_PARTS = (
+    "torch.save got parameters in parts (DTensors), as model.state_dict() has them "
+    "under {strategy}. Such a file loads only in a group of as many ranks, each the "
+    "file that it wrote itself; of one that all ranks write, one rank's part is left. "
+    f"To keep the whole model: {WHOLE_STATE}"
+)
+SAVED_MODULE = (
+    "torch.save(model) pickles the model itself, as this rank has it, and with it what "
+    f"prepare has put into it. Save the state of the whole model: {WHOLE_STATE}"
+)
 
 
 class LoopChecks:
@@ -53,6 +76,36 @@ class LoopChecks:
         hooks.check_inputs = self.check_inputs
         hooks.check_graph = self.check_graph
         hooks.check_scaler = self.check_scaler
+
+    @contextlib.contextmanager
+    def watching_saves(self) -> Iterator[None]:
+        """Check what the cell gives to `torch.save`."""
+        save = torch.save
+
+        @functools.wraps(save)
+        def checked(obj: Any, f: Any, *args: Any, **options: Any) -> None:
+            leaves = tree_leaves(obj)
+            is_file = not isinstance(f, io.BytesIO)  # a copy for this rank itself
+            if is_file and any(isinstance(each, DTensor) for each in leaves):
+                self._note(SAVED_PARTS.format(strategy=self._strategy.name))
+            ours = {m for each in self._prepared() for m in each.module.modules()}
+            has_ours = any(
+                each in ours for each in leaves if isinstance(each, nn.Module)
+            )
+            if has_ours and self._strategy.is_sharded:
+                raise UnsupportedLoopError(SAVED_MODULE)
+            try:
+                save(obj, f, *args, **options)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                if has_ours:
+                    raise UnsupportedLoopError(SAVED_MODULE) from error
+                raise
+
+        torch.save = checked
+        try:
+            yield
+        finally:
+            torch.save = save
 
     def check_prepare(
         self, model: Any, optimizer: Any, unnamed: Sequence[Any], code: str

@@ -231,6 +231,7 @@ class Session:
             watching_zero_grad(self._optimizers),
             watching_gradient_hooks(self._checks.see_hook),
             checking_loads(),
+            self._checks.watching_saves(),
             warnings.catch_warnings(),
             contextlib.ExitStack() as watching,
         ):
