@@ -476,6 +476,25 @@ def test_the_order_of_a_sampler_is_that_of_a_plain_loop(
     assert {len(loader) for loader in loaders} == {len(expected)}
 
 
+@pytest.mark.parametrize("batch_size", [2, 3, 4])
+@pytest.mark.parametrize("num_had", range(1, 5))
+def test_a_pass_that_is_left_leaves_the_generator_as_a_plain_loop_does(
+    num_had: int, batch_size: int
+) -> None:
+    def passes(loader: Any) -> list[list[int]]:
+        found = []
+        for _ in range(3):
+            had = [x.tolist() for x, _ in itertools.islice(loader, num_had)]
+            found += had
+        return found
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Squares(8), batch_size, shuffle=True, generator=seeded())
+
+    [alone] = all_ranks(make(), 1)
+    assert passes(alone) == passes(make())
+
+
 def test_a_sampler_without_a_generator_draws_the_same_on_every_rank() -> None:
     def dealt_to(rank: int, seed: int = 0) -> list[list[int]]:
         sampler = WeightedRandomSampler([1.0] * 50, 20)

@@ -12,7 +12,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data import ConcatDataset
+from torch.utils.data import RandomSampler
 from torch.utils.data import Subset
 from torch.utils.data import TensorDataset
 
@@ -94,7 +96,8 @@ class DrawnOrder:
     """What a sampler of the user's own draws, on every rank for itself.
 
     Its random numbers are its generator's, if it has one, and else the same on all
-    ranks. A pass is drawn when it begins, and compared over the ranks.
+    ranks. A pass is drawn when it begins, and compared over the ranks; for a shuffle
+    with a generator of its own that is compared, and its pass drawn as it goes on.
     """
 
     def __init__(
@@ -127,6 +130,10 @@ class DrawnOrder:
         return {"num_samples": self.num_samples, "sampler": self.name}
 
     def batches(self, epoch: int) -> Iterator[tuple[list[Any], int]]:
+        generator = generator_of_shuffle(self.batch_sampler)
+        if generator is not None:
+            yield from self._batches_of_shuffle(generator)
+            return
         fingerprint = 0
         for block in self._blocks(epoch):
             fingerprints = []
@@ -134,14 +141,34 @@ class DrawnOrder:
                 fingerprint = zlib.crc32(as_bytes(batch), fingerprint)
                 fingerprints.append(fingerprint)
                 self.batch_size = max(self.batch_size, len(batch))
-            if not self.peers.agree_on(fingerprint):
-                raise UnsupportedLoopError(
-                    f"the DataLoader's {self.name} does not draw the same samples on "
-                    "every rank, and prepare deals one order out to all of them; leave "
-                    "rank and world_size out of it and seed it alike on all ranks, or "
-                    "use %%dist_train raw"
-                )
+            self._check_alike(fingerprint)
             yield from zip(block, fingerprints, strict=True)
+
+    def _batches_of_shuffle(
+        self, generator: torch.Generator
+    ) -> Iterator[tuple[list[Any], int]]:
+        """Those of a pass, drawn as the DataLoader does: at the end of a pass torch
+        draws once more, and not where the loop leaves it before."""
+        self._begin()
+        self._check_alike(zlib.crc32(as_bytes(generator.get_state())))
+        fingerprint = 0
+        for batch in self.batch_sampler:
+            fingerprint = zlib.crc32(as_bytes(batch), fingerprint)
+            yield batch, fingerprint
+
+    def _check_alike(self, fingerprint: int) -> None:
+        """UnsupportedLoopError unless all ranks draw the same. Collective."""
+        if not self.peers.agree_on(fingerprint):
+            raise UnsupportedLoopError(
+                f"the DataLoader's {self.name} does not draw the same samples on "
+                "every rank, and prepare deals one order out to all of them; leave "
+                "rank and world_size out of it and seed it alike on all ranks, or "
+                "use %%dist_train raw"
+            )
+
+    def _begin(self) -> None:
+        if self.generator is not None:  # as the DataLoader does when a pass begins
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def _blocks(self, epoch: int) -> Iterator[list[list[Any]]]:
         """All that there is at once, where the sampler knows how much; it may also go
@@ -150,8 +177,7 @@ class DrawnOrder:
             size = len(self) + 1  # one more: that there is none ends the pass
         except TypeError:
             size = BLOCK
-        if self.generator is not None:  # as the DataLoader does when a pass begins
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._begin()
         numbers = RandomNumbers(self.seed + epoch)
         with numbers:
             drawing = iter(self.batch_sampler)
@@ -167,6 +193,15 @@ class DrawnOrder:
             len(self)
             for _ in self._blocks(epoch):
                 pass
+
+
+def generator_of_shuffle(batch_sampler: Any) -> torch.Generator | None:
+    """That of a shuffle of all samples, which it draws when a pass begins."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(batch_sampler) is not BatchSampler or type(sampler) is not RandomSampler:
+        return None
+    is_whole = sampler.num_samples == len(sampler.data_source)
+    return sampler.generator if is_whole and not sampler.replacement else None
 
 
 class RandomNumbers:
