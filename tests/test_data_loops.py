@@ -1,5 +1,6 @@
 """Data of every kind on real ranks: the reference is one process in plain PyTorch."""
 
+import re
 import textwrap
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import Subset
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.runs.run import Run
+from labkit.rank.data.loader import LOADED_AHEAD
+from labkit.rank.data.loader import TWICE_AT_ONCE
 from labkit.rank.data.orders import fingerprint_of
 from labkit.rank.loop.step_data import DRAWN_BEFORE
 
@@ -256,6 +259,26 @@ def test_a_batch_that_is_left_out_is_none_that_was_drawn_before(
 ) -> None:
     run = train(lab, "ddp", SETUP + AHEAD.replace("SIZE", str(size)))
     assert [DRAWN_BEFORE] * num_notes == run.notes
+
+
+TWICE = """
+model, optimizer, loader = prepare(model, optimizer, DataLoader(OPTIONS), shuffle=True)
+for (a, b), (c, _) in zip(loader, loader):
+    F.cross_entropy(model(a) + model(c), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_two_passes_at_once_are_noted_where_their_order_is_another(lab: Lab) -> None:
+    code = SETUP + TWICE.replace("OPTIONS", "data, 4, shuffle=True, GENERATOR")
+    run = train(lab, "ddp", code.replace("GENERATOR", "generator=seeded"))
+    assert TWICE_AT_ONCE in run.notes
+    assert not run.mismatches
+    run = train(lab, "ddp", code.replace("GENERATOR", ""))
+    assert not [*run.notes, *run.mismatches]
+    with pytest.raises(RankError, match=re.escape(LOADED_AHEAD)):
+        train(lab, "ddp", code.replace("GENERATOR", "num_workers=1"))
 
 
 WRONG = {

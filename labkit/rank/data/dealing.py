@@ -210,6 +210,11 @@ class GlobalBatches(Sampler[Any]):
         return self.order.batch_size
 
     @property
+    def is_by_seed(self) -> bool:
+        """Whether the number of a pass decides its order, whatever was before it."""
+        return isinstance(self.order, PlainOrder)
+
+    @property
     def num_batches(self) -> int:
         """Global batches of an epoch: optimizer steps. TypeError if nobody knows."""
         return len(self.order)
@@ -283,6 +288,7 @@ class Stream:
         self.generator = source.generator or torch.Generator()
         """What workers are seeded from."""
         self._has_own_generator = source.generator is not None
+        self.is_by_seed = False
         self._is_here = source.num_workers == 0
         """Whether this process, no worker, goes through the stream."""
         self._seed = seed

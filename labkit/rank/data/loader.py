@@ -33,6 +33,17 @@ DRAWN_BY_A_THREAD = (
     "DataLoader with num_workers"
 )
 
+TWICE_AT_ONCE = (
+    "the loop goes through the loader twice at the same time, as zip(loader, loader) "
+    "does. Each pass has every sample once, but what a sampler or a generator draws "
+    "for the two is in another order than in one process"
+)
+LOADED_AHEAD = (
+    "the loop goes through the loader twice at the same time, as zip(loader, loader) "
+    "does, and workers load ahead for one pass alone; give prepare a DataLoader "
+    "without num_workers"
+)
+
 
 @dataclass(frozen=True)
 class LoaderPosition:
@@ -91,6 +102,10 @@ class RankLoader:
         """Called after each pass through a share of another dataset."""
         self.refuse: Callable[[UnsupportedLoopError], None] = lambda refusal: None
         """Called in a thread of the cell's, to end the cell with this error."""
+        self.on_twice: Callable[[], None] = lambda: None
+        """Called where the loop goes on with a pass, and has begun another one."""
+        self._is_twice = False
+        """Whether it does, since the last pass began."""
         self._on_drawn = on_drawn
         self._weigh = weigh
         self.num_epochs = 0
@@ -174,6 +189,7 @@ class RankLoader:
         self.batches.dealer.peers.check(LOADER)
         self.batches.epoch = self.num_epochs
         self.num_epochs += 1
+        epoch, self._is_twice = self.num_epochs, False
         had = self._batches_had()
         self._on_epoch(self.num_epochs)
         if had is None:
@@ -188,6 +204,8 @@ class RankLoader:
         try:
             for number in itertools.count():
                 self.batches.dealer.peers.check(LOADER)  # also in the midst of a pass
+                if epoch != self.num_epochs:
+                    self._check_twice()
                 self._before_batch(self)
                 self.given = None
                 batch, share = next(dealt, (_END, None))
@@ -202,7 +220,7 @@ class RankLoader:
                 self._on_batch(share, self)
                 self.given = to_device(batch, self.device)
                 yield self.given
-            if not had and self.batches.dealt:
+            if not had and self.batches.dealt and not self._is_twice:
                 drawn = np.concatenate(self.batches.drawn)
                 self._on_drawn(
                     drawn, np.concatenate(self.batches.dealt), self.num_epochs
@@ -210,6 +228,12 @@ class RankLoader:
         finally:
             self._at = self.given = None
             self._on_end()
+
+    def _check_twice(self) -> None:
+        if self.loader.num_workers:
+            raise UnsupportedLoopError(LOADED_AHEAD)
+        self._is_twice = True
+        self.on_twice()
 
     def _advance(self, share: Share) -> None:
         """Count a global batch where this is the last of its microbatches."""

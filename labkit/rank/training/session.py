@@ -36,6 +36,7 @@ from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.evaluation import LossFunction
 from labkit.rank.data.evaluation import Scores
 from labkit.rank.data.evaluation import evaluate
+from labkit.rank.data.loader import TWICE_AT_ONCE
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
@@ -765,6 +766,8 @@ class Session:
         rank_loader.before_evaluation = self._unite
         rank_loader.on_evaluated = self._agree
         rank_loader.refuse = self._refuse
+        if not batches.is_by_seed:
+            rank_loader.on_twice = lambda: self.note(TWICE_AT_ONCE)
         return rank_loader
 
     # ---- called by the loop ----
