@@ -536,6 +536,34 @@ def test_samples_that_refer_to_each_other_stay_together(lab: Lab) -> None:
     assert any("as one microbatch" in note for note in run.notes)
 
 
+BAGS = """
+from torch.utils.data import DataLoader
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(20, 12), nn.Linear(12, 3)
+    def forward(self, words, first):
+        return self.head(self.bags(words, first))
+def packed(items):
+    sizes = torch.tensor([0] + [len(words) for words, _ in items[:-1]])
+    return torch.cat([words for words, _ in items]), sizes.cumsum(0)
+texts = [(torch.arange(i, i + 1 + i % 5) % 20, i) for i in range(32)]
+model = Bags()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(texts, batch_size=8, collate_fn=packed)
+model, optimizer, loader = prepare(model, optimizer, loader)
+for words, first in loader:
+    optimizer.zero_grad()
+    model(words, first).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_input_that_tells_where_samples_begin_stays_whole(lab: Lab) -> None:
+    run = assert_equals_single(lab, BAGS)
+    assert any("as one microbatch" in note for note in run.notes)
+
+
 @pytest.mark.long
 def test_a_layer_may_write_to_what_it_gets(lab: Lab) -> None:
     code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")

@@ -38,6 +38,14 @@ def is_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
+def are_packed(leaves: Sequence[Any]) -> bool:
+    """Whether some tell where the samples of others begin, as an EmbeddingBag's
+    offsets do: whole numbers in rows of several lengths."""
+    rows = [each for each in leaves if isinstance(each, torch.Tensor)]
+    rows = [each for each in rows if each.dim() == 1 and not each.is_floating_point()]
+    return len({len(each) for each in rows}) > 1
+
+
 def joined(parts: Sequence[Any]) -> Any:
     """The outputs of microbatches as that of the batch."""
     if not is_batch(parts[0]):

@@ -40,6 +40,7 @@ from labkit.strategies.model.states import Source
 from labkit.strategies.pipeline.losses import Means
 from labkit.strategies.pipeline.microbatches import MICROBATCHES_A_STAGE
 from labkit.strategies.pipeline.microbatches import are_other
+from labkit.strategies.pipeline.microbatches import are_packed
 from labkit.strategies.pipeline.microbatches import is_batch
 from labkit.strategies.pipeline.microbatches import joined
 from labkit.strategies.pipeline.microbatches import split
@@ -83,6 +84,10 @@ ONLY_GPIPE = (
 NO_CHAIN = (
     "a stage takes more than what the one before it gives, or the loss more than what "
     "the model returns"
+)
+PACKED = (
+    "one input tells where the samples of another begin, as the offsets of an "
+    "EmbeddingBag"
 )
 NO_MEAN = "the loss of a batch is not the mean of those of its microbatches"
 NUM_PASSES = "num_passes"
@@ -253,6 +258,10 @@ class Pipeline(Prepared):
         if self._is_compared:
             return
         self._is_compared = True
+        if are_packed(leaves):  # a layer may fail of a part, on the rank that has it
+            self._num_microbatches = 1
+            self.note(WHOLE_BATCHES.format(why=PACKED))
+            return
         why = ""
         with (
             without_modes(),
