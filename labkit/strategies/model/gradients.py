@@ -32,6 +32,9 @@ class Owner(Protocol):
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Put `value`, which is whole and equal on all ranks, in its place."""
 
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        """The loop has taken this gradient away, and left others."""
+
     def note_zeroed(self) -> None:
         """The loop has taken a gradient away by hand."""
 
@@ -118,8 +121,9 @@ class CellGradients:
         with self:
             for parameter, value in given:
                 if value is None:
-                    value = torch.zeros(plain_shape(parameter), device=parameter.device)
-                self.owner.set_gradient(parameter, value)
+                    self.owner.drop_gradient(parameter)
+                else:
+                    self.owner.set_gradient(parameter, value)
         return True
 
     def forget(self) -> None:

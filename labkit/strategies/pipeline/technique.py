@@ -565,6 +565,10 @@ class Pipeline(Prepared):
         if not is_absent(parameter):
             parameter.grad = value
 
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        if not is_absent(parameter):
+            parameter.grad = None
+
     def note_zeroed(self) -> None:
         """Nothing is kept beside the gradients."""
 

@@ -326,6 +326,11 @@ class ZeRO(Prepared):
         self._reduce()
         self._partition_gradient(parameter, value * self._loss_scale)
 
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        zeros = torch.zeros(plain_shape(parameter), device=parameter.device)
+        self.set_gradient(parameter, zeros)
+        self._used.discard(id(parameter))
+
     @property
     def _loss_scale(self) -> float:
         return float(self._zero.loss_scale) if self.options.precision == "fp16" else 1.0
@@ -444,23 +449,28 @@ class ZeRO(Prepared):
     def _note_unused(self) -> None:
         """DeepSpeed steps a parameter without a gradient as if that were 0."""
         unused: list[str] = []
+        is_late = self._has_stepped and counts_steps(self.optimizer)
         for group, names in zip(self._given_groups, self._names, strict=True):
             if not has_memory(self.optimizer, group):
                 continue
             decays = bool(group.get("weight_decay"))
             for parameter, name in zip(group["params"], names, strict=True):
                 number = id(parameter)
-                if number in self._used or not parameter.requires_grad:
+                if not parameter.requires_grad:
                     continue
-                if decays or number in self._ever_used:
+                was_used = number in self._ever_used
+                if number in self._used:
+                    if is_late and not was_used:
+                        unused.append(name)  # in the steps before
+                elif decays or was_used:
                     unused.append(name)
         if unused and not self._has_noted_unused:
             self._has_noted_unused = True
             others = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
             self.note(
                 f"{unused[0]}{others} gets no gradient in some steps; {self.name} then "
-                "updates it with a gradient of 0, so weight decay and momentum change "
-                "it, where one process leaves it unchanged"
+                "updates it with a gradient of 0, so weight decay, momentum and the "
+                "count of its steps go on, where one process leaves it unchanged"
             )
         self._ever_used |= self._used
         self._used.clear()
@@ -607,6 +617,12 @@ def has_memory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bo
     """Whether a gradient of 0 changes a parameter: by momentum or weight decay."""
     is_sgd = type(optimizer) is torch.optim.SGD
     return not is_sgd or bool(group["momentum"] or group["weight_decay"])
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update depends on how many there were before."""
+    uncounted = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adadelta)
+    return type(optimizer) not in uncounted
 
 
 def check_counts(optimizer: torch.optim.Optimizer) -> None:
