@@ -141,6 +141,8 @@ class Prepared:
         self.is_reached = False
         """Whether a backward pass has given gradients to this model since its last
         step; only of what follows them."""
+        self.returned: Any = None
+        """By the optimizer's last step that had a closure."""
         self.steps_to_measure: list[int] = []
         """Steps of the run that send another number of bytes than those before."""
         self.note: Callable[[str], None] = lambda text: None
@@ -331,7 +333,7 @@ class Prepared:
         `closure` is for an optimizer that evaluates the loss several times in a step.
         """
         if closure is not None:
-            self.optimizer.step(closure)
+            self.returned = self.optimizer.step(closure)
             return None
         norm = None
         if self.options.clip is not None:

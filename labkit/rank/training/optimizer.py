@@ -100,8 +100,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.prepared.check_ranks()
         loss = None
         if closure is not None and not steps_once(self.prepared.optimizer):
-            self._step_with(closure)
-            return None
+            return self._step_with(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -143,7 +142,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "averages them, or use %%dist_train single without --accumulate"
             )
 
-    def _step_with(self, closure: Closure) -> None:
+    def _step_with(self, closure: Closure) -> Any:
         """For an optimizer that evaluates the loss as often as it likes."""
         kind, options = type(self.prepared.optimizer).__name__, self.prepared.options
         if self.prepared.strategy.is_partitioned:
@@ -170,6 +169,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return self.mean_loss(loss)
 
         self.take_step(self, mean_loss)
+        returned, self.prepared.returned = self.prepared.returned, None
+        return returned
 
     @property
     def is_held(self) -> bool:
