@@ -1,9 +1,11 @@
 """The optimizer that a training loop sees: it steps when its step is complete."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -16,9 +18,24 @@ from labkit.rank.training.forward_state import ForwardState
 from labkit.rank.training.forward_state import differing
 from labkit.rank.training.forward_state import digest
 from labkit.strategies.autograd.backward import is_followed
+from labkit.strategies.model.gradients import PartitionedParameter
 from labkit.strategies.model.shards import EACH_ITS_OWN
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.relay.parameters import StagedParameter
+
+STATE_IN_PARTS = (
+    "the loop looks for a parameter in optimizer.state, and under {strategy} the "
+    "states of all parameters of a group are in one flat tensor, of which this rank "
+    "has a part. optimizer.state.clear() resets all states, and a loop over "
+    "optimizer.state.values() changes those of every parameter alike; for one "
+    "parameter's use ddp"
+)
+STATE_OF_STAGE = (
+    "the loop looks for a parameter in optimizer.state that another rank's stage has, "
+    "with its state. optimizer.state.clear() resets all states, and a loop over "
+    "optimizer.state.values() changes those that this rank has; to read one use ddp"
+)
 
 TakeStep = Callable[["PreparedOptimizer", Closure | None], Any]
 
@@ -211,7 +228,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        return self.prepared.optimizer.state
+        state, given = self.prepared.optimizer.state, self.prepared.given_parameters
+        has_parts = any(isinstance(each, PartitionedParameter) for each in given)
+        return StateInParts(state, self.prepared.strategy.name) if has_parts else state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -224,6 +243,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     "collections.defaultdict(dict); to load one, call "
                     "load_checkpoint(folder), which works across strategies"
                 )
+        if isinstance(state, StateInParts):
+            state = state.found
         self.prepared.optimizer.state = state
 
     @property
@@ -286,6 +307,65 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
+
+
+class StateInParts(MutableMapping[Any, Any]):
+    """The state of an optimizer, of which this rank has not that of every parameter."""
+
+    def __init__(self, found: Any, strategy: str) -> None:
+        self.found = found
+        self._strategy = strategy
+
+    def _check(self, key: Any, *, is_dropped: bool = False) -> None:
+        """UnsupportedLoopError for a parameter whose state is not under its own name,
+        or on another rank, which drops it, too."""
+        if isinstance(key, StagedParameter):
+            if key.is_absent and not is_dropped:
+                raise UnsupportedLoopError(STATE_OF_STAGE)
+        elif isinstance(key, PartitionedParameter):
+            raise UnsupportedLoopError(STATE_IN_PARTS.format(strategy=self._strategy))
+
+    def __getitem__(self, key: Any) -> Any:
+        self._check(key)
+        return self.found[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(key)
+        self.found[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        self._check(key)
+        del self.found[key]
+
+    def __contains__(self, key: Any) -> bool:
+        self._check(key)
+        return key in self.found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __repr__(self) -> str:
+        return repr(self.found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.found, memo)
+
+    def copy(self) -> Any:
+        return self.found.copy()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._check(key)
+        return self.found.get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._check(key, is_dropped=bool(default))
+        return self.found.pop(key, *default)
+
+    def clear(self) -> None:
+        self.found.clear()
 
 
 class UnsupportedMethodError(UnsupportedLoopError, AttributeError):

@@ -1,0 +1,28 @@
+"""The momentum of a layer is looked at: optimizer.state[p]."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+norms = []
+for epoch in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    state = optimizer.state[model[0].weight]
+    momentum = state.get("momentum_buffer", torch.zeros(1))
+    norms.append(momentum.norm().item())
+
+with torch.no_grad():
+    result = model(x[:4].to(device)), torch.tensor(norms)
