@@ -7,6 +7,8 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.strategies import STRATEGIES
 from labkit.strategies.model.materialize import move
+from labkit.strategies.model.states import named_states
+from labkit.strategies.model.states import parameter_names
 from labkit.strategies.unsupported import check_supported
 
 
@@ -87,3 +89,11 @@ def test_dtypes_that_a_strategy_would_change_are_refused(
         check_supported(model, STRATEGIES[strategy])
     check_supported(model, STRATEGIES["ddp"])
     check_supported(nn.Linear(2, 2).double(), STRATEGIES["fsdp"])
+
+
+def test_states_of_other_groups_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    saved = torch.optim.SGD([model.weight]).state_dict()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, and this one"):
+        named_states(saved, optimizer, parameter_names(model, optimizer))

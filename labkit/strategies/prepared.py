@@ -492,6 +492,12 @@ class Prepared:
 
         return restore_all
 
+    def load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the optimizer's states to those that a plain one has given, whole. May be
+        collective."""
+        found = states.named_states(state_dict, self.optimizer, self._names)
+        self.restoring(*found)()
+
     def settings(self) -> dict[str, Any]:
         """The states that are not tensors."""
         found = states.hyperparameters(self.optimizer, self._names)

@@ -295,6 +295,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 f"state under {strategy}; this is rank {our_rank} of {our_of} under "
                 f"{ours}. {EACH_ITS_OWN}"
             )
+        if self.prepared.strategy.is_partitioned and part is None:
+            self.prepared.load_optimizer(state_dict)  # of a plain optimizer
+            return
         with self.prepared.stepping_groups():
             self.prepared.optimizer.load_state_dict(state_dict)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor
 
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import tree_map_only
@@ -50,6 +51,52 @@ class Held:
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             tensor.copy_(self._held[name])
+
+
+class HeldOptimizer(Held):
+    """A `Source` of an optimizer's states alone, whole on every rank; also for tensors
+    that are in parts."""
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name not in self._held:
+                continue
+            value = self._held[name]
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh, tensor.placements
+                value = distribute_tensor(value.to(tensor.device), mesh, placements)
+            tensor.copy_(value)
+
+
+def named_states(
+    state_dict: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: list[list[str]],
+) -> tuple[HeldOptimizer, dict[str, Any]]:
+    """The states in a plain optimizer's `state_dict()`, by name, and the settings.
+    ValueError where its groups are others than those of `optimizer`."""
+    groups = state_dict["param_groups"]
+    sizes, ours = [len(each["params"]) for each in groups], list(map(len, names))
+    if sizes != ours:
+        raise ValueError(
+            f"the state dict is of an optimizer with groups of {sizes} parameters, "
+            f"and this one has groups of {ours}; make it as it was when that was saved"
+        )
+    held: Named = {}
+    for group, params in zip(groups, names, strict=True):
+        for number, name in zip(group["params"], params, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if value is not None:
+                    label = f"optimizer.{name}.{key}"
+                    held[label] = as_tensor(value, label)
+    values = {
+        "optimizer": type(optimizer).__name__,
+        "param_groups": [
+            {**group, "params": params}
+            for group, params in zip(groups, names, strict=True)
+        ],
+    }
+    return HeldOptimizer(held), values
 
 
 def model_tensors(module: nn.Module) -> Named:

@@ -34,6 +34,7 @@ from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
 from labkit.strategies.model.states import check_hyperparameters
+from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import optimizer_states
 from labkit.strategies.model.states import plain_shape
 from labkit.strategies.model.states import set_hyperparameters
@@ -103,7 +104,13 @@ class ZeRO(Prepared):
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
         ]
-        check_counts(self.optimizer)
+        check_counts(
+            [
+                [p for p in group["params"] if p.requires_grad]
+                for group in self._given_groups
+            ],
+            self.optimizer.state,
+        )
         # DeepSpeed makes other parameters of these, and looks for no state of theirs.
         brought = Held(optimizer_states(self.optimizer, self._names))
         destroy_former_engines()
@@ -535,6 +542,26 @@ class ZeRO(Prepared):
 
         return restore
 
+    def load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
+        source, values = named_states(state_dict, self.optimizer, self._names)
+        check_hyperparameters(self.optimizer, self._names, values)
+        numbers = [group["params"] for group in state_dict["param_groups"]]
+        check_counts(
+            [
+                [
+                    number
+                    for number, p in zip(of_group, group["params"], strict=True)
+                    if p.requires_grad
+                ]
+                for of_group, group in zip(numbers, self._given_groups, strict=True)
+            ],
+            state_dict["state"],
+        )
+        held = self._states()
+        held.check(source, with_optimizer=True)
+        held.restore_optimizer(source)
+        set_hyperparameters(self._zero.optimizer, values)
+
     def settings(self) -> dict[str, Any]:
         found = super().settings()
         if self.options.precision == "fp16":
@@ -625,16 +652,15 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) not in uncounted
 
 
-def check_counts(optimizer: torch.optim.Optimizer) -> None:
-    """UnsupportedLoopError where parameters of one group, which are to be one partition
-    with one count of its steps, have taken different numbers of steps."""
-    for number, group in enumerate(optimizer.param_groups):
-        trained = [p for p in group["params"] if p.requires_grad]
+def check_counts(groups: list[list[Any]], states: Mapping[Any, Any]) -> None:
+    """UnsupportedLoopError where trained parameters of one group, which are to be one
+    partition with one count of its steps, have taken different numbers of steps."""
+    for number, trained in enumerate(groups):
         # Without a state there are no counts, and no other values either.
         counts = {
             tuple(
                 (key, float(value) if is_count(value) else None)
-                for key, value in optimizer.state.get(parameter, {}).items()
+                for key, value in states.get(parameter, {}).items()
                 if value is not None
             )
             for parameter in trained
