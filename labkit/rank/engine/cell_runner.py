@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,8 +107,8 @@ class CellRunner:
         self._loaded_first = frozenset(sys.modules)
         self.config: Mapping[str, Any] = {}
         self._injected: dict[str, Any] = {}
-        self._names: Sequence[str] = ()
-        """Those of labkit's functions in the last cell."""
+        self._names: set[str] = set()
+        """Those of labkit's functions in cells so far."""
         self._is_serving = False
         """Whether this rank serves others in the place of the cell."""
         self._script_file = ""
@@ -505,7 +504,7 @@ class CellRunner:
 
     def _inject(self, names: dict[str, Any]) -> None:
         """Put labkit's functions into the namespace, but never over a user's own."""
-        self._names = tuple(names)
+        self._names.update(names)
         for name in names.keys() - self.own_names():
             self.shell.user_ns[name] = self._injected[name] = names[name]
 

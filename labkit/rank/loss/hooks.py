@@ -51,8 +51,10 @@ class LossHooks:
         self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda seed: seed
         """Makes of the gradient of a loss what the backward pass begins with: see
         `Prepared.scale`."""
-        self.on_backward: Callable[[bool], None] = lambda begins: None
-        """Called before (True) and after a backward pass."""
+        self.on_backward_begins: Callable[[], None] = lambda: None
+        """Called before a backward pass."""
+        self.on_backward_ends: Callable[[bool], None] = lambda has_failed: None
+        """Called after it."""
         self.check_loss: Callable[[torch.Tensor, torch.Tensor | None], None]
         self.check_loss = lambda loss, seed: None
         """Called with what a backward pass begins with, and its gradient."""
@@ -204,11 +206,11 @@ class LossHooks:
             if not is_part and isinstance(root, torch.Tensor):
                 self.check_loss(root, seed)
             scaled.append(None if seed is None else self._scaled(seed))
-        self.on_backward(True)
+        self.on_backward_begins()
         return tuple(scaled)
 
-    def end(self) -> None:
-        self.on_backward(False)
+    def end(self, *, has_failed: bool) -> None:
+        self.on_backward_ends(has_failed)
 
     def differentiating(self, inputs: Roots, create_graph: bool) -> None:
         self.check_gradients_of(inputs, create_graph)

@@ -93,10 +93,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._hidden.clear()
         self.prepared.scale_gradients()
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, has_failed: bool) -> None:
         self._has_passed = True
         if self._is_last:
-            self.prepared.unscale_gradients()
+            if not has_failed:  # or ranks would wait for one that has an error to raise
+                self.prepared.unscale_gradients()
             return
         for parameter in self.prepared.updated():
             if parameter.grad is not None:

@@ -153,7 +153,8 @@ class Session:
         )
         self._roles = roles
         self._loss_hooks = LossHooks(self._after_optimizer_step)
-        self._loss_hooks.on_backward = self._on_backward
+        self._loss_hooks.on_backward_begins = self._begin_backward
+        self._loss_hooks.on_backward_ends = self._end_backward
         self._loss_hooks.on_step_begins = self._begin_step
         self._loss_hooks.unscale = self._unscale
         self._has_passed = False
@@ -860,20 +861,19 @@ class Session:
         for name, value in optimizer.prepared.metrics().items():
             self._records.put(name, value)
 
-    def _on_backward(self, begins: bool) -> None:
-        """Before and after every backward pass."""
+    def _begin_backward(self) -> None:
         self._has_passed = True
-        if begins:
-            self._data.begin_backward(is_prepared=bool(self._optimizers))
-            for optimizer in self._optimizers:
-                optimizer.begin_backward()
-            for begin in self._at_backward:
-                begin()
-        else:
-            for end in self._after_backward:
-                end()
-            for optimizer in self._optimizers:
-                optimizer.end_backward()
+        self._data.begin_backward(is_prepared=bool(self._optimizers))
+        for optimizer in self._optimizers:
+            optimizer.begin_backward()
+        for begin in self._at_backward:
+            begin()
+
+    def _end_backward(self, has_failed: bool) -> None:
+        for end in self._after_backward:
+            end()
+        for optimizer in self._optimizers:
+            optimizer.end_backward(has_failed=has_failed)
 
     def _begin_step(self) -> None:
         """Of an optimizer that is none of `prepare`'s."""

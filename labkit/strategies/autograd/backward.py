@@ -74,8 +74,8 @@ class Watcher(Protocol):
         """The gradients to begin with. Only `inputs` get gradients; if there are none,
         all leaves do."""
 
-    def end(self) -> None:
-        """It has ended, or failed."""
+    def end(self, *, has_failed: bool) -> None:
+        """It has ended, or failed half-way."""
 
     def differentiating(self, inputs: Roots, create_graph: bool) -> None:
         """`torch.autograd.grad` is called for `inputs`."""
@@ -208,7 +208,7 @@ def _end(
         while hooks:
             hooks.pop().remove()
         while begun:
-            begun.pop(0).end()
+            begun.pop(0).end(has_failed=has_failed)
     finally:
         if reached or hooks or begun:
             _end(reached, hooks, begun, has_failed=has_failed)

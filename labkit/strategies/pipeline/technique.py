@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import Overflows
+from labkit.compat.torch import Unscale
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import no_dispatch
 from labkit.compat.torch import tree_flatten
@@ -487,6 +489,11 @@ class Pipeline(Prepared):
             for parameter in add_up(self._placement.own, self.peers):
                 assert parameter.grad is not None
                 parameter.grad /= self.peers.size
+
+    def unscale(self, take: Unscale) -> Overflows:
+        if not self._gradients.hand_back():  # what the loop has made of them counts
+            self.zero_grad()
+        return super().unscale(take)
 
     def step(self, closure: Closure | None = None) -> Norm | None:
         if not self._gradients.hand_back():
