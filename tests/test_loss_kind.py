@@ -186,6 +186,7 @@ RIGHT: dict[str, Loss] = {
         + 4 * (WEIGHTS[:4] * x[:, :4].softmax(1).mean(0)).sum()
     ),
     "learned weights of as many means": lambda x: (P[0, 0] * x[:, :4].mean(0)).sum(),
+    "divided before, then a mean": lambda x: (x.square() / len(x)).mean(1).sum(),
     "divided before": lambda x: (x.square() / len(x)).sum(),
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
@@ -233,6 +234,12 @@ NOTED: dict[str, tuple[Loss, str]] = {
     "sum of means of as many": (lambda x: x[:, :4].square().mean(1).sum(), SUM),
     "sum of a list's means": (lambda x: torch.stack([*(x * T)]).mean(1).sum(), SUM),
     "sum over all steps": (lambda x: steps(x).sum(), SUM),
+    "sum with a temperature": (
+        lambda x: F.kl_div((x / 4).log_softmax(1), T.softmax(1), reduction="sum"),
+        SUM,
+    ),
+    "sum of squares of parts": (lambda x: (x / 4 - T).square().sum(), SUM),
+    "sum of errors of parts": (lambda x: F.mse_loss(x / 4, T, reduction="sum"), SUM),
     "sum of weighted means": (lambda x: (x.mean(1) * T.mean(1)).sum(), SUM),
     "by a constant": (
         lambda x: F.cross_entropy(x, WHOLE, reduction="sum") / 8,
@@ -316,6 +323,13 @@ def test_a_checkpointed_loss_is_left_to_its_backward_pass() -> None:
     assert LossWatch().look(loss, 4, 1) is None
     loss.backward()  # torch gives each saved tensor once
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_weight_is_no_division_by_one_or_two_samples(number: int) -> None:
+    x = X[:number].clone().requires_grad_()
+    loss = (1 / number * (x * 1.0 - T[:number]).square()).sum()
+    assert LossWatch().look(loss, number, 1) == SUM
 
 
 def test_the_losses_of_many_samples_are_seen_to_be_a_sum() -> None:

@@ -41,6 +41,8 @@ PASSED = (
     "Pre",  # DeepSpeed's PreBackwardFunctionForModule, on what a module returns
 )
 """Operations that leave it as it is."""
+LINEAR = (*ADDED, *PASSED, "Mul", "Div", "Mean", "Sum")
+"""Below which a division divides what is above, as well."""
 CURVED = (
     "Sqrt",
     "Rsqrt",
@@ -310,32 +312,36 @@ class Terms:
     def is_averaged(self, term: Term) -> bool:
         """Whether a sum is of means over the samples, and not over the samples: of one
         for each class or each step, as many as there may be."""
-        waiting, seen = [each for each, _ in term.node.next_functions], set()
+        waiting, seen = _below(term.node, is_linear=True), set()
         has_mean = False
         while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
+            node, is_linear = waiting.pop()
+            if node is None or (node, is_linear) in seen:
                 continue
-            seen.add(node)
+            seen.add((node, is_linear))
             if len(seen) > MAX_NODES_BESIDE:
                 return False
             variable = getattr(node, "variable", None)
-            if self._averages_samples(node):
+            if self._averages_samples(node, is_linear=is_linear):
                 has_mean = True
             elif kind_of(node) in LAYERS or not (
                 variable is None or isinstance(variable, torch.nn.Parameter)
             ):
                 return False
             else:
-                waiting += [each for each, _ in node.next_functions]
+                waiting += _below(node, is_linear=is_linear)
         return has_mean
 
-    def _averages_samples(self, node: Any) -> bool:
-        """Whether it is a mean over samples, or a division by their number."""
+    def _averages_samples(self, node: Any, *, is_linear: bool) -> bool:
+        """Whether it is a mean over samples, or a division by their number: of the
+        losses of samples, where all above it is linear, and not of scores."""
         number, kind = self._num_samples, kind_of(node)
         if number is None:
             return False
         if kind in ("Mul", "Div"):
+            # By 1 or 0.5 it may be a weight.
+            if not is_linear or number <= (2 if kind == "Mul" else 1):
+                return False
             factor = self._factored(node, kind, (), None)
             values = [found[0].value for _, _, found, _ in factor if found]
             by = float(values[0] or 0) if len(values) == 1 else 0.0
@@ -482,6 +488,16 @@ class Terms:
 def kind_of(node: Any) -> str:
     """The name of an operation: "Mul" of "MulBackward0"."""
     return str(node.name()).partition("Backward")[0]
+
+
+def _below(node: Any, *, is_linear: bool) -> list[tuple[Any, bool]]:
+    """What an operation is of, and whether all from a sum down to it is linear."""
+    kind = kind_of(node)
+    is_linear &= kind in LINEAR
+    inputs = [each for each, _ in node.next_functions]
+    return [
+        (e, is_linear and not (at and kind == "Div")) for at, e in enumerate(inputs)
+    ]
 
 
 def _is_normalized(given: torch.Tensor) -> bool:
