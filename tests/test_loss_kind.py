@@ -187,6 +187,8 @@ RIGHT: dict[str, Loss] = {
     ),
     "learned weights of as many means": lambda x: (P[0, 0] * x[:, :4].mean(0)).sum(),
     "divided before, then a mean": lambda x: (x.square() / len(x)).mean(1).sum(),
+    "over dimension 0 of a mean": lambda x: F.mse_loss(x, T).mean(0),
+    "over dimension -1 of a mean": lambda x: F.mse_loss(x, T).sum(-1),
     "divided before": lambda x: (x.square() / len(x)).sum(),
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
@@ -234,6 +236,7 @@ NOTED: dict[str, tuple[Loss, str]] = {
     "sum of means of as many": (lambda x: x[:, :4].square().mean(1).sum(), SUM),
     "sum of a list's means": (lambda x: torch.stack([*(x * T)]).mean(1).sum(), SUM),
     "sum over all steps": (lambda x: steps(x).sum(), SUM),
+    "over dimension 0 of a sum": (lambda x: x.square().sum().sum(0), SUM),
     "sum with a temperature": (
         lambda x: F.kl_div((x / 4).log_softmax(1), T.softmax(1), reduction="sum"),
         SUM,

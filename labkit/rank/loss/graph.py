@@ -572,6 +572,8 @@ def _reduction(node: Any, kind: str) -> Term | None:
 
 def _reduced(dim: Any, rank: int) -> set[int]:
     """The dimensions that an operation is over; none where it is over all."""
+    if not rank:
+        return set()  # torch takes dimension 0 of a single number, too
     dims = () if dim is None else dim if isinstance(dim, tuple) else (dim,)
     return {each - 2**64 + rank if each >= 2**63 else each % rank for each in dims}
 

@@ -103,7 +103,7 @@ class LossWatch:
                 return None
             try:
                 return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
-            except (RuntimeError, TypeError):
+            except (RuntimeError, TypeError, ArithmeticError):
                 return None  # of other kinds of numbers: a check must not end the loop
 
     def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
