@@ -44,10 +44,15 @@ STEP_TAKEN = "(step taken)"
 """The metric that notes an optimizer step for which no loss was noticed."""
 
 LOSS_WEIGHT = "loss_weight"
-BUFFER = "the buffer "
-"""How what is compared between ranks is called where it is a buffer."""
 """The metric of what a rank's loss counts for in the mean over the ranks, where that is
 not the number of its samples."""
+
+BUFFER = "the buffer "
+"""How what is compared between ranks is called where it is a buffer."""
+
+WEIGHTS = "the parameters before a step"
+"""How all parameters are called where they are compared before a step that makes them
+equal."""
 
 CHECKPOINT = "(checkpoint)"
 """The metric that notes, by its step, that a checkpoint was taken here: what was logged

@@ -12,6 +12,9 @@ from labkit.rank.training.forward_state import digest
 from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.strategies import STRATEGIES
 from labkit.strategies.model.spectral import in_one_precision
+from labkit.strategies.model.writes import NUM_PASSES
+from labkit.strategies.model.writes import Writes
+from labkit.strategies.model.writes import watch_forward
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
 
@@ -122,3 +125,64 @@ def test_spectral_norm_takes_weights_of_another_precision(spectral: object) -> N
         each()
     with pytest.raises(RuntimeError, match=r"same dtype|expected scalar type"):
         linear(x.bfloat16())
+
+
+class Renormed(nn.Linear):
+    """Brings its rows to length 1 in forward, or gives its weight another tensor."""
+
+    assigns = False
+    writes = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes and self.assigns:
+            self.weight.data = self.weight.data.clone()
+        elif self.writes:
+            self.weight.data.copy_(nn.functional.normalize(self.weight.data))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_forward_pass_that_changes_a_parameter_is_seen(assigns: bool) -> None:
+    layer, found = Renormed(3, 2), list[str]()
+    layer.assigns = assigns
+    writes = Writes(found.append, with_places=True)
+    for number in range(NUM_PASSES + 2):
+        layer.weight.data.copy_(torch.randn(2, 3))  # between passes all is allowed
+        layer.writes = number in (1, NUM_PASSES)
+        writes.begin(0, layer.training, lambda: dict(layer.named_parameters()))
+        layer(torch.ones(1, 3))
+        writes.end(0, lambda: dict(layer.named_parameters()))
+    assert found == ["weight"]
+    layer.eval()  # passes of another kind have not been looked at
+    layer.writes = True
+    layer.weight.data.copy_(torch.randn(2, 3))
+    writes.begin(0, layer.training, lambda: dict(layer.named_parameters()))
+    layer(torch.ones(1, 3))
+    writes.end(0, lambda: dict(layer.named_parameters()))
+    assert found == ["weight"] * 2
+
+
+def test_a_pass_that_failed_and_a_freed_parameter_are_no_changes() -> None:
+    layer, found = Renormed(3, 2), list[str]()
+    writes = Writes(found.append)
+    for _ in range(NUM_PASSES):
+        writes.begin(0, layer.training, lambda: dict(layer.named_parameters()))
+    layer(torch.ones(1, 3))
+    writes.begin(0, layer.training, lambda: dict(layer.named_parameters()))
+    writes.end(0, lambda: dict(layer.named_parameters()))
+    layer.eval()
+    writes.begin(0, layer.training, lambda: dict(layer.named_parameters()))
+    layer.weight.untyped_storage().resize_(0)
+    writes.end(0, lambda: dict(layer.named_parameters()))
+    assert not found
+
+
+def test_a_watched_model_keeps_its_forward_and_copies_are_not_watched() -> None:
+    layer, found = Renormed(3, 2), list[str]()
+    undo = watch_forward(layer, found.append)
+    copy.deepcopy(layer)(torch.ones(1, 3))
+    assert not found
+    layer(torch.ones(1, 3))
+    assert found == ["weight"]
+    undo()
+    assert "forward" not in vars(layer)

@@ -117,6 +117,12 @@ def whole_of(part: Any) -> Any:
     return getattr(part, "_unsharded_param", None)
 
 
+@GATE.needs(f"{_GROUP}.post_forward")
+def shard_of(part: Any) -> Any:
+    """The DTensor that the model has in a parameter's place between passes."""
+    return part.sharded_param
+
+
 @GATE.needs(f"{_PARAM}._orig_size")
 def whole_size(part: Any) -> int:
     """The elements of the whole parameter."""

@@ -4,6 +4,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
 from labkit.compat.data_parallel import reset_step
 from labkit.compat.data_parallel import set_reduction
+from labkit.compat.data_parallel import shard_of
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import has_gradient_hooks
@@ -46,6 +48,8 @@ from labkit.strategies.model.shards import check_parts
 from labkit.strategies.model.shards import hand_to_optimizer
 from labkit.strategies.model.shards import shapes_of_parts
 from labkit.strategies.model.spectral import in_one_precision
+from labkit.strategies.model.writes import Writes
+from labkit.strategies.model.writes import refuse
 from labkit.strategies.prepared import DROPPED
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
@@ -73,6 +77,8 @@ class FSDP(Prepared):
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023;
     `torch.distributed.fsdp.fully_shard`.
     """
+
+    refuses_writes = True
 
     def place(self) -> None:
         """A block at a time, in `wrap`."""
@@ -113,14 +119,25 @@ class FSDP(Prepared):
         self._edges: dict[int, Any] = {}
         self._used: set[int] = set()
         """Ids of the whole parameters that this backward pass reaches on any rank."""
+        names = {id(shard): name for name, shard in self._shards.items()}
+        writes = Writes(refuse(self.strategy.name), with_places=True)
         for number, group in enumerate(self._groups):
+            named = {names[id(shard_of(part))]: part for part in group.fsdp_params}
             group.pre_forward = partial(
-                run_on_route, self.route, number, group, group.pre_forward
+                run_watched,
+                partial(run_on_route, self.route, number, group, group.pre_forward),
+                *(writes, number, partial(whole_ones, named)),
+            )
+            group.post_forward = partial(
+                end_watched,
+                group.post_forward,
+                *(writes, number, partial(whole_ones, named)),
             )
             group.post_backward = partial(
                 reduce_filled, self._used, group, group.post_backward
             )
             self._undo.append(partial(delattr, group, "pre_forward"))
+            self._undo.append(partial(delattr, group, "post_forward"))
             self._undo.append(partial(delattr, group, "post_backward"))
         self._waiting: RemovableHandle | None = None
         """Recovers from a backward pass that has failed, once the model is used."""
@@ -299,6 +316,40 @@ def run_on_route(
         with torch.inference_mode(False), torch.no_grad():
             return pre_forward(*args)
     return pre_forward(*args)
+
+
+def run_watched(
+    pre_forward: Callable[..., Any],
+    writes: Writes,
+    number: int,
+    tensors: Callable[[], dict[str, torch.Tensor]],
+    module: nn.Module,
+    *args: Any,
+) -> Any:
+    """What a group of parameters does before its block runs, which may change them."""
+    found = pre_forward(module, *args)
+    kind = number, module.training, torch.is_grad_enabled()
+    if writes.before or kind not in writes.done:
+        writes.begin(number, module.training, tensors)
+    return found
+
+
+def end_watched(
+    post_forward: Callable[..., Any],
+    writes: Writes,
+    number: int,
+    tensors: Callable[[], dict[str, torch.Tensor]],
+    *args: Any,
+) -> Any:
+    """What a group does after its block has run: it frees them, changed or not."""
+    if writes.before:
+        writes.end(number, tensors)
+    return post_forward(*args)
+
+
+def whole_ones(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters as they are gathered for a forward pass, by name."""
+    return {name: whole_of(part) for name, part in parts.items()}
 
 
 def reduce_filled(

@@ -103,6 +103,9 @@ class Prepared:
     """
 
     in_one_thread = False
+    refuses_writes = False
+    """Whether it says itself what a forward pass changes of parameters, which it has
+    gathered for that pass."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import numpy as np
 from labkit.checks import several
 from labkit.rank_spec import format_ranks
 from labkit.records import BUFFER
+from labkit.records import WEIGHTS
 from labkit.records import ReplicaNotes
 from labkit.records import StepsTaken
 
@@ -20,6 +21,12 @@ BUFFER_DIFFERS = (
     "{} is not the same on all ranks: each rank updates it from its own samples, where "
     "one process updates it from the whole batch. In forward, average the update over "
     "the ranks with torch.distributed.all_reduce"
+)
+WEIGHTS_DIFFER = (
+    "a parameter was not the same on all ranks before a step, which then takes a part "
+    "of it from each rank: the model's forward or the loop has set it from a rank's "
+    "own samples, where one process sets it from the whole batch. Set it from the mean "
+    "over the ranks, by torch.distributed.all_reduce, or before prepare"
 )
 
 
@@ -59,7 +66,9 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
             # Those that parted first come first: the others follow from them.
             columns.sort(key=lambda c: int(differs[:, c].argmax()))
             buffers = [first.names[c] for c in columns if is_buffer(first.names[c])]
-            columns = [c for c in columns if not is_buffer(first.names[c])]
+            if any(first.names[c] == WEIGHTS for c in columns):
+                found.append(WEIGHTS_DIFFER)
+            columns = [c for c in columns if is_parameter(first.names[c])]
             if buffers:
                 found.append(BUFFER_DIFFERS.format(several(buffers)))
             for column in columns[:MAX_NAMES]:
@@ -96,6 +105,10 @@ def one_of_each_place(notes: Mapping[int, ReplicaNotes]) -> dict[int, ReplicaNot
     for rank, note in notes.items():
         found.setdefault(rank if note.place is None else note.place, (rank, note))
     return dict(found.values())
+
+
+def is_parameter(name: str) -> bool:
+    return not is_buffer(name) and name != WEIGHTS
 
 
 def is_buffer(name: str) -> bool:

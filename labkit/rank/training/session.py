@@ -87,6 +87,7 @@ from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
 from labkit.strategies.model.materialize import until_set
 from labkit.strategies.model.shards import checking_loads
+from labkit.strategies.model.writes import watch_forward
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import has_own_statistics
 from labkit.strategies.options import keep_stand_ins_out
@@ -104,6 +105,13 @@ NO_STEPS = (
     "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
     "there are no steps by which to plot its losses and measure its memory. "
     "log(loss=loss.item()) plots what it is given"
+)
+WRITES = (
+    "the model's forward changes its parameter {name}: with --accumulate {count} it "
+    "does so for each of the {count} parts of a batch, where one process with whole "
+    "batches does it once. Unless it comes to the same, leave out --accumulate, or "
+    "make that change in the loop, after optimizer.step(), under "
+    "`if not optimizer.held_back:`"
 )
 EXTRA_WORK = (
     "{work}: with --accumulate {count} the loop body runs {count} times per step and "
@@ -741,10 +749,15 @@ class Session:
             if work := extra_work(self.code):
                 count = self.options.accumulate
                 self.note(EXTRA_WORK.format(work=work.removesuffix(":"), count=count))
+            if not prepared.refuses_writes:
+                self._undo.append(watch_forward(model, self._note_write))
             # Not the method itself, which a copy of the model would copy, with us.
             vars(model)["zero_grad"] = lambda *a, **kw: stepping.zero_grad(*a, **kw)
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
         return stepping
+
+    def _note_write(self, name: str) -> None:
+        self.note(WRITES.format(name=name, count=self.options.accumulate))
 
     def _rank_loader(
         self,

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import buffers_of
 from labkit.strategies.relay.elsewhere import Elsewhere
+from labkit.strategies.relay.parameters import is_absent
 
 MICROBATCHES_A_STAGE = 4
 """Of a batch, where the magic line does not say: a bubble of (p-1) in (5p-1)."""
@@ -73,8 +75,14 @@ def are_other(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Run `model` within it without dropout: buffers and counts that change are set
-    back. It gives what tells whether any has."""
+    """Run `model` within it without dropout: buffers, counts and parameters that change
+    are set back. It gives what tells whether any has."""
+    with DisableTorchFunctionSubclass():
+        parameters = [
+            (parameter, parameter.data, parameter.data.clone())
+            for parameter in model.parameters()
+            if not (parameter.is_meta or is_absent(parameter))
+        ]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -87,6 +95,9 @@ def unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
     ]
 
     def has_changed() -> bool:
+        with DisableTorchFunctionSubclass():
+            if any(not torch.equal(p.data, value) for p, _, value in parameters):
+                return True
         return any(
             buffers_of(module)[name] is not buffer
             or type(buffer) is not torch.Tensor
@@ -106,6 +117,10 @@ def unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
         with _WithoutDropout():
             yield has_changed
     finally:
+        with DisableTorchFunctionSubclass():
+            for parameter, data, value in parameters:
+                data.copy_(value)
+                parameter.data = data
         for module, values in numbers:
             vars(module).update(values)
         for module, name, buffer, value in buffers:

@@ -225,7 +225,7 @@ class Pipeline(Prepared):
             self._num_checked += 1
             check_inputs(leaves, self.mesh["pp"])
         chunks = split(leaves, self._num_microbatches)
-        if len(chunks) > 1 and torch.is_grad_enabled():
+        if len(chunks) > 1 and (torch.is_grad_enabled() or self.module.training):
             self._compare_once(function, leaves, spec)
             if self._is_trying:
                 raise _Compared
@@ -295,7 +295,7 @@ class Pipeline(Prepared):
         if keeps_state:
             why = (
                 "a forward pass changes the model's state, as BatchNorm's statistics, "
-                "or a count of passes"
+                "a count of passes, or its parameters"
             )
         elif differs:
             why = (

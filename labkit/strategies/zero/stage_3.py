@@ -22,6 +22,8 @@ from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.model.gradients import is_absent
 from labkit.strategies.model.gradients import is_empty
 from labkit.strategies.model.states import plain_shape
+from labkit.strategies.model.writes import Writes
+from labkit.strategies.model.writes import refuse
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.zero.engines import buckets
@@ -53,6 +55,7 @@ def plainly(run: Callable[P, R]) -> Callable[P, R]:
 class ZeRO3(ZeRO):
     """Parameters are gathered for a layer's forward and backward pass."""
 
+    refuses_writes = True
     accumulators = plainly(ZeRO.accumulators)
     _check_trained = plainly(ZeRO._check_trained)
 
@@ -78,6 +81,14 @@ class ZeRO3(ZeRO):
         )
         offload.pre_sub_module_forward_function = partial(
             run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
+        )
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        writes = Writes(refuse(self.name))
+        offload.pre_sub_module_forward_function = partial(
+            run_watched, writes, names, offload.pre_sub_module_forward_function
+        )
+        offload.post_sub_module_forward_function = partial(
+            end_watched, writes, names, offload.post_sub_module_forward_function
         )
 
     @plainly
@@ -226,3 +237,29 @@ def run_on_route(
     """What stage 3 does before a layer runs, which is noted."""
     route.add(numbers.get(id(module), -1))
     run(module)
+
+
+def run_watched(
+    writes: Writes, names: Mapping[int, str], run: Callable[..., None], module: Any
+) -> None:
+    """What stage 3 does before a layer runs, which may change its parameters."""
+    run(module)
+    kind = id(module), module.training, torch.is_grad_enabled()
+    if writes.before or kind not in writes.done:
+        writes.begin(kind[0], module.training, partial(own_whole, names, module))
+
+
+def end_watched(
+    writes: Writes, names: Mapping[int, str], run: Callable[..., None], module: Any
+) -> None:
+    """What stage 3 does after a layer has run: it frees them, changed or not."""
+    if writes.before:
+        writes.end(id(module), partial(own_whole, names, module))
+    run(module)
+
+
+def own_whole(names: Mapping[int, str], module: nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's own parameters as they are gathered for a forward pass, by name."""
+    with DisableTorchFunctionSubclass():
+        own = [(names.get(id(p)), p.data) for p in module.parameters(recurse=False)]
+    return {name: values for name, values in own if name is not None}
