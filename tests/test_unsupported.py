@@ -97,3 +97,44 @@ def test_states_of_other_groups_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, and this one"):
         named_states(saved, optimizer, parameter_names(model, optimizer))
+
+
+def with_views(kind: str) -> nn.Module:
+    """Two layers whose weights are in one storage."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    memory, (first, second) = torch.randn(3, 8), model.parameters()
+    with torch.no_grad():
+        if kind == "transposed":
+            second.data = first.data.t()
+        elif kind == "overlapping":
+            first.data, second.data = memory[:, :3], memory[:, 2:5]
+        elif kind == "columns":
+            first.data, second.data = memory[:, :3], memory[:, 3:6]
+        elif kind == "flat":
+            flat = memory.flatten()
+            first.data, second.data = flat[:9].view(3, 3), flat[9:18].view(3, 3)
+        elif kind == "tied":
+            model[1].weight = first
+        elif kind == "meta":
+            model.to("meta")
+        elif kind == "transposed meta":
+            model.to("meta")
+            first, second = model.parameters()
+            second.data = first.data.t()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["transposed", "overlapping", "transposed meta"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "pipeline", "parameter_server"])
+def test_two_parameters_in_the_same_memory(strategy: str, kind: str) -> None:
+    model = with_views(kind)
+    with pytest.raises(UnsupportedLoopError, match=r"0.weight and 1.weight are two"):
+        check_supported(model, STRATEGIES[strategy])
+    check_supported(model, STRATEGIES["single"])
+    check_supported(model, STRATEGIES["ddp"], num_ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["columns", "flat", "tied", "meta", "none"])
+def test_parameters_without_elements_in_common(kind: str) -> None:
+    check_supported(with_views(kind), STRATEGIES["zero1"])
+    check_supported(nn.LSTM(3, 4), STRATEGIES["zero1"])

@@ -4,7 +4,10 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
+from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_compiled
+from labkit.compat.torch import storage_key
 from labkit.strategies import Strategy
 from labkit.strategies.prepared import units
 
@@ -26,6 +29,8 @@ def check_supported(
         )
     if num_ranks > 1:
         check_embeddings(model, strategy.name)
+    if strategy.is_partitioned or strategy.server is not None:
+        check_memory(model, strategy.name)
     if not strategy.is_partitioned:
         return
     if not strategy.has_whole_parameters:
@@ -71,6 +76,57 @@ def check_embeddings(model: nn.Module, strategy: str) -> None:
                 "samples. Make it without max_norm, and renormalize the rows after "
                 "optimizer.step(), under torch.no_grad(); or use single"
             )
+
+
+def check_memory(model: nn.Module, strategy: str) -> None:
+    """UnsupportedLoopError for two parameters that have elements in common, of which
+    each would get memory of its own. One that is in two places is no two."""
+    if pair := in_same_memory(model):
+        raise UnsupportedLoopError(
+            f"{pair[0]} and {pair[1]} are two parameters in the same memory, as after "
+            f"decoder.weight.data = encoder.weight.data.t(): under {strategy} each "
+            "would get memory of its own, and be trained by itself. Have one parameter "
+            "in both places, as by decoder.weight = encoder.weight, or in forward by "
+            "torch.nn.functional.linear(x, self.encoder.weight.t()); or use ddp"
+        )
+
+
+def in_same_memory(model: nn.Module) -> list[str]:
+    """The names of two parameters that have elements in common; none where none have.
+    Those of an LSTM on a GPU are in one storage, one after the other."""
+    by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    with DisableTorchFunctionSubclass():
+        for name, parameter in model.named_parameters():
+            tensor = local_part(parameter).detach()
+            if tensor.layout is torch.strided and tensor.numel():
+                key = storage_key(tensor.untyped_storage())
+                by_storage.setdefault(key, []).append((*extent(tensor), name, tensor))
+    for held in by_storage.values():
+        near: list[tuple[int, int, str, torch.Tensor]] = []
+        for begin, end, name, tensor in sorted(held, key=lambda each: each[0]):
+            near = [each for each in near if each[1] > begin]
+            for *_, other_name, other in near:
+                if have_common_elements(other, tensor):
+                    return [other_name, name]
+            near.append((begin, end, name, tensor))
+    return []
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor's elements begin, and end."""
+    begin = int(tensor.storage_offset())
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin, begin + sum((size - 1) * stride for size, stride in pairs) + 1
+
+
+def have_common_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one storage have: they may be columns of one matrix."""
+    if one.dtype is not other.dtype:
+        return True
+    marks = torch.zeros(max(extent(one)[1], extent(other)[1]), dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    there = marks.as_strided(other.shape, other.stride(), other.storage_offset())
+    return bool(there.any())
 
 
 def check_dtypes(model: nn.Module, strategy: Strategy) -> None:
