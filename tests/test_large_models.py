@@ -255,6 +255,30 @@ def test_a_module_that_sets_what_is_in_a_block_has_its_way() -> None:
     assert model.blocks[0].weight.eq(1).all()
 
 
+def test_a_unit_comes_after_those_in_it_and_has_none_of_their_tensors() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.network[0].weight)
+
+    with torch.device("meta"):
+        model = Model()
+    network = model.network
+    found = [
+        (part, [tuple(tensor.shape) for tensor in tensors])
+        for part, tensors in parts(model, [*network, network])
+    ]
+    assert found == [
+        (network[1], [(3, 2), (3,)]),
+        (network[0], [(2, 2), (2,)]),
+        (network, []),
+        (model, []),
+    ]
+
+
 def test_what_is_on_the_cpu_already_keeps_its_values() -> None:
     trained = nn.Linear(2, 2)
     before = trained.weight.detach().clone()

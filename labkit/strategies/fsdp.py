@@ -1,5 +1,6 @@
 """Fully sharded data parallelism: every rank keeps a shard of everything."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class FSDP(Prepared):
     def wrap(self) -> None:
         check_elementwise(self.optimizer)
         check_fused(self.optimizer)
+        check_calls(self.module)
         for name, parameter in self.module.named_parameters():
             check_hooks(name, parameter)
         patch_dtensor()
@@ -285,16 +287,68 @@ def apply_fsdp(
         policy = MixedPrecisionPolicy(dtype, torch.float32)
         settings["mp_policy"] = policy
         at_root["mp_policy"] = replace(policy, output_dtype=torch.float32)
+    outermost = called_ones(model)
+    inner = [each for unit in units(model) for each in called_ones(unit)]
+    units_of_all = list(dict.fromkeys([*inner, *outermost]))
     root: Any = model
-    for part, tensors in parts(model, units(model)):  # the whole comes last
+    # The whole comes last.
+    for part, tensors in parts(model, [u for u in units_of_all if u is not model]):
         for tensor in tensors:
             move(tensor, device)
             broadcast(local_part(tensor.detach()), mesh)  # as DDP and DeepSpeed do
-        special = at_root if part is model else {}
-        root = fully_shard(part, mesh=mesh, **{**settings, **special})
+        special = at_root if part in outermost else {}
+        root = fully_shard(takeable(part), mesh=mesh, **{**settings, **special})
         release(tensors, part)
     sharded: FSDPModule = root
     return sharded
+
+
+def called_ones(module: nn.Module) -> list[nn.Module]:
+    """This module, or the ones in it that a loop calls, where it has no forward, as a
+    ModuleList: nothing would gather its parameters."""
+    if has_forward(module):
+        return [module]
+    with_parameters = (
+        child for child in module.children() if any(True for _ in child.parameters())
+    )
+    return [each for child in with_parameters for each in called_ones(child)]
+
+
+def check_calls(model: nn.Module) -> None:
+    """UnsupportedLoopError where modules that a loop calls share a parameter: each
+    gathers its own."""
+    first: dict[int, nn.Module] = {}
+    for module in called_ones(model):
+        for name, parameter in module.named_parameters():
+            if first.setdefault(id(parameter), module) is not module:
+                kind = type(model).__name__
+                raise UnsupportedLoopError(
+                    f"the model, a {kind}, has no forward, so fully_shard gathers the "
+                    f"parameters of each module in it by itself, and {name} is in two "
+                    "of them; write a torch.nn.Module around them, with a forward that "
+                    "calls them, or use ddp"
+                )
+
+
+def has_forward(module: nn.Module) -> bool:
+    forward: Any = type(module).forward
+    return forward is not nn.Module.forward
+
+
+def takeable(module: nn.Module) -> nn.Module:
+    """A module as `fully_shard` takes it: of containers, those with a forward."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward(module):
+        kind: Any = type(module)
+        module.__class__ = with_forward(kind)
+    return module
+
+
+@functools.cache
+def with_forward(kind: Any) -> Any:
+    def forward(self: nn.Module, *args: Any) -> None:
+        nn.Module.forward(self, *args)  # which raises NotImplementedError
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def run_on_route(

@@ -38,21 +38,33 @@ def parts(model: nn.Module, units: Sequence[nn.Module] = ()) -> Iterator[Part]:
     """The units of a model as they get their values, and at last the model itself.
 
     With each the tensors in it that no part before it had, where the model's are: on
-    the CPU if they had no values. The taker may move, shard or replace them.
+    the CPU if they had no values. The taker may move, shard or replace them. Units that
+    are in others come before them, in `units` too.
     """
-    around = {unit: list(unit.modules()) for unit in units}
-    inside = {module for modules in around.values() for module in modules}
+    whole = {unit: set(unit.modules()) for unit in units}
+    inner = {
+        unit: [each for each in whole if each is not unit and each in modules]
+        for unit, modules in whole.items()
+    }
+    around = {
+        unit: [m for m in unit.modules() if not any(m in whole[i] for i in inner[unit])]
+        for unit in units
+    }
+    inside = set().union(*whole.values())
     around[model] = [module for module in model.modules() if module not in inside]
     resets = find_resets(model)
     order = list(innermost_first(model))
     place = {module: number for number, (_, module) in enumerate(order)}
     # A unit waits for the last module that sets a tensor of it: it may be outside.
     ready: dict[int, list[nn.Module]] = {}
+    last: dict[nn.Module, int] = {}
     for unit, modules in around.items():
         setters = {place[module] for module in modules}
         for module in modules:
             setters |= {place[setter] for setter in resets.setters.get(module, ())}
-        ready.setdefault(max(setters), []).append(unit)
+        setters |= {last[each] for each in inner.get(unit, ())}
+        last[unit] = max(setters)
+        ready.setdefault(last[unit], []).append(unit)
     for number, (_, module) in enumerate(order):
         for tensor in own_tensors(module):
             if tensor.is_meta:
