@@ -6,6 +6,8 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.strategies import STRATEGIES
+from labkit.strategies.fsdp import called_ones
+from labkit.strategies.fsdp import check_calls
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import parameter_names
@@ -138,3 +140,30 @@ def test_two_parameters_in_the_same_memory(strategy: str, kind: str) -> None:
 def test_parameters_without_elements_in_common(kind: str) -> None:
     check_supported(with_views(kind), STRATEGIES["zero1"])
     check_supported(nn.LSTM(3, 4), STRATEGIES["zero1"])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", "hsdp", "tensor"])
+def test_a_parameter_without_elements(strategy: str) -> None:
+    model, message = nn.Linear(3, 2), r"registers is .* shape \(1, 0, 3\)"
+    model.registers = nn.Parameter(torch.zeros(1, 0, 3))
+    with pytest.raises(UnsupportedLoopError, match=message):
+        check_supported(model, STRATEGIES[strategy])
+    check_supported(model, STRATEGIES["zero1"])
+    model.registers.requires_grad_(False)
+    if strategy != "zero3":
+        check_supported(model, STRATEGIES[strategy])
+        return
+    with pytest.raises(UnsupportedLoopError, match=message):
+        check_supported(model, STRATEGIES[strategy])
+
+
+def test_modules_that_a_loop_calls_share_no_parameter_under_fsdp() -> None:
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    mix = nn.ModuleDict({"mix": nn.Linear(3, 3), "act": nn.Tanh()})
+    model = nn.ModuleList([embedding, mix, head])
+    check_calls(model)
+    assert called_ones(model) == [embedding, mix["mix"], head]
+    head.weight = embedding.weight
+    with pytest.raises(UnsupportedLoopError, match="ModuleList, has no forward"):
+        check_calls(model)
+    check_calls(nn.Sequential(embedding, head))  # which calls both in its forward

@@ -9,6 +9,7 @@ from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_compiled
 from labkit.compat.torch import storage_key
 from labkit.strategies import Strategy
+from labkit.strategies.model.states import plain_shape
 from labkit.strategies.prepared import units
 
 
@@ -42,6 +43,8 @@ def check_supported(
             f"{strategy.name} cannot divide among ranks: give it one, as "
             "torch.nn.Parameter(torch.tensor([1.0])), or use ddp"
         )
+    if not strategy.has_whole_parameters:
+        check_sizes(model, strategy)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedLoopError(
@@ -60,6 +63,23 @@ def check_supported(
 def scalar_parameters(model: nn.Module) -> list[str]:
     """The names of parameters without a dimension, as CLIP's `logit_scale` is."""
     return [name for name, p in model.named_parameters() if not p.dim()]
+
+
+def check_sizes(model: nn.Module, strategy: Strategy) -> None:
+    """UnsupportedLoopError for a parameter without elements, which is left over where
+    a gradient is reduced, and where DeepSpeed gathers parameters."""
+    stage = strategy.variant.get("stage")
+    if stage == 1:  # the gradients of all parameters are reduced as one
+        return
+    for name, parameter in model.named_parameters():
+        shape = tuple(plain_shape(parameter))
+        if 0 in shape and (stage == 3 or parameter.requires_grad):
+            freeze = "" if stage == 3 else "call requires_grad_(False) on it, or "
+            raise UnsupportedLoopError(
+                f"{name} is a parameter without elements, of shape {shape}, which "
+                f"{strategy.name} cannot divide among ranks: {freeze}leave it out of "
+                "the model, or use ddp or zero1"
+            )
 
 
 def check_embeddings(model: nn.Module, strategy: str) -> None:
