@@ -85,10 +85,14 @@ class ZeRO3(ZeRO):
         names = {id(p): name for name, p in self.module.named_parameters()}
         writes = Writes(refuse(self.name))
         offload.pre_sub_module_forward_function = partial(
-            run_watched, writes, names, offload.pre_sub_module_forward_function
+            run_watched,
+            *(writes, torch.compiler.disable(writes.begin), names),
+            offload.pre_sub_module_forward_function,
         )
         offload.post_sub_module_forward_function = partial(
-            end_watched, writes, names, offload.post_sub_module_forward_function
+            end_watched,
+            *(writes, torch.compiler.disable(writes.end), names),
+            offload.post_sub_module_forward_function,
         )
 
     @plainly
@@ -240,21 +244,29 @@ def run_on_route(
 
 
 def run_watched(
-    writes: Writes, names: Mapping[int, str], run: Callable[..., None], module: Any
+    writes: Writes,
+    begin: Callable[..., None],
+    names: Mapping[int, str],
+    run: Callable[..., None],
+    module: Any,
 ) -> None:
     """What stage 3 does before a layer runs, which may change its parameters."""
     run(module)
     kind = id(module), module.training, torch.is_grad_enabled()
     if writes.before or kind not in writes.done:
-        writes.begin(kind[0], module.training, partial(own_whole, names, module))
+        begin(kind[0], module.training, partial(own_whole, names, module))
 
 
 def end_watched(
-    writes: Writes, names: Mapping[int, str], run: Callable[..., None], module: Any
+    writes: Writes,
+    end: Callable[..., None],
+    names: Mapping[int, str],
+    run: Callable[..., None],
+    module: Any,
 ) -> None:
     """What stage 3 does after a layer has run: it frees them, changed or not."""
     if writes.before:
-        writes.end(id(module), partial(own_whole, names, module))
+        end(id(module), partial(own_whole, names, module))
     run(module)
 
 
