@@ -261,6 +261,35 @@ def test_a_batch_that_is_left_out_is_none_that_was_drawn_before(
     assert [DRAWN_BEFORE] * num_notes == run.notes
 
 
+PREFETCHED = """
+x[:, 0] = 0
+x[6, 0] = 3
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=2, weigh=WEIGH, shuffle=False
+)
+batches = iter(loader)
+now = next(batches)
+while now is not None:
+    later = next(batches, None)
+    if later is not None:
+        F.cross_entropy(model(now[0]), now[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    now = later
+"""
+
+
+@pytest.mark.parametrize(
+    ("weigh", "num_notes"),
+    [("lambda batch: 1", 0), ("lambda batch: 1 + batch[0][0, 0]", 1)],
+)
+def test_a_prefetcher_is_noted_in_the_midst_of_a_pass(
+    lab: Lab, weigh: str, num_notes: int
+) -> None:
+    run = train(lab, "ddp", SETUP + PREFETCHED.replace("WEIGH", weigh))
+    assert [DRAWN_BEFORE] * num_notes == run.notes
+
+
 TWICE = """
 model, optimizer, loader = prepare(model, optimizer, DataLoader(OPTIONS), shuffle=True)
 for (a, b), (c, _) in zip(loader, loader):

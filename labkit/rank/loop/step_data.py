@@ -162,24 +162,23 @@ class StepData:
         """A backward pass begins; `is_prepared` where the run has a model."""
         if self.share is not None:
             self._num_unused -= 1
-            if self._waiting:
-                self._check_waiting()
-            if not self._waiting:
+            if not (self._waiting and self._uses_waiting()):
                 self._is_new = False
         elif self._is_uneven and self._num_unused > 0:
             self._note(DRAWN_BEFORE)
         elif is_prepared and self._accumulate > 1:
             self._note(OWN_DATA.format(count=self._accumulate))
 
-    def _check_waiting(self) -> None:
-        """Note a backward pass that may be with a batch that counts otherwise than the
-        last one. A loop that skips a batch no longer has it."""
+    def _uses_waiting(self) -> bool:
+        """Whether a backward pass may be with a batch before the last one: noted where
+        that counts otherwise. A loop that skips a batch no longer has it."""
         assert self._loader is not None
         now = storages_of(self._loader.given)
         kept = [each for each in self._waiting if each.is_kept(now)]
         if any(each.weight != self._hooks.weight for each in kept):
             self._note(DRAWN_BEFORE)
         self._waiting = kept[1:]
+        return bool(kept)
 
     def take_counts(self) -> dict[str, float]:
         """Those of the step that is taken, by the name of their record."""
