@@ -236,14 +236,42 @@ def test_passes_by_the_values_of_samples_are_refused_as_such(lab: Lab) -> None:
         train(lab, "fsdp", SET_UP, PREPARE, loop)
 
 
-def test_one_rank_alone_may_look_at_the_batches(lab: Lab) -> None:
-    loop = """
+def test_a_part_that_ends_the_pass_of_one_rank_is_refused(lab: Lab) -> None:
+    leave = STEP.replace(":\n", ":\n    if len(inputs) < 3:\n        break\n", 1)
+    with pytest.raises(RankError, match="rank 1 takes the next batch after no backw"):
+        train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, leave, leave)
+
+
+@pytest.mark.parametrize("grad", ["no_grad", "enable_grad"])
+def test_one_rank_alone_may_look_at_the_batches(lab: Lab, grad: str) -> None:
+    look = f"""
     if rank == 0:
-        with torch.no_grad():
+        with torch.{grad}():
             found = sum(len(labels) for inputs, labels in loader)
     """
-    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, STEP, loop)
+    own = """
+    F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+    optimizer.step()
+    """
+    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, look, STEP, look, STEP, look, own)
     assert lab.pull("found", 0) == 15
+    looked = lab.pull("model", full=True)
+    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, STEP, STEP, own)
+    plain = lab.pull("model", full=True)
+    torch.testing.assert_close(looked, plain)
+
+
+@pytest.mark.parametrize("end", ["", "break"])
+def test_one_rank_alone_may_look_at_a_batch_of_unequal_parts(
+    lab: Lab, end: str
+) -> None:
+    uneven = PREPARE.replace("batch_size=8", "batch_size=7")
+    look = "if rank == 0:\n    found = next(iter(loader))"
+    step = STEP + f"    {end}\n"
+    train(lab, "ddp", SET_UP, uneven, look, step, look, step, look)
+    looked = lab.pull("model", full=True)
+    train(lab, "ddp", SET_UP, uneven, step, step)
+    torch.testing.assert_close(looked, lab.pull("model", full=True))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])

@@ -789,6 +789,8 @@ class Session:
     def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
         self._data.begin_epoch()
         for optimizer in self._optimizers:
+            if not self._has_ended:
+                optimizer.prepared.course.begin_pass()
             optimizer.drop_held()
         for observer in self._observers:
             observer.begin_epoch()
@@ -832,6 +834,9 @@ class Session:
 
     def _end_epoch(self) -> None:
         self._data.end_epoch()
+        for optimizer in self._optimizers:
+            if not self._has_ended:
+                optimizer.prepared.course.end_pass()
         for observer in self._observers:
             observer.end_epoch()
 

@@ -89,8 +89,33 @@ class Course:
         """Whether the loop has not trained with the batch."""
         self._is_compared = True
         """Whether all ranks are known to ask for the next batch."""
+        self._has_trained = False
+        """Whether the loop has in this pass over its data. A pass in which it has not
+        may be one rank's alone, and leaves no trace."""
+        self._former: tuple[int | None, bool, bool, bool] = (None, True, True, False)
+        """All that, before this pass."""
         self.num_passes = 0
         """Backward passes since the last step."""
+
+    def begin_pass(self) -> None:
+        """The loop begins a pass over its data. Collective, where it has left another
+        one at a batch that it has not trained with."""
+        if self._is_new:
+            self.ask()
+        state = self._num_samples, self._is_new, self._is_compared, self._has_trained
+        self._former = state
+        self._num_samples, self._is_new, self._is_compared = None, True, True
+        self._has_trained = False
+
+    def end_pass(self) -> None:
+        """It has ended one, or left it."""
+        if not self._has_trained:
+            (
+                self._num_samples,
+                self._is_new,
+                self._is_compared,
+                self._has_trained,
+            ) = self._former
 
     def begin_batch(self, num_samples: int, *, is_even: bool) -> None:
         """The loop gets its part of a batch."""
@@ -103,7 +128,8 @@ class Course:
 
     def ask(self) -> None:
         """It asks for another. Collective."""
-        if not self._is_compared and torch.is_grad_enabled():
+        is_due = self._has_trained and not self._is_compared
+        if is_due and torch.is_grad_enabled():
             self._compare(Event.BATCH)
             self._is_compared = True
 
@@ -117,7 +143,7 @@ class Course:
         if self._num_samples is not None:
             self._compare(Event.BACKWARD)
             self._is_compared = False
-        self._is_new = False
+        self._is_new, self._has_trained = False, True
         self.num_passes += 1
 
     def step(self) -> None:
@@ -125,7 +151,7 @@ class Course:
         if self._num_samples is not None:
             self._compare(Event.STEP)
             self._is_compared = False
-        self._is_new = False
+        self._is_new, self._has_trained = False, True
         self.num_passes = 0
 
     def end(self) -> None:
