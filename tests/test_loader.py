@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -269,6 +270,9 @@ def test_tensors_in_any_structure_go_to_the_device() -> None:
     for batch in loader:
         assert batch["x"].device.type == "meta"
         assert len(batch["indices"]) == 2
+        moved = weakref.ref(batch["x"])
+        del batch
+        assert moved() is None  # the loader does not keep it
 
 
 # ---- TensorDataset ----

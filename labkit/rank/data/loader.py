@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
+from labkit.compat.torch import tree_leaves
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
@@ -112,8 +114,9 @@ class RankLoader:
         """Passes that have begun."""
         self.was_measured = False
         """Whether the loop has asked for its length."""
-        self.given: Any = None
-        """The batch that the loop had last, until it asks for its next one."""
+        self._given: Any = None
+        """The batch that the loop had last, until it asks for its next one; on a GPU
+        only where it is: a loop that drops it early frees its memory."""
         self._at: tuple[int, int, int] | None = None
         """The position in a pass, once the loop has worked on its last batch;
         None between two passes."""
@@ -127,6 +130,12 @@ class RankLoader:
         """Optimizer steps of an epoch: what a learning-rate schedule counts. `len` is
         what the loop goes through, K microbatches a step with `--accumulate K`."""
         return len(self.batches) // self.batches.dealer.accumulate
+
+    @property
+    def given(self) -> frozenset[StorageWeakRef]:
+        """Where the batch is that the loop had last."""
+        found = self._given
+        return found if isinstance(found, frozenset) else storages_of(found)
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -207,7 +216,7 @@ class RankLoader:
                 if epoch != self.num_epochs:
                     self._check_twice()
                 self._before_batch(self)
-                self.given = None
+                self._given = None
                 batch, share = next(dealt, (_END, None))
                 if number == 0 and had:
                     self._check_resumed()
@@ -218,15 +227,18 @@ class RankLoader:
                     share = dataclasses.replace(share, num_tokens=num_tokens)
                 self._advance(share)
                 self._on_batch(share, self)
-                self.given = to_device(batch, self.device)
-                yield self.given
+                handed_out = [to_device(batch, self.device)]
+                self._given = batch
+                if self.device.type != "cpu":
+                    self._given = storages_of(handed_out[0])
+                yield handed_out.pop()
             if not had and self.batches.dealt and not self._is_twice:
                 drawn = np.concatenate(self.batches.drawn)
                 self._on_drawn(
                     drawn, np.concatenate(self.batches.dealt), self.num_epochs
                 )
         finally:
-            self._at = self.given = None
+            self._at = self._given = None
             self._on_end()
 
     def _check_twice(self) -> None:
@@ -285,6 +297,15 @@ class RankLoader:
 def is_in_main_thread() -> bool:
     """Whether the cell's own code runs, and no thread that draws ahead for it."""
     return threading.current_thread() is threading.main_thread()
+
+
+def storages_of(batch: Any) -> frozenset[StorageWeakRef]:
+    """Where the tensors of a batch are."""
+    return frozenset(
+        StorageWeakRef(leaf.untyped_storage())
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    )
 
 
 def count_of(weigh: Weigh, batch: Any) -> float:

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from labkit.compat.torch import tree_leaves
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.loader import RankLoader
@@ -130,7 +128,7 @@ class StepData:
         """The loop asks a loader for a batch."""
         self._num_samples = self._num_samples or 0
         if self._is_new and loader is self._loader and self.share is not None:
-            stored = storages_of(loader.given)
+            stored = loader.given
             self._waiting = [each for each in self._waiting if each.is_kept(stored)]
             self._waiting.append(Waiting(self.share.weight, stored))
             del self._waiting[:-MAX_WAITING]
@@ -173,7 +171,7 @@ class StepData:
         """Whether a backward pass may be with a batch before the last one: noted where
         that counts otherwise. A loop that skips a batch no longer has it."""
         assert self._loader is not None
-        now = storages_of(self._loader.given)
+        now = self._loader.given
         kept = [each for each in self._waiting if each.is_kept(now)]
         if any(each.weight != self._hooks.weight for each in kept):
             self._note(DRAWN_BEFORE)
@@ -200,12 +198,3 @@ class StepData:
         self._num_tokens = 0
         BatchNorm.counts_here = True
         self._hooks.weight = self.weight_outside
-
-
-def storages_of(batch: Any) -> frozenset[StorageWeakRef]:
-    """Where the tensors of a batch are."""
-    return frozenset(
-        StorageWeakRef(leaf.untyped_storage())
-        for leaf in tree_leaves(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    )
