@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -61,6 +62,12 @@ from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.prepared import units
 
+HOOKED = (
+    "{name} has a hook for its gradient, which fully_shard never calls: it sets "
+    "gradients by itself. Change parameter.grad between backward and step instead, "
+    "which is that of the whole batch"
+)
+
 
 class FSDP(Prepared):
     """Shard parameters, gradients and optimizer state over all ranks.
@@ -88,8 +95,7 @@ class FSDP(Prepared):
         check_elementwise(self.optimizer)
         check_fused(self.optimizer)
         check_calls(self.module)
-        for name, parameter in self.module.named_parameters():
-            check_hooks(name, parameter)
+        self._check_hooks(self.module.named_parameters())
         patch_dtensor()
         known = set(inspect.signature(fully_shard).parameters) - {"module", "mesh"}
         check_keys(self.options.config, known, "fully_shard")
@@ -154,10 +160,16 @@ class FSDP(Prepared):
         super().begin_microbatch(is_last=is_last)
         set_reduction(self._groups, is_on=is_last)
 
+    def check_hook(self, name: str) -> None:
+        raise UnsupportedLoopError(HOOKED.format(name=name))
+
+    def _check_hooks(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, parameter in named:
+            if has_gradient_hooks(parameter):
+                self.check_hook(name)
+
     def check_layout(self) -> None:
-        if any(map(has_gradient_hooks, self._shards.values())):
-            for name, shard in self._shards.items():
-                check_hooks(name, shard)
+        self._check_hooks(self._shards.items())
         check_parts(self._shards, self._shapes)
 
     def replicas(self) -> dict[str, torch.Tensor]:
@@ -417,16 +429,6 @@ def reduce_filled(
         if is_late and whole.grad is None:
             whole.grad = torch.zeros_like(whole)
     return reduce(*args)
-
-
-def check_hooks(name: str, parameter: Any) -> None:
-    """UnsupportedLoopError for a hook on a parameter, which would never be called."""
-    if has_gradient_hooks(parameter):
-        raise UnsupportedLoopError(
-            f"{name} has a hook for its gradient, which fully_shard never calls: it "
-            "sets gradients by itself. Change parameter.grad between backward and "
-            "step instead, which is that of the whole batch"
-        )
 
 
 def check_fused(optimizer: torch.optim.Optimizer) -> None:

@@ -254,6 +254,15 @@ class Prepared:
         """The gradient that a backward pass begins with, as this strategy wants it."""
         return seed if self.scaler is None else self.scaler.scale(seed)
 
+    def gives_part_of_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether the loop's backward passes give a hook for the parameter's gradient
+        a part of what is the gradient at the step."""
+        return self.peers.size * self.options.accumulate > 1
+
+    def check_hook(self, name: str) -> None:
+        """UnsupportedLoopError for a hook for a parameter's gradient, if it would never
+        be called."""
+
     def check_layout(self) -> None:
         """UnsupportedLoopError if the loop has put other tensors in the place of this
         rank's parts."""

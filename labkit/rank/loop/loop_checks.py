@@ -65,6 +65,7 @@ class LoopChecks:
         self._world_size = world_size
         self._prepared = prepared
         self._note = note
+        self._has_noted_hook = False
 
     def install(self, hooks: LossHooks) -> None:
         """Have `hooks` call them, where several ranks or microbatches share a step."""
@@ -265,14 +266,17 @@ class LoopChecks:
             name = next((name for name, p in named if p is parameter), None)
             if name is None:
                 continue
-            strategy = self._strategy
-            if is_after and strategy.is_sharded and strategy.has_own_gradients:
-                raise UnsupportedLoopError(TOO_LATE.format(strategy=strategy.name))
-            self.note_hook(name, each)
+            each.check_hook(name)
+            if is_after and self._strategy.has_own_gradients:
+                name = self._strategy.name
+                raise UnsupportedLoopError(TOO_LATE.format(strategy=name))
+            self.note_hook(name, is_of_part=each.gives_part_of_gradient(parameter))
 
-    def note_hook(self, name: str | None, prepared: Prepared) -> None:
-        """A parameter has a hook for its gradient."""
-        if name is not None and prepared.peers.size * self._options.accumulate > 1:
+    def note_hook(self, name: str, *, is_of_part: bool) -> None:
+        """A parameter has a hook for its gradient, which gets a part of that, or all of
+        it. Once: there may be one for each parameter."""
+        if is_of_part and not self._has_noted_hook:
+            self._has_noted_hook = True
             self._note(OF_A_PART.format(name=name))
 
     def check_inputs(self, inputs: Roots) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,24 +15,24 @@ from labkit.compat.torch import has_gradient_hooks
 from labkit.strategies.model.gradients import is_of_cell
 
 OF_A_PART = (
-    "{name} has a hook for its gradient, which is called with the gradient of a part "
-    "of the batch (the samples of this rank and microbatch), where one process calls "
-    "it with that of the whole batch. This makes no difference to a hook that "
-    "multiplies by a number or a mask; but for one that clamps, normalizes or looks at "
-    "values change parameter.grad between backward and step instead, which is that of "
-    "the whole batch"
+    "{name} has a hook for its gradient, which is called with a part of it (that of "
+    "the samples of this rank and microbatch, and of this rank's stage), where one "
+    "process calls it with that of the whole batch. This makes no difference to a hook "
+    "that multiplies by a number or a mask; but for one that clamps, normalizes or "
+    "looks at values change parameter.grad between backward and step instead, which is "
+    "that of the whole batch"
 )
 TOO_LATE = (
-    "the loop calls register_post_accumulate_grad_hook after prepare, and {strategy} "
-    "takes a parameter's gradient away before such a hook is called. Change "
-    "parameter.grad between backward and step instead"
+    "the loop calls register_post_accumulate_grad_hook after prepare, and such a hook "
+    "would be called after that of {strategy}, which takes the gradient of a parameter "
+    "to average it over the ranks: what it changes could be lost. Change "
+    "parameter.grad between backward and step instead, which is that of the whole batch"
 )
 
 
-def first_hooked(model: nn.Module) -> str | None:
-    """The name of the first parameter with a hook for its gradient, if any has one."""
-    named = model.named_parameters()
-    return next((name for name, p in named if has_gradient_hooks(p)), None)
+def hooked_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those with a hook for their gradient, by name."""
+    return [(n, p) for n, p in model.named_parameters() if has_gradient_hooks(p)]
 
 
 @contextlib.contextmanager
@@ -45,8 +44,8 @@ def watching_gradient_hooks(
     names = ("register_hook", "register_post_accumulate_grad_hook")
     kinds: list[Any] = [nn.Parameter, DTensor]  # as parameters that are split are
 
-    def watched(name: str) -> Callable[..., Any]:
-        plain: Callable[..., Any] = getattr(torch.Tensor, name)
+    def watched(kind: Any, name: str) -> Callable[..., Any]:
+        plain: Callable[..., Any] = getattr(kind, name)
 
         @functools.wraps(plain)
         def register(self: nn.Parameter, hook: Callable[..., Any]) -> Any:
@@ -56,10 +55,15 @@ def watching_gradient_hooks(
 
         return register
 
-    for kind, name in itertools.product(kinds, names):
-        setattr(kind, name, watched(name))
+    places = [*itertools.product(kinds, names)]
+    before = [vars(kind).get(name) for kind, name in places]
+    for kind, name in places:
+        setattr(kind, name, watched(kind, name))
     try:
         yield
     finally:
-        for kind, name in itertools.product(kinds, names):
-            delattr(kind, name)
+        for (kind, name), own in zip(places, before, strict=True):
+            if own is not None:
+                setattr(kind, name, own)
+            elif name in vars(kind):  # or the cell has deleted it
+                delattr(kind, name)

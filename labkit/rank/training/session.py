@@ -53,7 +53,7 @@ from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
-from labkit.rank.loss.gradient_hooks import first_hooked
+from labkit.rank.loss.gradient_hooks import hooked_parameters
 from labkit.rank.loss.gradient_hooks import watching_gradient_hooks
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import LossHooks
@@ -78,6 +78,7 @@ from labkit.records import CHECKPOINT
 from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
+from labkit.strategies.autograd.backward import release_former
 from labkit.strategies.mesh.device_mesh import build_mesh
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.peers import peers_on
@@ -424,9 +425,12 @@ class Session:
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
         )
-        hooked = first_hooked(model)  # or some would be the strategy's own
+        release_former(model.parameters())
+        hooked = hooked_parameters(model)  # and not those that a strategy hooks to
         prepared = self._parallelized(model, optimizer)
-        self._checks.note_hook(hooked, prepared)
+        for name, parameter in hooked:
+            is_of_part = prepared.gives_part_of_gradient(parameter)
+            self._checks.note_hook(name, is_of_part=is_of_part)
         self._hook(model, step, unset)
         self._replicas.watch.group = prepared.replica_group
         self._replicas.watch.place = self.peers.rank
@@ -537,6 +541,7 @@ class Session:
             reduction=reduction,
         )
         prepared = self._optimizers[-1].prepared
+        hooked = hooked_parameters(model)
         self._records.note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
         watch = None if rule is None else EarlyStop(rule)
@@ -545,8 +550,10 @@ class Session:
             model.train()
             for batch in loader:
                 loss = prepared.train_batch(score, batch)
-                if loss is not None:
+                if loss is not None:  # it had a backward pass for each microbatch
                     self._loss_hooks.set_loss(loss)
+                    for name, _ in hooked[:1]:
+                        self._checks.note_hook(name, is_of_part=True)
                 optimizer.step()
                 optimizer.zero_grad()
             if self._checkpointer.is_replaying:

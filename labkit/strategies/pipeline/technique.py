@@ -433,6 +433,10 @@ class Pipeline(Prepared):
 
     # ---- backward passes and steps ----
 
+    def gives_part_of_gradient(self, parameter: nn.Parameter) -> bool:
+        is_shared = any(parameter is each for each in self._placement.shared)
+        return is_shared or super().gives_part_of_gradient(parameter)
+
     def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         trained = [
             p for p in (*self._placement.own, self.relay.anchor) if p.requires_grad

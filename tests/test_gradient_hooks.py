@@ -1,0 +1,120 @@
+"""Hooks for the gradients of parameters: noted, or refused."""
+
+import pytest
+from torch import nn
+
+from labkit import Lab
+from labkit import RankError
+from labkit.notebook.runs.run import Run
+from labkit.rank.loss.gradient_hooks import watching_gradient_hooks
+
+pytestmark = pytest.mark.timeout(120)
+
+SET_UP = """
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+data = TensorDataset(torch.randn(16, 6), torch.randint(0, 6, (16,)))
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.layers[3].weight = self.layers[0].weight
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+"""
+PREPARE = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+"""
+LOOP = """
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+FIT = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fit(model, data, F.cross_entropy, optimizer=optimizer, batch_size=8)
+"""
+HOOK = "model[2].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))"
+HOOKS = """
+for p in model.parameters():
+    p.{register}(print)
+"""
+
+
+def train(lab: Lab, strategy: str, *parts: str) -> Run:
+    return lab.train(strategy, "\n".join(parts), live=False, timeout=60)
+
+
+def test_hooks_of_many_parameters_are_one_note(lab: Lab) -> None:
+    hooks = HOOKS.format(register="register_hook")
+    run = train(lab, "ddp", SET_UP, PREPARE, hooks, LOOP)
+    [note] = run.notes
+    assert note.startswith("0.weight has a hook for its gradient")
+
+
+@pytest.mark.parametrize(
+    "name", ["register_hook", "register_post_accumulate_grad_hook"]
+)
+def test_hooks_that_would_never_be_called_are_refused_at_once(
+    lab: Lab, name: str
+) -> None:
+    with pytest.raises(RankError, match=r"0.weight has a hook .* never calls"):
+        train(lab, "fsdp", SET_UP, PREPARE, HOOKS.format(register=name))
+    assert not lab.runs[-1].notes
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_hooks_that_come_after_the_strategys_are_refused(
+    lab: Lab, strategy: str
+) -> None:
+    hooks = HOOKS.format(register="register_post_accumulate_grad_hook")
+    with pytest.raises(RankError, match=f"would be called after that of {strategy}"):
+        train(lab, strategy, SET_UP, PREPARE, hooks)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_hooks_of_a_former_strategy_are_none_of_the_loop(
+    lab: Lab, strategy: str
+) -> None:
+    train(lab, strategy, SET_UP, PREPARE, LOOP)
+    run = train(lab, "ddp", PREPARE, LOOP)
+    assert not run.notes
+
+
+def test_fit_in_microbatches_calls_hooks_with_parts(lab: Lab) -> None:
+    run = train(lab, "pipeline", SET_UP, HOOK, FIT)
+    assert any("2.weight has a hook for its gradient" in note for note in run.notes)
+    run = train(lab, "pipeline", SET_UP, HOOK, PREPARE, LOOP)
+    assert not any("has a hook" in note for note in run.notes)
+    run = train(lab, "pipeline", SET_UP, FIT)
+    assert not any("has a hook" in note for note in run.notes)
+
+
+def test_stages_call_hooks_with_their_parts_of_what_they_share(lab: Lab) -> None:
+    make = "model = Tied()"
+    hook = "model.layers[{}].weight.register_hook(lambda gradient: gradient / 2)"
+    run = train(lab, "pipeline", SET_UP, make, PREPARE, hook.format(0), LOOP)
+    assert any("layers.0.weight has a hook" in note for note in run.notes)
+    run = train(lab, "pipeline", SET_UP, make, PREPARE, hook.format(1), LOOP)
+    assert not any("has a hook" in note for note in run.notes)
+
+
+def test_what_others_put_in_the_place_of_register_hook_stays() -> None:
+    def own(self: nn.Parameter, hook: object) -> None: ...
+
+    nn.Parameter.register_hook = own  # type: ignore[assignment]
+    try:
+        with watching_gradient_hooks(lambda parameter, is_after: None):
+            del nn.Parameter.register_hook
+        assert vars(nn.Parameter)["register_hook"] is own
+    finally:
+        del nn.Parameter.register_hook
+    with watching_gradient_hooks(lambda parameter, is_after: None):
+        del nn.Parameter.register_hook
+    assert "register_post_accumulate_grad_hook" not in vars(nn.Parameter)
