@@ -37,7 +37,7 @@ class Follower(Protocol):
     """Set to True by every one of them."""
 
     course: Course
-    """What is told of each of them, before anything is sent."""
+    """Hears of each of them before anything is sent."""
 
     in_one_thread: bool
     """Whether the nodes of a pass have to run in one order on all ranks: autograd has a
