@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,20 @@ class Event(enum.IntEnum):
     STEP = 4
 
 
+@dataclass
+class Pass:
+    """A loop's pass over its data. One in which it has not trained may be one rank's
+    alone, and leaves no trace."""
+
+    num_samples: int | None = None
+    """Of this rank's part of the batch; None where all parts are equal."""
+    is_new: bool = True
+    """Whether the loop has not trained with the batch."""
+    is_compared: bool = True
+    """Whether all ranks are known to ask for the next batch."""
+    has_trained: bool = False
+
+
 class Course:
     """What a loop does from one batch to the next, which has to be the same on all
     ranks.
@@ -83,86 +98,69 @@ class Course:
 
     def __init__(self, team: Peers) -> None:
         self._team = team
-        self._num_samples: int | None = None
-        """Of this rank's part; None where all parts are equal."""
-        self._is_new = True
-        """Whether the loop has not trained with the batch."""
-        self._is_compared = True
-        """Whether all ranks are known to ask for the next batch."""
-        self._has_trained = False
-        """Whether the loop has in this pass over its data. A pass in which it has not
-        may be one rank's alone, and leaves no trace."""
-        self._former: tuple[int | None, bool, bool, bool] = (None, True, True, False)
-        """All that, before this pass."""
+        self._now = self._former = Pass()
+        """The pass over its data, and what there was before it."""
         self.num_passes = 0
         """Backward passes since the last step."""
 
     def begin_pass(self) -> None:
         """The loop begins a pass over its data. Collective, where it has left another
         one at a batch that it has not trained with."""
-        if self._is_new:
+        if self._now.is_new:
             self.ask()
-        state = self._num_samples, self._is_new, self._is_compared, self._has_trained
-        self._former = state
-        self._num_samples, self._is_new, self._is_compared = None, True, True
-        self._has_trained = False
+        self._former, self._now = self._now, Pass()
 
     def end_pass(self) -> None:
         """It has ended one, or left it."""
-        if not self._has_trained:
-            (
-                self._num_samples,
-                self._is_new,
-                self._is_compared,
-                self._has_trained,
-            ) = self._former
+        if not self._now.has_trained:
+            self._now = self._former
 
     def begin_batch(self, num_samples: int, *, is_even: bool) -> None:
         """The loop gets its part of a batch."""
         if not is_even and self._team.size > 1:
-            self._num_samples = num_samples
-            self._is_compared = False
-        elif not self._is_new:  # or it takes those of two loaders at once
-            self._num_samples = None
-        self._is_new = True
+            self._now.num_samples = num_samples
+            self._now.is_compared = False
+        elif not self._now.is_new:  # or it takes those of two loaders at once
+            self._now.num_samples = None
+        self._now.is_new = True
 
     def ask(self) -> None:
         """It asks for another. Collective."""
-        is_due = self._has_trained and not self._is_compared
+        is_due = self._now.has_trained and not self._now.is_compared
         if is_due and torch.is_grad_enabled():
             self._compare(Event.BATCH)
-            self._is_compared = True
+            self._now.is_compared = True
 
     def forward(self) -> None:
         """It runs a layer that gathers its parameters. Collective."""
-        if self._num_samples is not None and torch.is_grad_enabled():
+        if self._now.num_samples is not None and torch.is_grad_enabled():
             self._compare(Event.FORWARD)
 
     def backward(self) -> None:
         """A backward pass begins. Collective."""
-        if self._num_samples is not None:
-            self._compare(Event.BACKWARD)
-            self._is_compared = False
-        self._is_new, self._has_trained = False, True
+        self._train(Event.BACKWARD)
         self.num_passes += 1
 
     def step(self) -> None:
         """The optimizer is to step. Collective."""
-        if self._num_samples is not None:
-            self._compare(Event.STEP)
-            self._is_compared = False
-        self._is_new, self._has_trained = False, True
+        self._train(Event.STEP)
         self.num_passes = 0
 
     def end(self) -> None:
         """The run is over: what a cell does from now on may be one rank's alone."""
-        self._num_samples, self._is_compared = None, True
+        self._now.num_samples, self._now.is_compared = None, True
+
+    def _train(self, event: Event) -> None:
+        if self._now.num_samples is not None:
+            self._compare(event)
+            self._now.is_compared = False
+        self._now.is_new, self._now.has_trained = False, True
 
     def _compare(self, event: Event) -> None:
         """UnsupportedLoopError, on all ranks, unless all are at the same event."""
         rank, size = self._team.rank, self._team.size
         sent = np.zeros((size, 3), np.int64)
-        sent[rank] = event, self.num_passes, self._num_samples or 0
+        sent[rank] = event, self.num_passes, self._now.num_samples or 0
         flat = self._team.greatest(sent.ravel().tolist(), apart=True)
         found = [tuple(flat[place : place + 3]) for place in range(0, 3 * size, 3)]
         ours = found[0][:2]
