@@ -25,8 +25,8 @@ COLLECTIVES = {
     "scatter",
 }
 OF_A_RUN = (
-    *("strategies", "rank/data", "rank/loop", "rank/training", "rank/measuring"),
-    "rank/telemetry",
+    *("strategies", "rank/data", "rank/loop", "rank/steps", "rank/training"),
+    *("rank/measuring", "rank/telemetry"),
 )
 
 # Along the axis "model" are models of their own, with another number of steps: a

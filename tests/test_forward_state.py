@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
-from labkit.rank.training.forward_state import BATCHNORM
-from labkit.rank.training.forward_state import digest
-from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.rank.steps.forward_state import BATCHNORM
+from labkit.rank.steps.forward_state import digest
+from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.strategies import STRATEGIES
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.writes import NUM_PASSES

@@ -78,7 +78,7 @@ ROOMS = [
     ],
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),
-        *("rank.loss", "rank.loop", "rank.training", "rank.profiling"),
+        *("rank.loss", "rank.loop", "rank.steps", "rank.training", "rank.profiling"),
         *("rank.scripts", "rank.engine"),
     ],
     [

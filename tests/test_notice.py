@@ -19,7 +19,8 @@ class Notes:
 
     def __init__(self) -> None:
         self.steps: list[Loss | None] = []
-        self.hooks = LossHooks(lambda loss, number: self.steps.append(loss))
+        self.hooks = LossHooks()
+        self.hooks.on_step = lambda loss, number: self.steps.append(loss)
 
 
 @pytest.fixture

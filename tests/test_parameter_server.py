@@ -450,7 +450,7 @@ def test_fit_validates_on_the_workers(lab_of_3: Lab) -> None:
 RECORD_SLEEPS = """
 import time
 from types import SimpleNamespace
-from labkit.rank.training import observers
+from labkit.rank.steps import observers
 
 slept, ticks = [], [0.0]
 

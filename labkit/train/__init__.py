@@ -60,10 +60,10 @@ from labkit.options import flag_of
 from labkit.options import option_of
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.measuring.serving import Serving
+from labkit.rank.steps.observers import Slowing
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
-from labkit.rank.training.observers import Slowing
 from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.session import Session
 from labkit.records import Note

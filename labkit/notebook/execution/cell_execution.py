@@ -195,7 +195,7 @@ class CellExecution:
     def stop_at_a_step(self) -> None:
         """Stop every rank after the same optimizer step; from any thread.
 
-        See `labkit.rank.training.stop_point`. RuntimeError where a rank does not
+        See `labkit.rank.steps.stop_point`. RuntimeError where a rank does not
         answer.
         """
         self.is_stopping = True

@@ -46,6 +46,9 @@ from labkit.rank.profiling.recorder import quiet_profilers
 from labkit.rank.profiling.step_recorder import StepRecorder
 from labkit.rank.scripts.program import ScriptProgram
 from labkit.rank.scripts.torch_settings import TorchSettings
+from labkit.rank.steps.observers import Observer
+from labkit.rank.steps.observers import Slowing
+from labkit.rank.steps.stop_point import StopPoint
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
 from labkit.rank.telemetry.exceptions import chain
@@ -60,10 +63,7 @@ from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
-from labkit.rank.training.observers import Observer
-from labkit.rank.training.observers import Slowing
 from labkit.rank.training.session import Session
-from labkit.rank.training.stop_point import StopPoint
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import PROFILE_NOTE

@@ -10,7 +10,7 @@ from typing import Any
 from labkit import timeouts
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.scripts.program import ScriptProgram
-from labkit.rank.training.stop_point import Stopped
+from labkit.rank.steps.stop_point import Stopped
 
 
 class Phase(Enum):

@@ -14,9 +14,9 @@ from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.measuring.devices import describe
 from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.memory import memory_total
+from labkit.rank.steps.stop_point import StopPoint
 from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
-from labkit.rank.training.stop_point import StopPoint
 from labkit.records import CellEnd
 
 

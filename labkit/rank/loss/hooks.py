@@ -38,7 +38,8 @@ class LossHooks:
     was no loss, or none that counts.
     """
 
-    def __init__(self, on_step: Callable[[Loss | None, int], None]) -> None:
+    def __init__(self) -> None:
+        self.on_step: Callable[[Loss | None, int], None] = lambda loss, number: None
         self.weight = 1.0
         """What a backward pass is scaled by: see `labkit.rank.data.dealing.Share`."""
         self.is_sum = False
@@ -75,7 +76,6 @@ class LossHooks:
         """Called before the step of an optimizer that is none of `prepare`'s."""
         self.on_step_begins: Callable[[], None] = lambda: None
         """Called after it."""
-        self._on_step = on_step
         self._losses: list[tuple[Loss, float, int, int]] = []
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._is_inside_step = False
@@ -126,7 +126,7 @@ class LossHooks:
         losses, self._losses = self._losses, []
         if len(losses) == 1 and not self.is_sum:  # as of most loops
             loss, weight, _, _ = losses[0]
-            self._on_step(loss if weight else None, self.number_of(optimizer))
+            self.on_step(loss if weight else None, self.number_of(optimizer))
             return
         total: Loss | None = None
         for batch in dict.fromkeys(number for _, _, number, _ in losses):
@@ -136,7 +136,7 @@ class LossHooks:
                 # A loss that counts for nothing may be NaN.
                 parts = (loss * (w / whole) for loss, w, _, _ in ours if w)
                 total = sum(parts, 0.0 if total is None else total)
-        self._on_step(total, self.number_of(optimizer))
+        self.on_step(total, self.number_of(optimizer))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch.profiler import record_function
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.profiling.recorder import IN_USE
 from labkit.rank.profiling.recorder import Recorder
-from labkit.rank.training.observers import Observer
+from labkit.rank.steps.observers import Observer
 from labkit.records import DATA_MARK
 
 TOO_SHORT = (

@@ -1,3 +1,1 @@
-"""`prepare`, `fit` and `log`: a training cell's session, its optimizer and its
-checkpoints.
-"""
+"""`prepare`, `fit` and `log`: a training cell's session and its checkpoints."""

@@ -18,7 +18,7 @@ from labkit import checkpoint
 from labkit.checkpoint.exchange import device_of_group
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.group.recovery import check_groups_of
-from labkit.rank.training.optimizer import PreparedOptimizer
+from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared

@@ -26,11 +26,11 @@ from labkit.json_files import parse
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.loader import LoaderPosition
 from labkit.rank.data.loader import RankLoader
+from labkit.rank.steps.observers import Observer
+from labkit.rank.steps.optimizer import PreparedOptimizer
+from labkit.rank.steps.optimizer import watching_schedulers
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.cell_checkpoints import prefix
-from labkit.rank.training.observers import Observer
-from labkit.rank.training.optimizer import PreparedOptimizer
-from labkit.rank.training.optimizer import watching_schedulers
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_folder

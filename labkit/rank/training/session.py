@@ -30,7 +30,6 @@ from labkit.compat.torch import Unscale
 from labkit.compat.torch import no_dispatch
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
-from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
 from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.evaluation import LossFunction
@@ -55,24 +54,22 @@ from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
 from labkit.rank.loss.gradient_hooks import hooked_parameters
 from labkit.rank.loss.gradient_hooks import watching_gradient_hooks
-from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import LossHooks
 from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.oom_report import Forecastable
 from labkit.rank.measuring.oom_report import bare_copy
 from labkit.rank.measuring.oom_report import plain_copy
+from labkit.rank.steps.loop_events import LoopEvents
+from labkit.rank.steps.observers import Observer
+from labkit.rank.steps.observers import ReplicaObserver
+from labkit.rank.steps.observers import StepSampler
+from labkit.rank.steps.optimizer import PreparedOptimizer
+from labkit.rank.steps.optimizer import watching_zero_grad
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.training.cell_checkpoints import Checkpoints
-from labkit.rank.training.observers import Observer
-from labkit.rank.training.observers import ReplicaObserver
-from labkit.rank.training.observers import StepSampler
-from labkit.rank.training.observers import listening
-from labkit.rank.training.optimizer import PreparedOptimizer
-from labkit.rank.training.optimizer import watching_zero_grad
 from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
-from labkit.rank.training.stop_point import StoppedAtStep
 from labkit.records import BEST_FOLDER
 from labkit.records import CHECKPOINT
 from labkit.records import CheckpointPlan
@@ -161,13 +158,8 @@ class Session:
             note=self.note if rank == 0 else lambda text: None,
         )
         self._roles = roles
-        self._loss_hooks = LossHooks(self._after_optimizer_step)
-        self._loss_hooks.on_backward_begins = self._begin_backward
-        self._loss_hooks.on_backward_ends = self._end_backward
-        self._loss_hooks.on_step_begins = self._begin_step
+        self._loss_hooks = LossHooks()
         self._loss_hooks.unscale = self._unscale
-        self._has_passed = False
-        """Whether there was a backward pass."""
         self._report = report
         sampler = StepSampler(
             self.prepared,
@@ -213,20 +205,18 @@ class Session:
         )
         # A step that is stopped at has been saved before; it is timed last.
         self._observers = [self._checkpointer, *observers, self._replicas, sampler]
-        # Found once: a step has ten events, and all of this is time of the loop.
-        self._at_boundary = listening(self._observers, "between_steps")
-        self._at_microbatch = listening(self._observers, "begin_microbatch")
-        self._at_backward = listening(self._observers, "begin_backward")
-        self._after_backward = listening(self._observers, "end_backward")
-        self._at_step = listening(self._observers, "begin_step")
-        self._after_each_step = listening(self._observers, "optimizer_stepped")
-        self._after_step = listening(self._observers, "step_taken")
         self._data = StepData(
             self._loss_hooks, accumulate=options.accumulate, note=self.note
         )
+        self._events = LoopEvents(
+            self._loss_hooks,
+            self._data,
+            self._records,
+            observers=self._observers,
+            optimizers=self._optimizers,
+            stop=self._stop_between_steps,
+        )
         self._undo: list[Callable[[], None]] = []
-        self._has_ended = False
-        """Whether its loaders may be in another cell's hands."""
         self._noted: set[str] = set()
         self.has_failed = False
         """Whether the cell has ended with an error."""
@@ -263,10 +253,16 @@ class Session:
         Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
         """
         has_records = self._records.num_steps or self._records.has_logged
-        if self._has_passed and not has_records:
+        if self._events.has_passed and not has_records:
             self.note(NO_STEPS)
         self._unite(with_optimizer=True)
         self._checkpointer.finish(self._records.num_steps, is_interrupted)
+        self._dismiss_servers()
+
+    def _stop_between_steps(self) -> None:
+        """The cell ends there, on all ranks: keep its state. Collective."""
+        self._unite(with_optimizer=True)
+        self._checkpointer.finish(self._records.num_steps)
         self._dismiss_servers()
 
     def _dismiss_servers(self) -> None:
@@ -305,7 +301,7 @@ class Session:
             optimizer.take_step = take_plain_step
             optimizer.prepared.course.end()
             optimizer.num_ranks = 1  # there are no others to compare with
-        self._has_ended = True
+        self._events.has_ended = True
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
@@ -743,7 +739,7 @@ class Session:
 
     def _stepping(self, model: nn.Module, prepared: Prepared) -> PreparedOptimizer:
         """The optimizer that the loop sees."""
-        stepping = PreparedOptimizer(prepared, self._take_step)
+        stepping = PreparedOptimizer(prepared, self._events.take_step)
         stepping.mean_loss = self._mean_over_ranks
         stepping.num_ranks = self.peers.size
         self._loss_hooks.number_of(stepping)
@@ -777,10 +773,10 @@ class Session:
             loader,
             batches,
             self.device,
-            on_epoch=lambda epoch: self._begin_epoch(epoch, batches),
-            before_batch=self._before_batch,
-            on_batch=self._begin_batch,
-            on_end=self._end_epoch,
+            on_epoch=lambda epoch: self._events.begin_epoch(epoch, batches),
+            before_batch=self._events.before_batch,
+            on_batch=self._events.begin_batch,
+            on_end=self._events.end_epoch,
             on_drawn=self._replicas.watch.note_draw,
             weigh=weigh,
         )
@@ -793,70 +789,20 @@ class Session:
 
     # ---- called by the loop ----
 
-    def _begin_epoch(self, epoch: int, batches: GlobalBatches | Stream) -> None:
-        self._data.begin_epoch()
-        for optimizer in self._optimizers:
-            if not self._has_ended:
-                optimizer.prepared.course.begin_pass()
-            optimizer.drop_held()
-        for observer in self._observers:
-            observer.begin_epoch()
-        self._records.note_progress(epoch=epoch)
-        with contextlib.suppress(TypeError):  # a sampler or stream without a length
-            self._records.note_progress(steps_per_epoch=batches.num_batches)
-
-    def _before_batch(self, loader: RankLoader) -> None:
-        if not self._has_ended:
-            for optimizer in self._optimizers:
-                optimizer.prepared.course.ask()
-            self._data.ask(loader)
-            self._between_steps(loader)
-
-    def _between_steps(self, loader: RankLoader | None = None) -> None:
-        """Between two steps, where every rank can stop."""
-        try:
-            for stop_or_save in self._at_boundary:
-                stop_or_save(self._records.num_steps, loader)
-        except StoppedAtStep:
-            self._unite(with_optimizer=True)
-            self._checkpointer.finish(self._records.num_steps)
-            self._dismiss_servers()
-            raise
-
-    def _begin_batch(self, share: Share, loader: RankLoader) -> None:
-        if self._has_ended:
-            return
-        self._data.give(share, loader)
-        for optimizer in self._optimizers:
-            optimizer.prepared.num_batches += 1
-            optimizer.prepared.loss_weight = share.weight
-            optimizer.prepared.course.begin_batch(
-                share.num_samples,
-                is_even=share.is_even or optimizer.prepared.acts_alone,
-            )
-            optimizer.begin_microbatch(share.is_last)
-        number = self._records.num_steps + 1 - self._records.first_step
-        for begin in self._at_microbatch:
-            begin(number)
-
-    def _end_epoch(self) -> None:
-        self._data.end_epoch()
-        for optimizer in self._optimizers:
-            if not self._has_ended:
-                optimizer.prepared.course.end_pass()
-        for observer in self._observers:
-            observer.end_epoch()
-
     def _refuse(self, refusal: UnsupportedLoopError) -> None:
         """Raise it in the cell, which waits for the thread that calls this."""
-        if self._has_ended:
+        if self._events.has_ended:
             raise refusal
         self.refusal = refusal
         _thread.interrupt_main()
 
     def _agree(self) -> None:
         """After an evaluation on all ranks. Collective."""
-        if self._has_ended or not self.strategy.is_sharded or not is_in_main_thread():
+        if (
+            self._events.has_ended
+            or not self.strategy.is_sharded
+            or not is_in_main_thread()
+        ):
             return
         for each in self.prepared():
             each.agree()
@@ -870,52 +816,11 @@ class Session:
         weight = self._loss_hooks.weight / num_ranks
         return self.peers.all_reduce(weight * torch.as_tensor(loss).detach())
 
-    # ---- the step ----
-
     def _unscale(self, optimizer: Any, take: Unscale) -> Overflows:
         for each in self._optimizers:
             if optimizer is each or optimizer is each.prepared.optimizer:
                 return each.prepared.unscale(take)
         return take(optimizer)
-
-    def _take_step(self, optimizer: PreparedOptimizer, closure: Closure | None) -> None:
-        step = optimizer.prepared.step
-        norm = self._loss_hooks.step(optimizer, lambda: step(closure))
-        if norm is not None:
-            self._records.put("gradient_norm", norm)
-        for name, value in optimizer.prepared.metrics().items():
-            self._records.put(name, value)
-
-    def _begin_backward(self) -> None:
-        self._has_passed = True
-        self._data.begin_backward(is_prepared=bool(self._optimizers))
-        for optimizer in self._optimizers:
-            optimizer.begin_backward()
-        for begin in self._at_backward:
-            begin()
-
-    def _end_backward(self, has_failed: bool) -> None:
-        for end in self._after_backward:
-            end()
-        for optimizer in self._optimizers:
-            optimizer.end_backward(has_failed=has_failed)
-
-    def _begin_step(self) -> None:
-        """Of an optimizer that is none of `prepare`'s."""
-        for begin in self._at_step:
-            begin()
-
-    def _after_optimizer_step(self, loss: Loss | None, number: int) -> None:
-        """The optimizer of this number has taken a step."""
-        for see in self._after_each_step:
-            see(number)
-        is_next = self._records.count_step(loss, number, self._data.take_counts)
-        if not is_next:
-            return
-        for see in self._after_step:
-            see(self._records.num_steps)
-        if self._data.is_own:
-            self._between_steps()
 
 
 def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:

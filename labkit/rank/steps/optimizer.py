@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import unscaled_before_step
-from labkit.rank.training.forward_state import ForwardState
-from labkit.rank.training.forward_state import differing
-from labkit.rank.training.forward_state import digest
+from labkit.rank.steps.forward_state import ForwardState
+from labkit.rank.steps.forward_state import differing
+from labkit.rank.steps.forward_state import digest
 from labkit.strategies.autograd.backward import is_followed
 from labkit.strategies.model.gradients import PartitionedParameter
 from labkit.strategies.model.shards import EACH_ITS_OWN

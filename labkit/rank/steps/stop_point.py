@@ -4,7 +4,7 @@ import threading
 
 from labkit import timeouts
 from labkit.rank.data.loader import RankLoader
-from labkit.rank.training.observers import Observer
+from labkit.rank.steps.observers import Observer
 
 
 class Stopped(KeyboardInterrupt):

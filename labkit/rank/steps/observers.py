@@ -18,8 +18,8 @@ from labkit.rank.measuring.step_profiler import StepProbe
 from labkit.rank.measuring.step_profiler import Trained
 from labkit.rank.measuring.step_profiler import hindrance
 from labkit.rank.measuring.step_profiler import is_sampled
+from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
-from labkit.rank.training.optimizer import PreparedOptimizer
 from labkit.records import Averages
 from labkit.strategies.prepared import Prepared
 
