@@ -496,7 +496,7 @@ def test_a_rank_that_dies_while_idle_is_found_out(
             lab.pull("kept", ranks, full=is_full)
     assert lab.restart() == [0]
     # A cell would run with another function there, where any other name is missing.
-    said = "labkit: log is your own on rank 1, and labkit's on rank 0: run the cell"
+    said = "labkit: log is your own on rank 1, and labkit's on rank 0: the cell"
     assert said in capsys.readouterr().err
     lab.run("from math import log")
     lab.run("assert log(1) == 0; del log; kept = 100 + rank")

@@ -274,8 +274,8 @@ class RankGroup:
             if new := set(self.in_lab).difference(own):
                 print(
                     f"labkit: {name} is your own on {format_ranks(own)}, and labkit's "
-                    f"on {format_ranks(new)}: run the cell again that imports or "
-                    "defines it",
+                    f"on {format_ranks(new)}: the cell that imports or defines it has "
+                    "to run again",
                     file=sys.stderr,
                 )
 
