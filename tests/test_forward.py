@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import re
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.strategies.autograd.exports import IN_PARTS
+from labkit.strategies.autograd.exports import SCRIPTED
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 
@@ -128,3 +131,30 @@ optimizer.load_state_dict(others)
 """
     with pytest.raises(RankError, match="part of the optimizer"):
         lab.train(strategy, SET_UP + PREPARE + code, live=False)
+
+
+EXPORTS = {
+    "torch.jit.trace(model, sample)": IN_PARTS,
+    "torch.export.export(model, (sample,))": IN_PARTS,
+    "torch.jit.script(model)": SCRIPTED,
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero3", "tensor", "pipeline"])
+def test_what_would_export_a_part_of_a_model_is_refused(
+    lab: Lab, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    code = SET_UP + PREPARE + "sample = torch.randn(2, 64)\n"
+    for export, words in EXPORTS.items():
+        if strategy == "single" and words is IN_PARTS:
+            lab.train(strategy, code + export, live=False)
+            continue
+        refused = re.escape(words.format(strategy=strategy))
+        with pytest.raises(RankError, match=refused):
+            lab.train(strategy, code + export, live=False)
+    assert "TracerWarning" not in capsys.readouterr().out
+
+
+def test_a_model_is_scripted_after_its_run(lab: Lab) -> None:
+    lab.train("ddp", SET_UP + PREPARE + "model(data[:2][0])", live=False)
+    lab.run("torch.jit.script(model)")

@@ -66,6 +66,8 @@ class Forecastable:
 
     def note_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A forward pre-hook."""
+        if torch.jit.is_tracing():  # which would warn of what looks at a shape
+            return
         shapes = [getattr(x, "shape", None) for x in args]
         if shapes != self.shapes:
             self.shapes = shapes

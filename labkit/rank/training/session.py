@@ -76,6 +76,7 @@ from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import release_former
+from labkit.strategies.autograd.exports import refuse_exports
 from labkit.strategies.mesh.device_mesh import build_mesh
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.peers import peers_on
@@ -427,7 +428,7 @@ class Session:
         for name, parameter in hooked:
             is_of_part = prepared.gives_part_of_gradient(parameter)
             self._checks.note_hook(name, is_of_part=is_of_part)
-        self._hook(model, step, unset)
+        self._hook(prepared, step, unset)
         self._replicas.watch.group = prepared.replica_group
         self._replicas.watch.place = self.peers.rank
         self._loss_hooks.scale = prepared.scale
@@ -727,14 +728,17 @@ class Session:
             roles=self._roles,
         )
 
-    def _hook(self, model: nn.Module, step: Forecastable, unset: list[str]) -> None:
+    def _hook(self, prepared: Prepared, step: Forecastable, unset: list[str]) -> None:
         """See the model's forward passes as long as the run lasts."""
+        model = prepared.module
         if unset:
             check = model.register_forward_pre_hook(until_set(model, unset))
             self._undo.append(check.remove)
         note = model.register_forward_pre_hook(step.note_input)
         self._undo.append(note.remove)
         self._undo += keep_stand_ins_out(model)
+        name, is_in_parts = self.strategy.name, prepared.has_parts
+        self._undo += refuse_exports(model, name, is_in_parts=is_in_parts)
         self.forecastable = step
 
     def _stepping(self, model: nn.Module, prepared: Prepared) -> PreparedOptimizer:

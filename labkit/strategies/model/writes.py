@@ -93,8 +93,9 @@ def watch_forward(model: nn.Module, found: Callable[[str], None]) -> Callable[[]
 
     def watched(plain: Forward) -> Forward:
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # A compiler would compile what looks, and a copy is not what is trained.
-            if torch.compiler.is_compiling() or module is not model:
+            # What records a pass would record this; a copy is not what is trained.
+            is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+            if is_recorded or module is not model:
                 return plain(module, *args, **kwargs)
             writes.begin(0, module.training, tensors)
             output = plain(module, *args, **kwargs)
