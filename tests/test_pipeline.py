@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -665,14 +666,20 @@ def test_parts_of_a_batch_are_not_judged_as_its_loss(lab: Lab) -> None:
     assert train(lab, "pipeline", code, accumulate=2, microbatches=2).notes == []
 
 
-@pytest.mark.long
 def test_a_checkpoint_in_forward_is_refused(lab: Lab) -> None:
+    """By all ranks at the same layer, so that none waits for another."""
     code = NET.replace(
         "block(x)", "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
     )
     for loop in (FIT_NET, LOOP_NET):
+        noting = f"try:\n{indent(loop, '    ')}\nexcept Exception as error:\n"
+        noting += "    refusal = str(error)\n    raise"
         with pytest.raises(RankError, match="give --activation-checkpointing"):
-            train(lab, "pipeline", code + loop)
+            train(lab, "pipeline", code + noting)
+        first, second = lab.pull("refusal", "all")
+        assert "wraps blocks.0 in" in first
+        assert first == second
+        lab.run("del refusal")
 
 
 def test_buffers_and_messages_are_not_kept(lab: Lab) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from labkit.compat.gate import Gate
 
@@ -261,6 +262,18 @@ def is_within_backward() -> bool:
     """Whether a backward pass runs in this thread: torch tells its hooks alone."""
     task: int = torch._C._current_graph_task_id()
     return task != -1
+
+
+@GATE.needs(
+    "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "torch.utils.checkpoint:_checkpoint_hook",
+)
+def is_checkpointed() -> bool:
+    """Whether a backward pass will compute again what runs here, for it is within
+    `checkpoint(..., use_reentrant=False)`, and with gradients."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    name = getattr(hooks[0], "__qualname__", "") if hooks else ""
+    return name.startswith(f"{checkpoint._checkpoint_hook.__qualname__}.")
 
 
 @GATE.needs("torch:Tensor._backward_hooks", "torch:Tensor._post_accumulate_grad_hooks")

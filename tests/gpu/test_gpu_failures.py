@@ -116,6 +116,52 @@ for step, (x,) in enumerate(loader):
         assert nccl.train(strategy, prepared, live=False).state == "finished"
 
 
+def test_a_first_message_that_never_comes(nccl: Lab) -> None:
+    """NCCL connects two ranks when the first one is sent, and the CPU waits for it."""
+    with pytest.raises(RankError, match="on purpose"):  # so that the group is new
+        nccl.run(f"kept = rank + 1\nif rank: raise ValueError('on purpose')\n{REDUCE}")
+    with hanging(nccl, "dist.irecv(torch.empty(4, device=device), 1).wait()") as ended:
+        pass
+    assert isinstance(ended[0], CellTimeoutError)
+    nccl.run(f"assert kept == rank + 1\n{REDUCE}")
+
+
+STAGES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def fail(where):
+    if rank == failing and where == place:
+        raise ValueError("on purpose")
+
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(32, 8))
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+for step, (x,) in enumerate(loader):
+    fail(f"forward {step}")
+    loss = model(x).square().mean()
+    fail(f"backward {step}")
+    loss.backward()
+    fail(f"step {step}")
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("place", ["forward 0", "backward 0", "step 0", "backward 3"])
+def test_a_failure_between_stages_costs_no_variables(
+    nccl: Lab, place: str, failing: int
+) -> None:
+    nccl.run("kept = rank + 1")
+    nccl.push(place=place, failing=failing)
+    with pytest.raises(RankError, match="on purpose"):
+        nccl.train("pipeline", STAGES, live=False, hang_after=0)
+    nccl.run(f"assert kept == rank + 1\n{REDUCE}")
+
+
 def test_an_error_of_a_kernel_costs_that_rank_alone(nccl: Lab) -> None:
     nccl.run("kept = rank + 1")
     code = "torch.zeros(4, device=device)[torch.tensor([9], device=device)]"

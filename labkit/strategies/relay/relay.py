@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import no_dispatch
@@ -495,7 +496,9 @@ class Relay:
 
                 if self._in_layer:
                     return call(*args, **kwargs)
-                if is_within_backward():
+                # In forward all ranks come here, and none has sent anything: later one
+                # alone would, and leave others waiting.
+                if is_within_backward() or is_checkpointed():
                     name = self.stages.names[number]
                     raise UnsupportedLoopError(CHECKPOINTED.format(name=name))
                 if not self.is_inside:  # a loop calls a part of the model
