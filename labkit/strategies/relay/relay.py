@@ -496,8 +496,8 @@ class Relay:
 
                 if self._in_layer:
                     return call(*args, **kwargs)
-                # In forward all ranks come here, and none has sent anything: later one
-                # alone would, and leave others waiting.
+                # In forward all ranks raise it, at the same layer; later one alone
+                # would, and leave others waiting.
                 if is_within_backward() or is_checkpointed():
                     name = self.stages.names[number]
                     raise UnsupportedLoopError(CHECKPOINTED.format(name=name))
