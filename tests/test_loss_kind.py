@@ -42,6 +42,10 @@ def added(losses: list[Tensor]) -> Tensor:
     return torch.as_tensor(sum(losses))
 
 
+def squared_by_product(e: Tensor) -> Tensor:
+    return (e * e).sum()
+
+
 def dice(x: Tensor, dim: int | None = None) -> Tensor:
     p = x.sigmoid()
     both = (p * T).sum() if dim is None else (p * T).sum(dim)
@@ -190,6 +194,30 @@ RIGHT: dict[str, Loss] = {
     "over dimension 0 of a mean": lambda x: F.mse_loss(x, T).mean(0),
     "over dimension -1 of a mean": lambda x: F.mse_loss(x, T).sum(-1),
     "divided before": lambda x: (x.square() / len(x)).sum(),
+    "divided, then gathered": lambda x: (
+        -(x.log_softmax(1) / len(x)).gather(1, WHOLE[:, None]).sum()
+    ),
+    "divided, then chosen": lambda x: torch.where(MASK, x.mean(1) / len(x), 0).sum(),
+    "divided, then masked": lambda x: (x.mean(1) / len(x)).masked_fill(MASK, 0).sum(),
+    "divided, then left out": lambda x: (x.mean(1) / len(x))[MASK].sum(),
+    "divided, then in part": lambda x: (x.square() / len(x))[:, :2].sum(),
+    "divided, then a column": lambda x: (x.square() / len(x))[:, 0].sum(),
+    "divided, then in parts": lambda x: added(
+        [part.sum() for part in (x.square() / len(x)).split(2)]
+    ),
+    "divided, then a dot": lambda x: torch.dot(x.mean(1) / len(x), T[:, 0]),
+    "divided, then added by a product": lambda x: (x.mean(1) / len(x)) @ torch.ones(4),
+    "divided, then einsum": lambda x: torch.einsum("ij,ij->", x / len(x), T),
+    "divided, then no NaN": lambda x: (x.mean(1) / len(x)).nan_to_num().sum(),
+    "divided, then returns": lambda x: (x / len(x)).flip(1).cumsum(1).sum(),
+    "divided errors": lambda x: ((x - T) / len(x)).abs().sum(),
+    "divided errors, by a norm": lambda x: ((x - T) / len(x)).norm(p=1),
+    "divided hinges": lambda x: ((1 - x * T) / len(x)).clamp(min=0).sum(),
+    "divided hinges, by relu": lambda x: F.relu((1 - x * T) / len(x)).sum(),
+    "divided quantiles": lambda x: torch.maximum(
+        0.9 * (x - T) / len(x), -0.1 * (x - T) / len(x)
+    ).sum(),
+    "divided, times a learned weight": lambda x: (Q[0] * (x.mean(1) / len(x))).sum(),
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
     "no graph": lambda x: x.detach().sum(),
@@ -242,6 +270,25 @@ NOTED: dict[str, tuple[Loss, str]] = {
         SUM,
     ),
     "sum of squares of parts": (lambda x: (x / 4 - T).square().sum(), SUM),
+    "sum of products of parts": (lambda x: squared_by_product(x / 4 - T), SUM),
+    "sum of products of equal parts": (
+        lambda x: ((x / 4 - T) * (x / 4 - T)).sum(),
+        SUM,
+    ),
+    "sum of a dot of parts": (
+        lambda x: torch.dot(x.mean(1) / 4 - T[:, 0], x.mean(1) / 4 - T[:, 0]),
+        SUM,
+    ),
+    "sum of absolute errors of parts": (lambda x: (x / 4 - T).abs().sum(), SUM),
+    "sum of hinges of parts": (lambda x: (1 - x / 4 * T).clamp(min=0).sum(), SUM),
+    "sum of bounded parts": (lambda x: (x / 4).clamp(max=0.1).sum(), SUM),
+    "sum of some parts": (lambda x: (x / 4)[:2].sum(), SUM),
+    "sum of quantiles of parts": (
+        lambda x: torch.where(
+            x > T, 0.9 * (x / 4 - T[:, :1]), 0.1 * (T[:, :1] - x / 4)
+        ).sum(),
+        SUM,
+    ),
     "sum of errors of parts": (lambda x: F.mse_loss(x / 4, T, reduction="sum"), SUM),
     "sum of weighted means": (lambda x: (x.mean(1) * T.mean(1)).sum(), SUM),
     "by a constant": (
@@ -333,6 +380,21 @@ def test_a_weight_is_no_division_by_one_or_two_samples(number: int) -> None:
     x = X[:number].clone().requires_grad_()
     loss = (1 / number * (x * 1.0 - T[:number]).square()).sum()
     assert LossWatch().look(loss, number, 1) == SUM
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_last_batch_of_one_or_two_samples_is_as_those_before(number: int) -> None:
+    x = X.clone().requires_grad_()
+
+    def mean(x: Tensor) -> Tensor:
+        return (1 / len(x) * F.mse_loss(x, T[: len(x)], reduction="none")).sum()
+
+    watch = LossWatch()
+    assert watch.look(mean(x), 4, 1) is None
+    assert watch.look(mean(x[:number]), number, 2) is None
+    watch.begin_pass()
+    assert watch.look(x[:number].square().mean(1).sum(), number, 3) is None
+    assert watch.look(x.square().mean(1).sum(), 4, 4) == SUM
 
 
 def test_the_losses_of_many_samples_are_seen_to_be_a_sum() -> None:

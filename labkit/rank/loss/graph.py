@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -22,7 +23,8 @@ MAX_NODES_BESIDE = 48
 MAX_NODES_OF_LOOK = 1024
 """Of all such searches in one look at a loss."""
 
-ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
+OFFSETS = ("Add", "Sub", "Rsub")
+ADDED = (*OFFSETS, "Stack", "Cat")
 """Operations that are linear in all their inputs."""
 PASSED = (
     "Neg",
@@ -41,8 +43,6 @@ PASSED = (
     "Pre",  # DeepSpeed's PreBackwardFunctionForModule, on what a module returns
 )
 """Operations that leave it as it is."""
-LINEAR = (*ADDED, *PASSED, "Mul", "Div", "Mean", "Sum")
-"""Below which a division divides what is above, as well."""
 CURVED = (
     "Sqrt",
     "Rsqrt",
@@ -77,9 +77,35 @@ STATISTICS = (
 """What makes one number of many, and is no mean or sum."""
 DOTS = ("Dot", "Vdot", "Mm", "Mv", "Bmm", "Trace")
 """Of vectors they are the sum of the products of their elements."""
+MOVED = (
+    *PASSED,
+    "Gather",
+    "Index",
+    "IndexSelect",
+    "MaskedFill",
+    "MaskedSelect",
+    "NanToNum",
+    "Select",
+    "Slice",
+    "Split",
+    "SplitWithSizes",
+    "Unbind",
+    "Flip",
+    "Roll",
+    "Repeat",
+)
+"""Operations that leave each number as it is, or leave it out."""
+LINEAR = (*ADDED, *MOVED, *DOTS, "Mul", "Div", "Mean", "Sum", "Cumsum", "Where")
+"""Below which a division divides what is above, as well."""
+MIXED = (*DOTS, "Mean", "Sum", "Cumsum")
+"""Those that may make one number of those of several samples."""
+PLACED = ("Cumsum", "Select", "Slice")
+"""Those for which it matters where along a dimension a number is."""
+SCALED = ("Abs", "Relu", "LeakyRelu", "Maximum", "Minimum")
+"""Below which it does so too, where nothing is added to what it divides."""
 PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
 """What gives a number for each pair of rows of two matrices."""
-BROADCAST = ("Add", "Sub", "Rsub", "Mul", "Div")
+BROADCAST = (*OFFSETS, "Mul", "Div")
 """What does so, of inputs spread to one shape."""
 LAYERS = (
     "Addmm",
@@ -139,6 +165,14 @@ class Term:
         values = [each.value for each in self.factors]
         known = [value for value in values if value is not None]
         return prod(known, start=1.0) if len(known) == len(values) else None
+
+
+class Below(Enum):
+    """What a division between a sum and the numbers that it is of comes to."""
+
+    DIVIDES = "it divides the sum"
+    SCALES = "it divides the sum, but for what is added to the numbers"
+    CURVES = "something else"
 
 
 class Terms:
@@ -312,35 +346,79 @@ class Terms:
     def is_averaged(self, term: Term) -> bool:
         """Whether a sum is of means over the samples, and not over the samples: of one
         for each class or each step, as many as there may be."""
-        waiting, seen = _below(term.node, is_linear=True), set()
+        waiting, seen = self._inputs(term.node, Below.DIVIDES), set()
         has_mean = False
         while waiting:
-            node, is_linear = waiting.pop()
-            if node is None or (node, is_linear) in seen:
+            node, below = waiting.pop()
+            if node is None or (node, below) in seen:
                 continue
-            seen.add((node, is_linear))
+            seen.add((node, below))
             if len(seen) > MAX_NODES_BESIDE:
                 return False
             variable = getattr(node, "variable", None)
-            if self._averages_samples(node, is_linear=is_linear):
+            inputs = self._inputs(node, below)
+            is_divided = any(each is not Below.CURVES for _, each in inputs)
+            is_layer = kind_of(node) in LAYERS and not is_divided
+            if self._averages_samples(node, below):
                 has_mean = True
-            elif kind_of(node) in LAYERS or not (
+            elif is_layer or not (
                 variable is None or isinstance(variable, torch.nn.Parameter)
             ):
                 return False
             else:
-                waiting += _below(node, is_linear=is_linear)
+                waiting += inputs
         return has_mean
 
-    def _averages_samples(self, node: Any, *, is_linear: bool) -> bool:
+    def _inputs(self, node: Any, below: Below) -> list[tuple[Any, Below]]:
+        """What an operation is of, and what a division comes to there."""
+        kind, below = kind_of(node), self._below(node, below)
+        inputs = [each for each, _ in node.next_functions]
+        return [
+            (each, Below.CURVES if at and kind == "Div" else below)
+            for at, each in enumerate(inputs)
+        ]
+
+    def _below(self, node: Any, above: Below) -> Below:
+        """What a division below an operation comes to."""
+        kind = kind_of(node)
+        if above is Below.CURVES:
+            return above
+        if kind in ("Mul", *DOTS) and self._num_of_data(node) > 1:
+            return Below.CURVES  # as of a square, which is divided twice
+        if kind in PLACED and self._counts_by_place(node, kind):
+            return Below.CURVES
+        if above is Below.SCALES:
+            is_offset = kind in OFFSETS and self._num_of_data(node) < 2
+            if is_offset or (kind in MIXED and not _is_within_samples(node, kind)):
+                return Below.CURVES
+        if kind == "Where" and self._num_of_data(node) > 1:
+            return Below.SCALES
+        if kind in LINEAR:
+            return above
+        return Below.SCALES if _is_scaled(node, kind) else Below.CURVES
+
+    def _counts_by_place(self, node: Any, kind: str) -> bool:
+        """Whether samples count by their places in the batch, as the first alone."""
+        sizes = _shape(*node.next_functions[0]) or ()
+        is_along = 0 in _reduced(saved_number(node, "dim"), len(sizes))
+        is_whole = kind == "Slice" and (_shape(node, 0) or ())[:1] == sizes[:1]
+        return is_along and self._has_samples(sizes[:1]) and not is_whole
+
+    def _num_of_data(self, node: Any) -> int:
+        """Inputs of an operation that may have to do with data."""
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        return sum(self.is_of_data(each) is not False for each in inputs)
+
+    def _averages_samples(self, node: Any, below: Below) -> bool:
         """Whether it is a mean over samples, or a division by their number: of the
-        losses of samples, where all above it is linear, and not of scores."""
+        losses of samples, where it divides their sum, and not of scores."""
         number, kind = self._num_samples, kind_of(node)
         if number is None:
             return False
         if kind in ("Mul", "Div"):
             # By 1 or 0.5 it may be a weight.
-            if not is_linear or number <= (2 if kind == "Mul" else 1):
+            is_weight = number <= (2 if kind == "Mul" else 1)
+            if below is Below.CURVES or is_weight:
                 return False
             factor = self._factored(node, kind, (), None)
             values = [found[0].value for _, _, found, _ in factor if found]
@@ -490,14 +568,20 @@ def kind_of(node: Any) -> str:
     return str(node.name()).partition("Backward")[0]
 
 
-def _below(node: Any, *, is_linear: bool) -> list[tuple[Any, bool]]:
-    """What an operation is of, and whether all from a sum down to it is linear."""
-    kind = kind_of(node)
-    is_linear &= kind in LINEAR
-    inputs = [each for each, _ in node.next_functions]
-    return [
-        (e, is_linear and not (at and kind == "Div")) for at, e in enumerate(inputs)
-    ]
+def _is_scaled(node: Any, kind: str) -> bool:
+    """Whether of divided numbers it gives the divided result, by any above 0."""
+    if kind.startswith("Clamp"):
+        found = saved_value(node, "min"), saved_value(node, "max")
+        bounds = [each for each in found if each is not None]
+        return bounds in ([0], [0.0])
+    if kind in ("Norm", "LinalgVectorNorm"):
+        return 1 in (saved_number(node, "ord"), saved_number(node, "p"))
+    # Of two inputs none may be a constant.
+    return kind in SCALED and all(each for each, _ in node.next_functions)
+
+
+def _is_within_samples(node: Any, kind: str) -> bool:
+    return kind in ("Mean", "Sum") and _reduction(node, kind) is None
 
 
 def _is_normalized(given: torch.Tensor) -> bool:

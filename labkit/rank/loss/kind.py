@@ -64,6 +64,10 @@ PAIRS = (
     "number of ranks, drop_last=True, and no --accumulate"
 )
 
+MAX_NUMBER_OF_WEIGHT = 2
+"""Samples: a division by as many may be a weight, so that those of a batch with more
+decide."""
+
 
 class LossWatch:
     """Looks at a rank's losses: are the ranks' means averaged as they should be?"""
@@ -75,6 +79,8 @@ class LossWatch:
         self._before: dict[tuple[int, int], tuple[float, float]] = {}
         """By the place of a loss and of a mean in it, what the last mean divided by,
         and that for each sample."""
+        self._right: set[int] = set()
+        """Places of losses that were as expected, in a batch with more samples."""
 
     def begin_pass(self) -> None:
         """The loop begins with its data again, which may have grown: images do, and
@@ -102,9 +108,15 @@ class LossWatch:
             if loss.numel() != 1:
                 return None
             try:
-                return self._judge(Terms(num_samples), loss.grad_fn, num_samples)
+                text = self._judge(Terms(num_samples), loss.grad_fn, num_samples)
             except (RuntimeError, TypeError, ArithmeticError):
                 return None  # of other kinds of numbers: a check must not end the loop
+        if num_samples and num_samples > MAX_NUMBER_OF_WEIGHT:
+            if text is None:
+                self._right.add(self._place)
+        elif text in (SUM, PARTLY_SUM) and self._place in self._right:
+            return None
+        return text
 
     def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
