@@ -1,8 +1,11 @@
 """One real cluster of two ranks, shared by the tests that need no other."""
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import notebook_reruns
 import pytest
@@ -14,7 +17,7 @@ from labkit import timeouts
 
 ENGINE_FIXTURES = {
     *("lab", "shared_lab", "own_lab", "lab_of_3", "lab_of_4"),
-    *("kernel", "other", "server", "browser", "terminal"),
+    *("kernel", "second", "other", "server", "browser", "terminal"),
 }
 # Few tests, and long ones: a worker that took one of these last would end alone.
 FIRST = [
@@ -25,6 +28,11 @@ FIRST = [
     "test_widget_in_browser.py",
     "test_painter.py",
 ]
+TOGETHER = {
+    **dict.fromkeys(["test_widget.py", "test_background.py"], "test_magics.py"),
+    "test_parallel_trials.py": "test_pipeline.py",
+}
+"""Files for the worker that has another one, as they use its kernel or its 4 ranks."""
 NOTEBOOKS = ("00", "02")
 """In `make test`."""
 LONG_NOTEBOOKS = ("14",)
@@ -33,6 +41,14 @@ ON_HOSTS = "17"
 """The notebook that tests/hosts/test_notebook.py runs."""
 NOTEBOOK_S = 600
 """For a cell, and where it runs again for all before it; nbval ends a cell sooner."""
+FREEZE = """
+import gc
+from labkit.rank.group.recovery import freeze_libraries
+if len(gc.get_objects()) > 20_000: freeze_libraries()
+"""
+"""A rank collects garbage after every run, and would look at all that libraries have
+made which were imported since, as torch's compiler: most of the time that so short a
+run takes."""
 STARTERS = {"Lab", "Popen", "run_python", "running_kernel", "subprocess", "throw_all"}
 
 
@@ -67,20 +83,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # `--no-loadscope-reorder` leaves this order: the costly files first.
     engine_tests = Counter(item.path for item in items if "engine" in item.keywords)
     items.sort(key=lambda item: (item.path.name not in FIRST, -engine_tests[item.path]))
+    gc.freeze()  # thousands of tests, which no collection need look at
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, files that belong together as if they were one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, slash, name = super()._split_scope(nodeid).rpartition("/")
+            return folder + slash + TOGETHER.get(name, name)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
 def shared_lab() -> Iterator[Lab]:
     with Lab(num_ranks=2, group_timeout_s=30) as lab:
-        # A rank collects garbage after every run, and would look at all that the
-        # libraries have made: most of the time that so short a run takes.
-        lab.run(
-            "from labkit.compat.deepspeed import load\n"
-            "load()\n"
-            "from labkit.rank.group.recovery import freeze_libraries\n"
-            "freeze_libraries()"
-        )
+        lab.run("from labkit.compat.deepspeed import load\nload()")
         yield lab
+
+
+_uses = count()
 
 
 @pytest.fixture
@@ -90,7 +118,22 @@ def lab(shared_lab: Lab) -> Lab:
         shared_lab.restart()
     except RuntimeError:  # one test's failure is not to be that of all after it
         shared_lab.restart(everyone=True)
+    if next(_uses) % 4 == 0:
+        shared_lab.run(FREEZE)
     return shared_lab
+
+
+@pytest.fixture(scope="session")
+def shared_lab_of_4() -> Iterator[Lab]:
+    with Lab(num_ranks=4, group_timeout_s=30) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab_of_4(shared_lab_of_4: Lab) -> Lab:
+    """It works, as `lab` does. A file that uses it belongs in `TOGETHER`."""
+    shared_lab_of_4.restart()
+    return shared_lab_of_4
 
 
 @pytest.fixture(scope="session")
