@@ -45,7 +45,7 @@ SETUPS = {
         from labkit.models import ResNet
         images, labels = digits().tensors
         data = torch.utils.data.TensorDataset(images[:192], labels[:192])
-        model = ResNet(width=64)
+        model = ResNet(width=32)
         loss_fn = torch.nn.functional.cross_entropy
         batch_size = 64
         """,

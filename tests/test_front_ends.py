@@ -86,7 +86,7 @@ def test_a_notebook_run_by_a_program_holds_the_final_picture(
     program: str, tmp_path: Path
 ) -> None:
     drawn_at_the_end = "import labkit\nlabkit.current_lab().runs[-1].plot()"
-    cells = [*first_cells(num_epochs=25), drawn_at_the_end]
+    cells = [*first_cells(num_epochs=8), drawn_at_the_end]
     done = run_notebook(program, tmp_path, cells)
     assert done.returncode == 0, done.stderr
     live, final = pictures_in(tmp_path)

@@ -2,9 +2,11 @@
 
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from kernels import Kernel
 from kernels import running_kernel
@@ -20,6 +22,11 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 fit(model, digits(), F.cross_entropy, batch_size=64, epochs={epochs},
     optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 """
+
+PAINTER = (
+    "from labkit.notebook.live.render_process import painter; "
+    "print(painter()._process.pid)"
+)
 
 
 def usage_error(kernel: Kernel, code: str) -> str:
@@ -50,6 +57,11 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%dist_start --threads 4", "whose ranks have 1 torch thread each; %dist_stop"),
         ("%dist_start -n zero", "'zero'; it takes a whole number: --num-ranks N; "),
         ("%dist_start --keep forever", "'forever'; it takes a number: --keep MINUTES"),
+        ("%dist_start --keep 0", "--keep 0: minutes without a kernel, more than 0 and"),
+        ("%dist_start --keep -1", "--keep -1: minutes without a kernel, more than 0"),
+        ("%dist_start --keep nan", "--keep nan: minutes without a kernel, more than"),
+        ("%dist_start --keep 0.5h", "argument --keep: invalid float value: '0.5h'"),
+        ("%dist_start --keep 1000000000", "--keep 1000000000: minutes without a kerne"),
         ("%dist_start --host node1:1", "--host node1:1 (did you mean --hosts?); "),
         ("%dist_start --backend mpi", "invalid choice: 'mpi'"),
         ("%dist_start --launcher pbs", "invalid choice: 'pbs'"),
@@ -315,20 +327,29 @@ def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
     )
 
 
-def test_start_is_one_line_stop_is_quiet_and_start_works_again() -> None:
+@pytest.fixture(scope="module")
+def second() -> Iterator[Kernel]:
+    """Another kernel, without a lab."""
     with running_kernel() as kernel:
         kernel.run("%load_ext labkit")
-        out = kernel.run("%dist_start -n 1").stdout
-        assert out.count("\n") == 1
-        states = [state.strip() for state in out.split("\r")[1:]]
-        assert states[0] == "starting the controller"
-        assert states[-1].startswith("Ready: 1 rank on the CPU, gloo")
-        assert kernel.lab_tokens()
-        reply = kernel.run("%dist_stop")
-        assert (reply.status, reply.streams) == ("ok", {})
-        assert kernel.lab_tokens() == set()
-        assert kernel.run("%dist_stop").status == "ok"
-        assert "Ready: 1 rank" in kernel.run("%dist_start -n 1").stdout
+        yield kernel
+
+
+def test_start_is_one_line_stop_is_quiet_and_start_works_again(second: Kernel) -> None:
+    out = second.run("%dist_start -n 1").stdout
+    assert out.count("\n") == 1
+    states = [state.strip() for state in out.split("\r")[1:]]
+    assert states[0] == "starting the controller"
+    assert states[-1].startswith("Ready: 1 rank on the CPU, gloo")
+    assert second.lab_tokens()
+    painter = psutil.Process(int(second.run(PAINTER).stdout))
+    reply = second.run("%dist_stop")
+    assert (reply.status, reply.streams) == ("ok", {})
+    assert second.lab_tokens() == set()
+    assert not painter.is_running()
+    assert second.run("%dist_stop").status == "ok"
+    assert "Ready: 1 rank" in second.run("%dist_start -n 1").stdout
+    second.run("%dist_stop")
 
 
 # ---- strategies, runs and the forecast ----
@@ -380,18 +401,16 @@ def test_runs_are_listed_filtered_and_deleted(
 
 
 def test_runs_on_disk_are_there_without_a_lab(
-    kernel: Kernel, runs_folder: Path
+    kernel: Kernel, second: Kernel, runs_folder: Path
 ) -> None:
     for name in ("one", "other"):
         kernel.run(LOOP.format(options=f"--name {name} --no-live", epochs=1))
-    with running_kernel() as second:
-        second.run("%load_ext labkit")
-        second.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(runs_folder)!r}")
-        reply = second.run("table = %dist_runs\nprint(*table.index)")
-        assert reply.stdout == "one other\n"
-        reply = second.run("table = %dist_runs one other\nprint(*table.columns)")
-        assert reply.stdout == "one other\n"
-        assert "image/png" in reply.displays[0]
+    second.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(runs_folder)!r}")
+    reply = second.run("table = %dist_runs\nprint(*table.index)")
+    assert reply.stdout == "one other\n"
+    reply = second.run("table = %dist_runs one other\nprint(*table.columns)")
+    assert reply.stdout == "one other\n"
+    assert "image/png" in reply.displays[0]
 
 
 def test_a_config_is_a_dict_of_the_notebook(kernel: Kernel) -> None:

@@ -208,9 +208,3 @@ def test_the_last_picture_does_not_wait_for_a_painter_without_a_core(
     assert reply.status == "ok"
     assert reply.displays
     assert seconds < 30.0 + LAST_PICTURE_S  # of 3 s, on a machine that is not busy
-
-
-def test_it_ends_with_the_lab(kernel: Kernel) -> None:
-    process = psutil.Process(int(kernel.run(PID).stdout))
-    assert kernel.run("%dist_stop").status == "ok"
-    assert not process.is_running()

@@ -50,16 +50,11 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
 
 
-@pytest.fixture(scope="module")
-def shared_lab_of_4() -> Iterator[Lab]:
-    with Lab(num_ranks=4, group_timeout_s=30) as lab:
-        yield lab
-
-
 @pytest.fixture
 def lab_of_4(shared_lab_of_4: Lab) -> Iterator[Lab]:
     """It works before and after each test on all ranks, which keep what they have."""
     lab = shared_lab_of_4
+    lab.restart()
     lab.run("kept = 10 * rank")
     pids = lab.status()["pid"].tolist()
     yield lab

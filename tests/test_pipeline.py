@@ -1,6 +1,5 @@
 """The strategy `pipeline`: consecutive layers on consecutive ranks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -34,12 +33,6 @@ FIT = """
 fit(model, data, loss_fn, optimizer=optimizer, batch_size=batch_size, epochs=epochs,
     shuffle=False)
 """
-
-
-@pytest.fixture(scope="module")
-def lab_of_4() -> Iterator[Lab]:
-    with Lab(num_ranks=4, group_timeout_s=30) as lab:
-        yield lab
 
 
 def by_fit(setup: str, optimizer: str = "sgd", before: str = "") -> str:
@@ -133,7 +126,6 @@ def test_fit_equals_one_process_in_every_order(lab: Lab, schedule: str) -> None:
 def test_a_grid_of_ranks_equals_one_process(
     lab_of_4: Lab, mesh: str, make: Any
 ) -> None:
-    lab_of_4.restart()
     code = make("gpt").replace("num_layers=2", "num_layers=4")
     run = train(lab_of_4, "single", code, **BOTH)
     losses, weights = global_losses(run), pull_weights(lab_of_4, "single")
@@ -412,7 +404,6 @@ def loss_fn(logits, targets):
     )
     code = code.replace("batch_size, epochs = 9, 2", "batch_size, epochs = 8, 2")
     code = code.replace("[:19", "[:16")
-    lab_of_4.restart()
     run = train(lab_of_4, "pipeline", code, mesh="dp=2,pp=2", microbatches=2)
     assert any("is not the mean of those of its microbatches" in n for n in run.notes)
     per_step = run.history.dropna(subset=["loss"]).groupby("step")["loss"]
@@ -616,7 +607,6 @@ def test_stages_and_replicas_drop_other_activations(lab_of_4: Lab) -> None:
     )
     code = "masks = []\n" + code.replace("(8, 8)", "(64, 64)").replace("8)", "64)", 1)
     code = code.replace("nn.Linear(8, 4)", "nn.Linear(64, 4)")
-    lab_of_4.restart()
     train(lab_of_4, "pipeline", code + FIT_NET, mesh="dp=2,pp=2", microbatches=2)
     # The first pass of each is for shapes alone.
     masks = [mask for found in lab_of_4.pull("masks", "all") for mask in found[1:]]
