@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE =
 help:
 	@echo "make lab [PORT=8890] [ARGS=--no-browser]   JupyterLab on the notebooks"
 	@echo "make check                                 lint, types, tests without engines"
-	@echo "make test [WORKERS=4]                      lint, types, tests, some notebooks"
+	@echo "make test [WORKERS=4]                      lint, types, tests, a notebook"
 	@echo "make test-long                             chaos, every loop, what takes long"
 	@echo "make test-hosts                            three hosts, as network namespaces"
 	@echo "make test-gpu                              tests that need a GPU; one is enough"

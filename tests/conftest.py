@@ -33,9 +33,9 @@ TOGETHER = {
     "test_parallel_trials.py": "test_pipeline.py",
 }
 """Files for the worker that has another one, as they use its kernel or its 4 ranks."""
-NOTEBOOKS = ("00", "02")
+NOTEBOOKS = ("00",)
 """In `make test`."""
-LONG_NOTEBOOKS = ("14",)
+LONG_NOTEBOOKS = ("02", "14")
 """In `make test-long`; the others are run before a release."""
 ON_HOSTS = "17"
 """The notebook that tests/hosts/test_notebook.py runs."""
