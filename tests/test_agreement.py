@@ -12,6 +12,7 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
@@ -61,7 +62,8 @@ CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 10}}
 def train(lab: Lab, strategy: str, *parts: str, **options: Any) -> Any:
     config = CONFIG if strategy == "zero3" else None
     code = "\n".join(map(textwrap.dedent, parts))
-    return lab.train(strategy, code, live=False, timeout=30, config=config, **options)
+    options = {"timeout": 30, **options}
+    return lab.train(strategy, code, live=False, config=config, **options)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp", "hsdp"])
@@ -242,36 +244,99 @@ def test_a_part_that_ends_the_pass_of_one_rank_is_refused(lab: Lab) -> None:
         train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, leave, leave)
 
 
-@pytest.mark.parametrize("grad", ["no_grad", "enable_grad"])
-def test_one_rank_alone_may_look_at_the_batches(lab: Lab, grad: str) -> None:
-    look = f"""
-    if rank == 0:
-        with torch.{grad}():
-            found = sum(len(labels) for inputs, labels in loader)
-    """
-    own = """
-    F.cross_entropy(model(x.to(device)), y.to(device)).backward()
-    optimizer.step()
-    """
-    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, look, STEP, look, STEP, look, own)
-    assert lab.pull("found", 0) == 15
-    looked = lab.pull("model", full=True)
-    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, STEP, STEP, own)
-    plain = lab.pull("model", full=True)
-    torch.testing.assert_close(looked, plain)
-
-
-@pytest.mark.parametrize("end", ["", "break"])
-def test_one_rank_alone_may_look_at_a_batch_of_unequal_parts(
-    lab: Lab, end: str
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("batch_size", [7, 8])
+def test_one_rank_alone_may_look_at_some_batches(
+    lab: Lab, strategy: str, batch_size: int
 ) -> None:
-    uneven = PREPARE.replace("batch_size=8", "batch_size=7")
+    prepare = PREPARE.replace("batch_size=8, shuffle=False", f"batch_size={batch_size}")
     look = "if rank == 0:\n    found = next(iter(loader))"
-    step = STEP + f"    {end}\n"
-    train(lab, "ddp", SET_UP, uneven, look, step, look, step, look)
+    step = STEP.replace("in loader", "in itertools.islice(loader, 3)")
+    parts = "import itertools", SET_UP, prepare
+    train(lab, strategy, *parts, look, step, look, step, look)
     looked = lab.pull("model", full=True)
-    train(lab, "ddp", SET_UP, uneven, step, step)
+    assert not lab.runs[-1].mismatches
+    train(lab, strategy, *parts, step, step)
     torch.testing.assert_close(looked, lab.pull("model", full=True))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_whole_pass_of_one_rank_alone_is_refused(lab: Lab, strategy: str) -> None:
+    count = "if rank == 0:\n    found = sum(len(labels) for inputs, labels in loader)"
+    with pytest.raises(RankError, match="Or one rank alone went through the loader"):
+        train(lab, strategy, SET_UP, LAST_OF_FIVE, PREPARE, count, STEP)
+
+
+@pytest.mark.long
+def test_a_look_of_one_rank_at_weighed_batches_kills_no_rank(lab: Lab) -> None:
+    weigh = PREPARE.replace("shuffle=False", "weigh=lambda batch: len(batch[0])")
+    look = "kept = rank\nif rank == 0:\n    found = next(iter(loader))"
+    with pytest.raises(CellTimeoutError, match="in loader:"):
+        train(lab, "ddp", SET_UP, weigh, look, STEP, timeout=8)
+    assert lab.pull("kept", "all") == [0, 1]
+
+
+def test_one_rank_may_leave_a_pass_after_its_last_step(lab: Lab) -> None:
+    leave = STEP + "    if len(inputs) < 3:\n        break\n"
+    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, leave, leave)
+    left = lab.pull("model", full=True)
+    assert not lab.runs[-1].mismatches
+    train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, STEP, STEP)
+    torch.testing.assert_close(left, lab.pull("model", full=True))
+
+
+def test_a_batch_that_one_rank_skips_by_its_values_is_refused(lab: Lab) -> None:
+    uneven = PREPARE.replace("batch_size=8", "batch_size=7")
+    loop = """
+    num_steps = 0
+    for number, (inputs, labels) in enumerate(loader):
+        if rank == 1 and number == 0:
+            continue
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        if (num_steps := num_steps + 1) == 3:
+            break
+    """
+    with pytest.raises(RankError, match="some skipped one"):
+        train(lab, "ddp", SET_UP, uneven, loop)
+
+
+def test_batches_of_two_loaders_are_compared_from_the_first_on(lab: Lab) -> None:
+    other = """
+    critic = Net()
+    steps = torch.optim.SGD(critic.parameters(), lr=0.1)
+    critic, steps, even = prepare(critic, steps, data, batch_size=8, shuffle=False)
+    for (inputs, labels), _ in zip(loader, even):
+        optimizer.zero_grad()
+        for number in range(len(inputs)):
+            F.cross_entropy(model(inputs[number]), labels[number]).backward()
+        optimizer.step()
+    """
+    uneven = PREPARE.replace("batch_size=8", "batch_size=7")
+    with pytest.raises(RankError, match="different numbers of forward or backward"):
+        train(lab, "ddp", SET_UP, uneven, other)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_call_of_the_model_is_compared_once(lab: Lab, strategy: str) -> None:
+    count = """
+    from labkit.rank.engine.rpc import runner
+    course = runner()._session.prepared()[0].course
+    compare, events = course._compare, []
+    def counted(event, which):
+        events.append(event.name)
+        return compare(event, which)
+    course._compare = counted
+    """
+    again = """
+    loss = F.cross_entropy(model(inputs), labels) + model.blocks[0](inputs).mean()
+    loss.backward()
+    """
+    train(lab, strategy, SET_UP, LAST_OF_FIVE, PREPARE, count, STEP, again)
+    assert lab.pull("events") == [
+        *("FORWARD", "BACKWARD", "STEP", "BATCH"),
+        *("FORWARD", "FORWARD", "BACKWARD", "BATCH"),
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])

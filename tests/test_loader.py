@@ -96,7 +96,7 @@ class Announced(RankLoader):
 class Trusting(Peers):
     """A rank that takes the others to have what it has."""
 
-    def agree_on(self, value: int) -> bool:
+    def agree_on(self, value: int, *, apart: bool = False) -> bool:
         return True
 
 

@@ -152,6 +152,7 @@ class FSDP(Prepared):
         self._has_dropped = False
         """Whether one has failed, and no zero_grad() followed."""
         self._undo.append(self._stop_waiting)
+        self.see_calls()
         follow(self)
         self._undo.append(partial(unfollow, self))
         self._undo += in_one_precision(self.module)

@@ -153,8 +153,6 @@ class Prepared:
         self.loss_weight = 1.0
         """What the loss of the batch at hand is multiplied by, before its backward
         pass: see `labkit.rank.data.dealing.Share`."""
-        self.num_batches = 0
-        """That the loop has been given."""
         self._num_steps = self._stepped_with = 0
         self._optimizer_settings = Settings(optimizer)
         self.course = Course(self.team)
@@ -190,6 +188,18 @@ class Prepared:
         if self.options.accumulate > 1:
             follow(self)
         self.autocast()
+
+    def see_calls(self) -> None:
+        """Have ranks compare each call of the model where its layers gather their
+        parameters, and not each layer."""
+        course = self.course
+        begin = self.module.register_forward_pre_hook(
+            lambda module, args: course.begin_call(), prepend=True
+        )
+        end = self.module.register_forward_hook(
+            lambda module, args, output: course.end_call()
+        )
+        self._undo += [begin.remove, end.remove]
 
     @property
     def acts_alone(self) -> bool:
@@ -277,7 +287,7 @@ class Prepared:
         backward pass and the step is compared in the next pass. Collective.
         """
         facts = [
-            self.num_batches,
+            self.course.num_batches,
             self.course.num_passes,
             self._num_steps,
             self._optimizer_settings.number,
@@ -464,7 +474,7 @@ class Prepared:
             name: torch.full((1,), number, device=self.device)  # it waits for no GPU
             for name, number in (
                 ("the optimizer's settings", settings),
-                ("the number of batches", self.num_batches),
+                ("the number of batches", self.course.num_batches),
             )
         }
 

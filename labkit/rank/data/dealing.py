@@ -325,7 +325,7 @@ class Stream:
                 value = fingerprint = zlib.crc32(
                     repr((size, own)).encode(), fingerprint
                 )
-            if not self.dealer.peers.agree_on(value):
+            if not self.dealer.peers.agree_on(value, apart=True):
                 name = type(self.dataset).__name__
                 raise UnsupportedLoopError(
                     f"{name} does not yield the same samples on every rank (from batch "

@@ -108,6 +108,8 @@ class RankLoader:
         """Called where the loop goes on with a pass, and has begun another one."""
         self._is_twice = False
         """Whether it does, since the last pass began."""
+        self.is_look: Callable[[], bool] = lambda: False
+        """Asked where the loop leaves a pass: whether that is to count for nothing."""
         self._on_drawn = on_drawn
         self._weigh = weigh
         self.num_epochs = 0
@@ -210,6 +212,7 @@ class RankLoader:
         dealt = self.batches.deal(self.loader)
         if self._weigh is not None:
             dealt = self._weighed(dealt, self._weigh)
+        is_left = True
         try:
             for number in itertools.count():
                 self.batches.dealer.peers.check(LOADER)  # also in the midst of a pass
@@ -221,6 +224,7 @@ class RankLoader:
                 if number == 0 and had:
                     self._check_resumed()
                 if share is None:
+                    is_left = False
                     break
                 if length := tokens_of_sample(batch):
                     num_tokens = share.num_samples * length
@@ -239,6 +243,8 @@ class RankLoader:
                 )
         finally:
             self._at = self._given = None
+            if is_left and epoch == self.num_epochs and self.is_look():
+                self.num_epochs -= 1
             self._on_end()
 
     def _check_twice(self) -> None:
@@ -285,7 +291,7 @@ class RankLoader:
                 count_of(weigh, batch) if share.num_samples else 0.0
                 for batch, share in step
             ]
-            total = dealer.peers.sum(sum(counts)) or 1.0
+            total = dealer.peers.sum_apart(sum(counts)) or 1.0
             for (batch, share), count in zip(step, counts, strict=True):
                 weight = count * dealer.peers.size / total
                 yield (

@@ -158,7 +158,7 @@ class DrawnOrder:
 
     def _check_alike(self, fingerprint: int) -> None:
         """UnsupportedLoopError unless all ranks draw the same. Collective."""
-        if not self.peers.agree_on(fingerprint):
+        if not self.peers.agree_on(fingerprint, apart=True):
             raise UnsupportedLoopError(
                 f"the DataLoader's {self.name} does not draw the same samples on "
                 "every rank, and prepare deals one order out to all of them; leave "

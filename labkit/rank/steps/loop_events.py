@@ -84,7 +84,6 @@ class LoopEvents:
             return
         self._data.give(share, loader)
         for optimizer in self._optimizers:
-            optimizer.prepared.num_batches += 1
             optimizer.prepared.loss_weight = share.weight
             optimizer.prepared.course.begin_batch(
                 share.num_samples,
@@ -102,6 +101,16 @@ class LoopEvents:
                 optimizer.prepared.course.end_pass()
         for observer in self._observers:
             observer.end_epoch()
+
+    def is_look(self) -> bool:
+        """Whether the loop has left its pass and not worked with its batches: it may be
+        one rank's alone, so it leaves no trace."""
+        courses = [optimizer.prepared.course for optimizer in self._optimizers]
+        if self.has_ended or any(each.is_used for each in courses):
+            return False
+        for course in courses:
+            course.forget_pass()
+        return True
 
     # ---- of an optimizer of `prepare` ----
 
@@ -127,6 +136,7 @@ class LoopEvents:
         for end in self._after_backward:
             end()
         for optimizer in self._optimizers:
+            optimizer.prepared.course.end_backward()
             optimizer.end_backward(has_failed=has_failed)
 
     def _begin_step(self) -> None:

@@ -256,6 +256,8 @@ class Session:
         has_records = self._records.num_steps or self._records.has_logged
         if self._events.has_passed and not has_records:
             self.note(NO_STEPS)
+        for each in self._prepared:
+            each.course.finish()
         self._unite(with_optimizer=True)
         self._checkpointer.finish(self._records.num_steps, is_interrupted)
         self._dismiss_servers()
@@ -730,11 +732,16 @@ class Session:
 
     def _hook(self, prepared: Prepared, step: Forecastable, unset: list[str]) -> None:
         """See the model's forward passes as long as the run lasts."""
-        model = prepared.module
+        model, course = prepared.module, prepared.course
+
+        def note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+            course.call()
+            step.note_input(args)
+
         if unset:
             check = model.register_forward_pre_hook(until_set(model, unset))
             self._undo.append(check.remove)
-        note = model.register_forward_pre_hook(step.note_input)
+        note = model.register_forward_pre_hook(note_call)
         self._undo.append(note.remove)
         self._undo += keep_stand_ins_out(model)
         name, is_in_parts = self.strategy.name, prepared.has_parts
@@ -787,6 +794,7 @@ class Session:
         rank_loader.before_evaluation = self._unite
         rank_loader.on_evaluated = self._agree
         rank_loader.refuse = self._refuse
+        rank_loader.is_look = self._events.is_look
         if not batches.is_by_seed:
             rank_loader.on_twice = lambda: self.note(TWICE_AT_ONCE)
         return rank_loader

@@ -20,7 +20,9 @@ from labkit.strategies.mesh.peers import Peers
 SKIPPED = (
     "ranks are at different batches, because some skipped one: by `continue`, or by a "
     "condition on the rank's own loss. Make the same decision on all ranks: call "
-    "dist.all_reduce on the value that the condition tests, before it"
+    "dist.all_reduce on the value that the condition tests, before it. Or one rank "
+    "alone went through the loader: do so on all ranks, or take the samples from the "
+    "dataset"
 )
 STEP_SKIPPED = (
     "some ranks have taken a step that others skipped, for example by a condition on "
@@ -74,9 +76,10 @@ class Event(enum.IntEnum):
 
 @dataclass
 class Pass:
-    """A loop's pass over its data. One in which it has not trained may be one rank's
-    alone, and leaves no trace."""
+    """A loop's pass over its data."""
 
+    num_batches: int = 0
+    """That the loop has been given so far, in this pass and those before."""
     num_samples: int | None = None
     """Of this rank's part of the batch; None where all parts are equal."""
     is_new: bool = True
@@ -84,6 +87,8 @@ class Pass:
     is_compared: bool = True
     """Whether all ranks are known to ask for the next batch."""
     has_trained: bool = False
+    is_used: bool = False
+    """Whether the loop has called the model to train it, or has trained."""
 
 
 class Course:
@@ -98,25 +103,45 @@ class Course:
 
     def __init__(self, team: Peers) -> None:
         self._team = team
-        self._now = self._former = Pass()
-        """The pass over its data, and what there was before it."""
+        self._now = self._before = self._trained = Pass()
+        """The pass over its data, the one before, and the last one that it has trained
+        in."""
+        self._num_open = 0
         self.num_passes = 0
         """Backward passes since the last step."""
+        self._is_in_call = self._is_in_backward = False
+        self._is_compared = False
+        """Whether the call of the model that is under way is."""
+
+    @property
+    def num_batches(self) -> int:
+        """That the loop has been given."""
+        return self._now.num_batches
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the loop has worked with the model in its pass."""
+        return self._now.is_used
 
     def begin_pass(self) -> None:
-        """The loop begins a pass over its data. Collective, where it has left another
-        one at a batch that it has not trained with."""
-        if self._now.is_new:
-            self.ask()
-        self._former, self._now = self._now, Pass()
+        """The loop begins a pass over its data."""
+        self._before = self._now
+        self._now = Pass(self._before.num_batches)
+        if self._num_open:  # it takes batches of two loaders at once
+            self._now.num_samples = self._before.num_samples
+        self._num_open += 1
 
     def end_pass(self) -> None:
         """It has ended one, or left it."""
-        if not self._now.has_trained:
-            self._now = self._former
+        self._num_open -= 1
+
+    def forget_pass(self) -> None:
+        """It has only looked at some batches, which may be one rank's alone."""
+        self._now = self._before
 
     def begin_batch(self, num_samples: int, *, is_even: bool) -> None:
         """The loop gets its part of a batch."""
+        self._now.num_batches += 1
         if not is_even and self._team.size > 1:
             self._now.num_samples = num_samples
             self._now.is_compared = False
@@ -126,51 +151,99 @@ class Course:
 
     def ask(self) -> None:
         """It asks for another. Collective."""
-        is_due = self._now.has_trained and not self._now.is_compared
-        if is_due and torch.is_grad_enabled():
-            self._compare(Event.BATCH)
-            self._now.is_compared = True
+        if torch.is_grad_enabled():
+            self._settle(self._now)
+
+    def call(self) -> None:
+        """It calls the model."""
+        if torch.is_grad_enabled():
+            self._now.is_used = True
+
+    def begin_call(self) -> None:
+        """It calls a model whose layers gather their parameters."""
+        self._is_in_call, self._is_compared = True, False
+
+    def end_call(self) -> None:
+        self._is_in_call = False
 
     def forward(self) -> None:
-        """It runs a layer that gathers its parameters. Collective."""
-        if self._now.num_samples is not None and torch.is_grad_enabled():
-            self._compare(Event.FORWARD)
+        """It runs a layer that gathers its parameters. Collective for the first one of
+        a call of the model, and for one that is called by itself: in a backward pass
+        layers are recomputed."""
+        is_known = self._is_in_call and self._is_compared
+        if is_known or self._is_in_backward or not torch.is_grad_enabled():
+            return
+        self._is_compared = True
+        self._settle_former()
+        if self._now.num_samples is not None:
+            self._compare(Event.FORWARD, self._now)
 
     def backward(self) -> None:
         """A backward pass begins. Collective."""
         self._train(Event.BACKWARD)
         self.num_passes += 1
+        self._is_in_backward = True
+
+    def end_backward(self) -> None:
+        self._is_in_backward = False
 
     def step(self) -> None:
         """The optimizer is to step. Collective."""
         self._train(Event.STEP)
         self.num_passes = 0
 
+    def finish(self) -> None:
+        """The loop has ended well. Collective."""
+        self._settle(self._trained)
+
     def end(self) -> None:
         """The run is over: what a cell does from now on may be one rank's alone."""
-        self._now.num_samples, self._now.is_compared = None, True
+        self._now = self._trained = Pass(self._now.num_batches)
 
     def _train(self, event: Event) -> None:
+        self._settle_former()
         if self._now.num_samples is not None:
-            self._compare(event)
+            self._compare(event, self._now)
             self._now.is_compared = False
-        self._now.is_new, self._now.has_trained = False, True
+        self._now.is_new = False
+        if not self._now.has_trained:
+            self._now.has_trained = self._now.is_used = True
+            self._trained = self._now
 
-    def _compare(self, event: Event) -> None:
+    def _settle_former(self) -> None:
+        """The loop trains in another pass. A rank that only looks at one does not."""
+        if self._trained is not self._now:
+            self._settle(self._trained)
+
+    def _settle(self, which: Pass) -> None:
+        """The loop is done with a batch of that pass."""
+        if which.has_trained and not which.is_compared:
+            self._compare(Event.BATCH, which)
+            which.is_compared = True
+
+    def _compare(self, event: Event, which: Pass) -> None:
         """UnsupportedLoopError, on all ranks, unless all are at the same event."""
         rank, size = self._team.rank, self._team.size
-        sent = np.zeros((size, 3), np.int64)
-        sent[rank] = event, self.num_passes, self._now.num_samples or 0
+        sent = np.zeros((size, 4), np.int64)
+        sent[rank] = (
+            *(event, self.num_passes),
+            *(which.num_batches, which.num_samples or 0),
+        )
         flat = self._team.greatest(sent.ravel().tolist(), apart=True)
-        found = [tuple(flat[place : place + 3]) for place in range(0, 3 * size, 3)]
-        ours = found[0][:2]
-        other = next((n for n, each in enumerate(found) if each[:2] != ours), None)
-        if other is not None:
-            said = ", and ".join(said_of(n, *found[n]) for n in (0, other))
-            raise UnsupportedLoopError(OTHER_PASSES.format(found=said))
+        found = [tuple(flat[place : place + 4]) for place in range(0, 4 * size, 4)]
+        ours = found[0][:3]
+        other = next((n for n, each in enumerate(found) if each[:3] != ours), None)
+        if other is None:
+            return
+        if found[other][2] != found[0][2]:
+            raise UnsupportedLoopError(SKIPPED)
+        said = ", and ".join(said_of(n, *found[n]) for n in (0, other))
+        raise UnsupportedLoopError(OTHER_PASSES.format(found=said))
 
 
-def said_of(rank: int, event: int, num_passes: int, num_samples: int) -> str:
+def said_of(
+    rank: int, event: int, num_passes: int, num_batches: int, num_samples: int
+) -> str:
     """What a rank is about to do, in words."""
     does = {
         Event.BATCH: "takes the next batch",

@@ -20,9 +20,15 @@ from labkit.strategies.mesh.worlds import ALONE
 from labkit.strategies.mesh.worlds import check_world
 from labkit.strategies.mesh.worlds import current_world
 
-_GREATEST = dist.AllreduceOptions()
-_GREATEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-_GREATEST.asyncOp = False
+
+def _by(operation: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(operation)
+    options.asyncOp = False
+    return options
+
+
+_GREATEST, _SUM = _by(dist.ReduceOp.MAX), _by(dist.ReduceOp.SUM)
 
 
 @dataclass(frozen=True)
@@ -65,31 +71,31 @@ class Peers:
         """The greatest of each number. Collective, and no part of what is measured of a
         step: it is no part of the strategy. What is sent `apart` meets nothing else,
         where ranks do not do the same."""
+        return self._reduced(np.array(numbers, np.int64), _GREATEST, apart=apart)
+
+    def agree_on(self, value: int, *, apart: bool = False) -> bool:
+        """Whether `value` is the same on all of these ranks. Collective."""
+        most, least = self.greatest([value, -value], apart=apart)
+        return most == -least
+
+    def sum_apart(self, number: float) -> float:
+        """The sum of these ranks' numbers. Collective, as `greatest`."""
+        total: float = self._reduced(np.array([number]), _SUM, apart=True)[0]
+        return total
+
+    def _reduced(self, numbers: Any, how: dist.AllreduceOptions, *, apart: bool) -> Any:
         with no_dispatch():
             # In a step of some strategies: `torch.tensor` and `dist.all_reduce` take
             # twice as long.
-            sent = torch.from_numpy(np.array(numbers, np.int64))
+            sent = torch.from_numpy(numbers)
             if self.size > 1:
                 if self.group is None:
                     raise RuntimeError("the ranks have no process group any more")
                 group = (gloo_of if apart else control_of)(self.group)
-                work = group.allreduce([sent], _GREATEST)
+                work = group.allreduce([sent], how)
                 if work is not None:
                     work.wait()
-            found: list[int] = sent.tolist()
-        return found
-
-    def agree_on(self, value: int) -> bool:
-        """Whether `value` is the same on all of these ranks. Collective."""
-        most, least = self.greatest([value, -value])
-        return most == -least
-
-    def sum(self, number: float) -> float:
-        """The sum of these ranks' numbers. Collective."""
-        if self.size == 1:
-            return number
-        total = torch.tensor(number, dtype=torch.float64, device=self.device)
-        return self.all_reduce(total).item()
+            return sent.tolist()
 
 
 def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:

@@ -266,7 +266,7 @@ class Worker(Prepared):
         self._ask(
             "step",
             clock=self._clock,
-            batches=self.num_batches,
+            batches=self.course.num_batches,
             version=self._version,
             given=given,
             counts=bool(BatchNorm.counts_here),

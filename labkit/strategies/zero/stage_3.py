@@ -94,6 +94,7 @@ class ZeRO3(ZeRO):
             *(writes, torch.compiler.disable(writes.end), names),
             offload.post_sub_module_forward_function,
         )
+        self.see_calls()
 
     @plainly
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
