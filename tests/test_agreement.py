@@ -12,7 +12,6 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
-from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
@@ -267,13 +266,23 @@ def test_a_whole_pass_of_one_rank_alone_is_refused(lab: Lab, strategy: str) -> N
         train(lab, strategy, SET_UP, LAST_OF_FIVE, PREPARE, count, STEP)
 
 
-@pytest.mark.long
-def test_a_look_of_one_rank_at_weighed_batches_kills_no_rank(lab: Lab) -> None:
-    weigh = PREPARE.replace("shuffle=False", "weigh=lambda batch: len(batch[0])")
-    look = "kept = rank\nif rank == 0:\n    found = next(iter(loader))"
-    with pytest.raises(CellTimeoutError, match="in loader:"):
-        train(lab, "ddp", SET_UP, weigh, look, STEP, timeout=8)
-    assert lab.pull("kept", "all") == [0, 1]
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "DataLoader(data, 8, shuffle=True, generator=torch.Generator())",
+        "data, batch_size=8, weigh=lambda batch: len(batch[0])",
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_batches_that_ranks_draw_together_are_not_for_one(
+    lab: Lab, strategy: str, drawn: str
+) -> None:
+    prepare = PREPARE.replace("data, batch_size=8, shuffle=False", drawn)
+    imports = "from torch.utils.data import DataLoader"
+    look = "if rank == 0:\n    found = next(iter(loader))"
+    refused = r"next\(iter\(loader\)\) takes batches on one rank only"
+    with pytest.raises(RankError, match=refused):
+        train(lab, strategy, SET_UP, imports, prepare, look, STEP)
 
 
 def test_one_rank_may_leave_a_pass_after_its_last_step(lab: Lab) -> None:

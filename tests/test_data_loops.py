@@ -261,6 +261,35 @@ def test_a_batch_that_is_left_out_is_none_that_was_drawn_before(
     assert [DRAWN_BEFORE] * num_notes == run.notes
 
 
+SKIPPED_PART = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(x, y)
+
+model, optimizer, loader = prepare(model, optimizer, DATA)
+for number, (a, b) in enumerate(loader):
+    if number % 2:
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "data, batch_size=5, weigh=lambda batch: (batch[1] > 0).sum() + 1",
+        "Stream(), batch_size=5",
+    ],
+)
+def test_a_microbatch_that_is_left_out_is_none_that_was_drawn_before(
+    lab: Lab, given: str
+) -> None:
+    code = SETUP + SKIPPED_PART.replace("DATA", given)
+    run = train(lab, "ddp", code, accumulate=2)
+    assert DRAWN_BEFORE not in run.notes
+
+
 PREFETCHED = """
 x[:, 0] = 0
 x[6, 0] = 3

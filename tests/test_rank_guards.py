@@ -101,3 +101,18 @@ def test_a_model_that_a_trainer_keeps() -> None:
             save(self.model)
 Trainer(net, data).fit()"""
     assert lonely_use(trainer) == "line 7: save(self.model)"
+
+
+@pytest.mark.parametrize(
+    ("use", "is_found"),
+    [
+        ("if rank == 0:\n    next(iter(loader))", True),
+        ("main = rank == 0\nif main:\n    for x, y in loader: show(x)", True),
+        ("def look(batches):\n    if rank == 0: show(batches)\nlook(loader)", True),
+        ("if rank == 0:\n    print(len(loader), loader.dataset[0])", False),
+        ("if rank == 0:\n    evaluate(net)", False),
+        ("next(iter(loader))", False),
+    ],
+)
+def test_batches_that_one_rank_takes(use: str, is_found: bool) -> None:
+    assert (lonely_use(PREPARE + use, of_loader=True) is not None) is is_found

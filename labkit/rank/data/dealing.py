@@ -338,7 +338,8 @@ class Stream:
             if place < self.first:
                 self.first_fingerprint = fingerprint
                 continue
-            for number, (part, num_samples) in enumerate(parts):
+            for number in range(len(parts)):
+                part, num_samples = parts.pop(0)  # one that is had may be dropped
                 yield part, self.dealer.share(num_samples, size, number, fingerprint)
 
     def skip_pass(self) -> None:

@@ -292,7 +292,8 @@ class RankLoader:
                 for batch, share in step
             ]
             total = dealer.peers.sum_apart(sum(counts)) or 1.0
-            for (batch, share), count in zip(step, counts, strict=True):
+            for count in counts:
+                batch, share = step.pop(0)  # one that is had may be dropped
                 weight = count * dealer.peers.size / total
                 yield (
                     batch,

@@ -193,6 +193,17 @@ class LoopChecks:
                 "the whole model"
             )
 
+    def check_lonely_draws(self, code: str) -> None:
+        """UnsupportedLoopError where `code` takes batches on one rank alone, and ranks
+        draw their order together."""
+        if self._world_size > 1 and (use := lonely_use(code, of_loader=True)):
+            raise UnsupportedLoopError(
+                f"{use} takes batches on one rank only, and all ranks draw them "
+                "together: from a stream, in the order of a sampler or generator of "
+                "the loop's own, or to weigh them. Take them on all ranks, or look at "
+                "loader.dataset"
+            )
+
     def check_groups(self, code: str) -> None:
         """UnsupportedLoopError where `code` looks for gradients in the optimizer's
         groups, and the strategy has none there."""

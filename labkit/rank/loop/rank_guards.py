@@ -1,4 +1,4 @@
-"""Finds what a cell has one rank do alone with a model that no rank has whole."""
+"""Finds what a cell has one rank do alone with what `prepare` gave to all."""
 
 import ast
 import itertools
@@ -29,9 +29,12 @@ returns."""
 UNKNOWN: Key = ("", 0, "")
 
 
-def lonely_use(code: str, *, gradients_alone: bool = False) -> str | None:
+def lonely_use(
+    code: str, *, gradients_alone: bool = False, of_loader: bool = False
+) -> str | None:
     """The first line within `if rank == 0:` or the like that uses a model which
-    `prepare` gave, as "line 12: evaluate(model)"; None if there is none.
+    `prepare` gave, as "line 12: evaluate(model)"; None if there is none. With
+    `of_loader` the first that takes batches from its loader.
 
     Functions of the cell that use such a model are followed, and names and attributes
     that stand for it, or for the condition. With `gradients_alone` only what mentions
@@ -41,7 +44,7 @@ def lonely_use(code: str, *, gradients_alone: bool = False) -> str | None:
         tree = ast.parse(code)
     except SyntaxError:  # which the cell itself will say
         return None
-    cell = Cell(tree)
+    cell = Cell(tree, of_loader=of_loader)
     for node in cell.nodes:
         for part in cell.parts_of_some_ranks(node):
             if cell.uses(part) and not (
@@ -55,7 +58,9 @@ def lonely_use(code: str, *, gradients_alone: bool = False) -> str | None:
 class Cell:
     """What the names of a cell stand for, as far as its text says."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, *, of_loader: bool) -> None:
+        """Of what `prepare` gives, its models are followed, or its loaders."""
+        self._of_loader = of_loader
         self.nodes = [*ast.walk(tree)]
         self._function: dict[int, Any] = {}
         """The function that a node is in, by the node's id."""
@@ -89,16 +94,18 @@ class Cell:
         self._constants: set[Key] = set()
         self._flags: set[Key] = set()
         """What differs from rank to rank, as `is_first = rank == 0`."""
-        self._models = {
-            self._key(target) for node in self.nodes for target in prepared_ones(node)
+        self._prepared = {
+            self._key(target)
+            for node in self.nodes
+            for target in prepared_ones(node, -1 if of_loader else 0)
         } - {UNKNOWN}
         self._arguments: set[Key] = set()
-        """The names that functions have for a model that they are given."""
+        """The names that functions have for one that they are given."""
         self._users: list[ast.FunctionDef] = []
-        """Functions that use a model which they are not given."""
+        """Functions that use one which they are not given."""
         self._find_constants()
         self._find_flags()
-        self._find_models()
+        self._find_prepared()
         self._find_users()
 
     def _note_places(self, node: ast.AST, function: Any, owner: Any) -> None:
@@ -219,17 +226,17 @@ class Cell:
                 if rest and all(map(self._is_flag, rest)):
                     found.add((kind, owner if kind == "name" else "", name))
 
-    def _find_models(self) -> None:
+    def _find_prepared(self) -> None:
         before = -1
-        while before != (before := len(self._models) + len(self._arguments)):
+        while before != (before := len(self._prepared) + len(self._arguments)):
             for key, values in self._values.items():
                 keys = {self._key(each) for each in values}
                 is_given = not keys.isdisjoint(self._arguments)
-                if is_given or not keys.isdisjoint(self._models):
+                if is_given or not keys.isdisjoint(self._prepared):
                     kind, function, _ = key
                     is_argument = kind == "name" and function != id(None)
-                    into = self._arguments if is_argument else self._models
-                    if key not in self._models:
+                    into = self._arguments if is_argument else self._prepared
+                    if key not in self._prepared:
                         into.add(key)
 
     def _find_users(self) -> None:
@@ -304,19 +311,24 @@ class Cell:
 
     def uses(self, node: ast.AST) -> bool:
         """Whether something in it needs the values of a model: calls it, is given it,
-        or reads what it is made of; or calls a function that does."""
+        or reads what it is made of; or takes a loader's batches; or calls a function
+        that does."""
+        if self._of_loader and isinstance(node, ast.Attribute):
+            return not self._is_prepared(node.value) and self.uses(node.value)
         if isinstance(node, ast.Call):
             if any(each in self._users for each in self._called(node)):
                 return True
             if name_of(node.func) in HARMLESS:
                 return any(
-                    self.uses(each) for each in node.args if not self._is_model(each)
+                    self.uses(each) for each in node.args if not self._is_prepared(each)
                 )
-        return self._is_model(node) or any(map(self.uses, ast.iter_child_nodes(node)))
+        return self._is_prepared(node) or any(
+            map(self.uses, ast.iter_child_nodes(node))
+        )
 
-    def _is_model(self, node: ast.AST) -> bool:
+    def _is_prepared(self, node: ast.AST) -> bool:
         key = self._key(node)
-        return key in self._models or key in self._arguments
+        return key in self._prepared or key in self._arguments
 
 
 def given(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -338,15 +350,15 @@ def mentions_gradients(node: ast.AST) -> bool:
     )
 
 
-def prepared_ones(node: ast.AST) -> Iterator[ast.expr]:
-    """What holds the model in `model, optimizer, loader = prepare(...)`."""
+def prepared_ones(node: ast.AST, place: int) -> Iterator[ast.expr]:
+    """What is at this place in `model, optimizer, loader = prepare(...)`."""
     if (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and name_of(node.value.func) == "prepare"
         and isinstance(node.targets[0], ast.Tuple)
     ):
-        yield node.targets[0].elts[0]
+        yield node.targets[0].elts[place]
 
 
 def name_of(function: ast.expr) -> str:

@@ -420,6 +420,8 @@ class Session:
         loader, batches = shard_dataset(
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
+        if weigh is not None or not batches.is_by_seed:
+            self._checks.check_lonely_draws(self.code)
         # From here on the model changes.
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
