@@ -104,7 +104,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def shared_lab() -> Iterator[Lab]:
     with Lab(num_ranks=2, group_timeout_s=30) as lab:
-        lab.run("from labkit.compat.deepspeed import load\nload()")
+        lab.run("from labkit.compat.deepspeed import load\nload();")
         yield lab
 
 

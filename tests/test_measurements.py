@@ -260,7 +260,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 def block(width):
     return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 32))
-model = nn.Sequential(*(block(2048 if i == {large} else 8) for i in range(12)))
+model = nn.Sequential(*(block(2048 if i == {large} else 8) for i in range(24)))
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer, loader = prepare(
     model, optimizer, TensorDataset(torch.ones(24, 32)), batch_size=8
@@ -276,8 +276,8 @@ LARGE_BYTES = 4 * (32 * 2048 + 2048)
 @pytest.mark.parametrize(
     ("strategy", "component", "large"),
     [
-        ("fsdp", "communication_buffers", 6),
-        ("zero3", "communication_buffers", 6),
+        ("fsdp", "communication_buffers", 12),
+        ("zero3", "communication_buffers", 12),
         ("zero1", "gradients", 0),
     ],
 )
@@ -292,7 +292,7 @@ def test_one_large_layer_among_many_is_seen(
 
 def test_what_zero_has_for_a_moment_of_its_step_is_known(lab: Lab) -> None:
     """Its part of the gradients, in fp32: while it steps it has no others."""
-    run = lab.train("zero1", UNEVEN.format(large=6), live=False)
+    run = lab.train("zero1", UNEVEN.format(large=12), live=False)
     moments = run.step_memory
     moments = moments[(moments["rank"] == 0) & (moments["phase"] == "step")]
     stepping = moments.loc[moments["activations"].idxmax()]
