@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import long_but
 from torch import nn
 
 from labkit import Lab
@@ -188,7 +189,12 @@ for inputs, labels in loader:
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    long_but(
+        ["ddp", "zero1", "zero2", "zero3", "fsdp"], "ddp", "zero2", "zero3", "fsdp"
+    ),
+)
 def test_other_numbers_of_backward_passes_are_refused(lab: Lab, strategy: str) -> None:
     does = "calls the model" if strategy in ("zero3", "fsdp") else "begins a backward"
     said = (

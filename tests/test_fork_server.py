@@ -224,6 +224,7 @@ def started(folder: Path) -> tuple[ForkServer, int]:
     return server, process.pid
 
 
+@pytest.mark.long
 def test_a_server_that_has_ended_forks_no_engine(tmp_path: Path) -> None:
     server, pid = started(tmp_path)
     os.kill(pid, signal.SIGTERM)

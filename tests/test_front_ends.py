@@ -82,6 +82,7 @@ def pictures_in(folder: Path) -> list[bytes]:
 @pytest.mark.parametrize(
     "program", release_but(["papermill", "nbconvert"], "nbconvert")
 )
+@pytest.mark.long
 def test_a_notebook_run_by_a_program_holds_the_final_picture(
     program: str, tmp_path: Path
 ) -> None:

@@ -284,6 +284,7 @@ def test_a_timeout_that_is_none_is_refused(lab: Lab, timeout: float) -> None:
         lab.run("1", timeout=timeout)
 
 
+@pytest.mark.long
 def test_two_labs_do_not_disturb_each_other(lab: Lab, capsys: Captured) -> None:
     lab.run("mine = 'first'")
     with Lab(num_ranks=1) as other:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from marks import LONG
 from marks import in_suites
 from marks import release_but
 
@@ -277,7 +278,7 @@ LARGE_BYTES = 4 * (32 * 2048 + 2048)
     ("strategy", "component", "large"),
     [
         ("fsdp", "communication_buffers", 12),
-        ("zero3", "communication_buffers", 12),
+        pytest.param("zero3", "communication_buffers", 12, marks=LONG),
         ("zero1", "gradients", 0),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import long_but
 
 from labkit import Lab
 from labkit.notebook.runs.run import Run
@@ -30,7 +31,10 @@ def train(lab: Lab, strategy: str, then: str = "pass", **options: int) -> Run:
     return lab.train(strategy, CELL.format(then=then), live=False, **options)
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    long_but(["single", "ddp", "zero1", "zero2", "fsdp"], "ddp", "zero2", "fsdp"),
+)
 def test_a_run_in_which_all_is_well_has_no_mismatch(lab: Lab, strategy: str) -> None:
     assert train(lab, strategy).mismatches == []
     assert train(lab, strategy, accumulate=3).mismatches == []

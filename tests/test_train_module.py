@@ -211,6 +211,7 @@ def test_ranks_that_are_refused_leave_no_thread(tmp_path: Path) -> None:
     assert "gloo" not in threads
 
 
+@pytest.mark.long
 def test_what_the_ranks_do_not_have_in_common_is_refused(tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "kept"
     folder.mkdir()
