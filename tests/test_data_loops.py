@@ -319,6 +319,71 @@ def test_a_prefetcher_is_noted_in_the_midst_of_a_pass(
     assert [DRAWN_BEFORE] * num_notes == run.notes
 
 
+KEPT = """
+model, optimizer, loader = prepare(
+    model, optimizer, data, batch_size=5, weigh=lambda batch: (batch[1] > 0).sum()
+)
+batches = iter(loader)
+now, seen = next(batches), []
+while (later := next(batches, None)) is not None:
+    a, b = TRAINED
+    F.cross_entropy(model(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.append(now)
+    now = later
+"""
+
+
+@pytest.mark.parametrize(("trained", "num_notes"), [("later", 0), ("now", 1)])
+def test_a_batch_that_a_loop_keeps_is_noted_where_it_trains_with_it_later(
+    lab: Lab, trained: str, num_notes: int
+) -> None:
+    run = train(lab, "ddp", SETUP + KEPT.replace("TRAINED", trained))
+    assert [DRAWN_BEFORE] * num_notes == run.notes
+
+
+OF_OWN_CLASSES = """
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def collate(samples):
+    a, b = torch.utils.data.default_collate(samples)
+    return CLASS(x=a, y=b)
+
+
+def open_batch(batch):
+    return (batch.x, batch.y) if isinstance(batch, Batch) else (batch["x"], batch["y"])
+
+
+model, optimizer, loader = prepare(
+    model,
+    optimizer,
+    DataLoader(data, batch_size=5, collate_fn=collate),
+    weigh=lambda batch: (open_batch(batch)[1] > 0).sum(),
+)
+batches = iter(loader)
+while two := list(itertools.islice(batches, 2)):
+    for a, b in map(open_batch, two):
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del a, b
+"""
+
+
+@pytest.mark.parametrize("kind", ["collections.UserDict", "Batch"])
+def test_batches_of_other_classes_that_were_drawn_before_are_noted(
+    lab: Lab, kind: str
+) -> None:
+    setup = SETUP + "import collections, dataclasses, itertools\n"
+    run = train(lab, "ddp", setup + OF_OWN_CLASSES.replace("CLASS(", kind + "("))
+    assert run.notes == [DRAWN_BEFORE]
+
+
 TWICE = """
 model, optimizer, loader = prepare(model, optimizer, DataLoader(OPTIONS), shuffle=True)
 for (a, b), (c, _) in zip(loader, loader):

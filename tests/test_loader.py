@@ -27,6 +27,7 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data import SubsetRandomSampler
 from torch.utils.data import TensorDataset
 from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import default_collate
 from torch.utils.data import get_worker_info
 
 from labkit.checks import UnsupportedLoopError
@@ -36,6 +37,7 @@ from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
 from labkit.rank.data.dealing import part_of
 from labkit.rank.data.dealing import shard_dataset
+from labkit.rank.data.devices import tensors_in
 from labkit.rank.data.devices import to_device
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import count_of
@@ -273,6 +275,27 @@ def test_tensors_in_any_structure_go_to_the_device() -> None:
         moved = weakref.ref(batch["x"])
         del batch
         assert moved() is None  # the loader does not keep it
+
+
+def test_a_batch_that_is_on_the_device_already_is_the_loops_alone() -> None:
+    meta = torch.device("meta")
+    source = DataLoader(
+        TensorDataset(torch.zeros(4, 3)),
+        batch_size=2,
+        collate_fn=lambda samples: [x.to(meta) for x in default_collate(samples)],
+    )
+    dealer = Dealer(Peers(0, 1, CPU))
+    loader = RankLoader(
+        *shard_dataset(source, dealer, batch_size=None, shuffle=False, seed=0),
+        meta,
+        on_epoch=lambda epoch: None,
+        on_batch=lambda share, loader: None,
+        on_end=lambda: None,
+    )
+    for batch in loader:
+        given = weakref.ref(batch[0])
+        del batch
+        assert given() is None
 
 
 # ---- TensorDataset ----
@@ -753,6 +776,16 @@ class Movable:
         return Movable(device.type)
 
 
+class Graph:
+    """A batch that moves itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.whole = x, self
+
+    def to(self, device: torch.device) -> "Graph":
+        return Graph(self.x.to(device))
+
+
 class Batch(dict[str, Any]):
     """A mapping of a class of its own."""
 
@@ -771,6 +804,7 @@ class Point(NamedTuple):
         (Pair(torch.ones(2)), lambda b: b.x),
         (Point(torch.ones(2), 1), lambda b: b.x),
         (pack_sequence([torch.ones(2)]), lambda b: b.data),
+        (Graph(torch.ones(2)), lambda b: b.x),
         (Movable(), lambda b: torch.ones(1, device=b.device)),
         ([Pair, "text", None, torch.ones(2)], lambda b: b[3]),
     ],
@@ -779,7 +813,11 @@ class Point(NamedTuple):
 def test_batches_of_any_class_go_to_the_device(
     batch: Any, tensor_of: Callable[[Any], Tensor]
 ) -> None:
+    places = {tensor.device.type for tensor in tensors_in(batch)}
+    assert places == (set() if isinstance(batch, Movable) else {"cpu"})
     moved = to_device(batch, torch.device("meta"))
+    if places:  # but for the lengths of a PackedSequence
+        assert "meta" in {tensor.device.type for tensor in tensors_in(moved)}
     assert type(moved) is type(batch)
     assert tensor_of(moved).device.type == "meta"
     if not isinstance(batch, Movable):

@@ -389,6 +389,17 @@ def saved_value(node: Any, name: str) -> Any:
     return saved.data if saved.unpack_hook is None else None
 
 
+def saved_tensors(node: Any) -> Iterator[torch.Tensor]:
+    """Those that a node of the graph has saved, but for what hooks keep. Old versions,
+    as 2.9, do not say whether hooks do: none there."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            found = getattr(node, name)
+            for each in found if isinstance(found, tuple | list) else (found,):
+                if getattr(each, "unpack_hook", each) is None and each.data is not None:
+                    yield each.data
+
+
 @GATE.needs("torch.autograd.graph:Node._input_metadata")
 def outputs_of(node: Any) -> Any:
     """Shape and type of what an operation gave, which are its gradients' too."""

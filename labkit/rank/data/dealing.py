@@ -259,8 +259,8 @@ class GlobalBatches(Sampler[Any]):
             # What the DataLoader would do, whose own work takes longer than this.
             dataset, collate = loader.dataset, loader.collate_fn
             passing = (collate(dataset[keys]) for keys in self)
-        for batch in passing:
-            yield batch, self._shares.popleft()
+        while batch := list(itertools.islice(passing, 1)):
+            yield batch.pop(), self._shares.popleft()  # the loop's alone, to drop it
 
     def skip_pass(self) -> None:
         """Leave out a pass that an earlier run has had."""

@@ -1,12 +1,14 @@
-"""Moves a batch of any structure to a device."""
+"""The tensors in a batch of any structure: where they are, and on which device."""
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 
+from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map
 
 
@@ -24,20 +26,45 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return value.to(device, non_blocking=True)
         if has_to(value):
             return value.to(device)
-        if isinstance(value, MutableMapping):
-            found: Any = copy.copy(value)
-            for key, each in value.items():
+        parts = parts_of(value)
+        if not parts:
+            return value
+        found: Any = copy.copy(value)
+        for key, each in parts.items():
+            if isinstance(value, MutableMapping):
                 found[key] = to_device(each, device)
-            return found
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found = copy.copy(value)
-            for field in dataclasses.fields(value):
-                each = to_device(getattr(value, field.name), device)
-                object.__setattr__(found, field.name, each)  # it may be frozen
-            return found
-        return value
+            else:  # it may be frozen
+                object.__setattr__(found, key, to_device(each, device))
+        return found
 
     return tree_map(moved, batch, is_leaf=has_to)
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Those that `to_device` moves."""
+    for value in tree_leaves(batch):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif parts := parts_of(value):
+            yield from tensors_in(list(parts.values()))
+        elif has_to(value):
+            own = getattr(value, "__dict__", {}).values()
+            yield from tensors_in([*filter(is_plain, own)])
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
+    """What a mapping of any class, or a dataclass, has by key or field."""
+    if isinstance(value, MutableMapping):
+        return dict(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names}
+    return {}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it does not lead back to what holds it."""
+    return isinstance(value, torch.Tensor | MutableMapping)
 
 
 def has_to(value: Any) -> bool:

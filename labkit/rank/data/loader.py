@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
-from labkit.compat.torch import tree_leaves
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
+from labkit.rank.data.devices import tensors_in
 from labkit.rank.data.devices import to_device
 from labkit.rank.data.sharing import ShareLoader
 from labkit.strategies.mesh.worlds import LOADER
@@ -235,6 +235,7 @@ class RankLoader:
                 self._given = batch
                 if self.device.type != "cpu":
                     self._given = storages_of(handed_out[0])
+                del batch  # which may be there already
                 yield handed_out.pop()
             if not had and self.batches.dealt and not self._is_twice:
                 drawn = np.concatenate(self.batches.drawn)
@@ -309,9 +310,9 @@ def is_in_main_thread() -> bool:
 def storages_of(batch: Any) -> frozenset[StorageWeakRef]:
     """Where the tensors of a batch are."""
     return frozenset(
-        StorageWeakRef(leaf.untyped_storage())
-        for leaf in tree_leaves(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        StorageWeakRef(tensor.untyped_storage())
+        for tensor in tensors_in(batch)
+        if tensor.layout is torch.strided
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -9,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.loader import RankLoader
+from labkit.rank.loss.batches import is_of_one
 from labkit.rank.loss.hooks import LossHooks
 from labkit.rank.loss.kind import LossWatch
 from labkit.rank.loss.kind import is_looked_at
@@ -83,6 +85,8 @@ class StepData:
         """Whether there was no backward pass with the batch that the loop has."""
         self._waiting: list[Waiting] = []
         """Those of this pass."""
+        self._graph: Any = None
+        """That a backward pass is about to go through."""
         self._num_samples: int | None = None
         """Of this step so far; None in a loop over data of its own."""
         self._num_tokens = 0
@@ -105,6 +109,7 @@ class StepData:
 
     def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
         """Note a loss that is not the mean of those of ranks and microbatches."""
+        self._graph = loss.grad_fn
         if self._loss_watch is None:
             return
         number = self._hooks.microbatch
@@ -158,22 +163,27 @@ class StepData:
 
     def begin_backward(self, *, is_prepared: bool) -> None:
         """A backward pass begins; `is_prepared` where the run has a model."""
+        graph, self._graph = self._graph, None
         if self.share is not None:
             self._num_unused -= 1
-            if not (self._waiting and self._uses_waiting()):
+            if not (self._waiting and self._uses_waiting(graph)):
                 self._is_new = False
         elif self._is_uneven and self._num_unused > 0:
             self._note(DRAWN_BEFORE)
         elif is_prepared and self._accumulate > 1:
             self._note(OWN_DATA.format(count=self._accumulate))
 
-    def _uses_waiting(self) -> bool:
+    def _uses_waiting(self, graph: Any) -> bool:
         """Whether a backward pass may be with a batch before the last one: noted where
-        that counts otherwise. A loop that skips a batch no longer has it."""
+        that counts otherwise. A loop that skips a batch no longer has it; of one that
+        keeps it, the graph may tell."""
         assert self._loader is not None
         now = self._loader.given
         kept = [each for each in self._waiting if each.is_kept(now)]
         if any(each.weight != self._hooks.weight for each in kept):
+            before = frozenset().union(*(each.stored for each in kept)) - now
+            if is_of_one(graph, now, before):
+                return False
             self._note(DRAWN_BEFORE)
         self._waiting = kept[1:]
         return bool(kept)
