@@ -277,20 +277,30 @@ def test_tensors_in_any_structure_go_to_the_device() -> None:
         assert moved() is None  # the loader does not keep it
 
 
-def test_a_batch_that_is_on_the_device_already_is_the_loops_alone() -> None:
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from [(torch.zeros(3),)] * 8
+
+
+@pytest.mark.parametrize("weigh", [None, len])
+@pytest.mark.parametrize("data", [TensorDataset(torch.zeros(8, 3)), Streamed()])
+def test_a_batch_that_is_on_the_device_already_is_the_loops_alone(
+    data: Dataset[Any], weigh: Any
+) -> None:
     meta = torch.device("meta")
     source = DataLoader(
-        TensorDataset(torch.zeros(4, 3)),
-        batch_size=2,
+        data,
+        batch_size=4,
         collate_fn=lambda samples: [x.to(meta) for x in default_collate(samples)],
     )
-    dealer = Dealer(Peers(0, 1, CPU))
+    dealer = Dealer(Peers(0, 1, CPU), accumulate=2)
     loader = RankLoader(
         *shard_dataset(source, dealer, batch_size=None, shuffle=False, seed=0),
         meta,
         on_epoch=lambda epoch: None,
         on_batch=lambda share, loader: None,
         on_end=lambda: None,
+        weigh=weigh,
     )
     for batch in loader:
         given = weakref.ref(batch[0])

@@ -339,8 +339,9 @@ class Stream:
                 self.first_fingerprint = fingerprint
                 continue
             for number in range(len(parts)):
-                part, num_samples = parts.pop(0)  # one that is had may be dropped
-                yield part, self.dealer.share(num_samples, size, number, fingerprint)
+                num_samples = parts[0][1]
+                share = self.dealer.share(num_samples, size, number, fingerprint)
+                yield parts.pop(0)[0], share  # one that is had may be dropped
 
     def skip_pass(self) -> None:
         """A stream starts over in every pass."""

@@ -294,12 +294,10 @@ class RankLoader:
             ]
             total = dealer.peers.sum_apart(sum(counts)) or 1.0
             for count in counts:
-                batch, share = step.pop(0)  # one that is had may be dropped
                 weight = count * dealer.peers.size / total
-                yield (
-                    batch,
-                    dataclasses.replace(share, weight=weight, loss_weight=weight),
-                )
+                share = step[0][1]
+                share = dataclasses.replace(share, weight=weight, loss_weight=weight)
+                yield step.pop(0)[0], share  # one that is had may be dropped
 
 
 def is_in_main_thread() -> bool:
