@@ -525,3 +525,15 @@ def test_rates_that_differ_from_the_backward_pass_on_are_refused(
     """
     with pytest.raises(RankError, match="the optimizer's settings differ"):
         train(lab, strategy, SET_UP, PREPARE, loop)
+
+
+def test_weights_set_while_they_are_gathered_are_refused(lab: Lab) -> None:
+    loop = """
+    for inputs, labels in loader:
+        loss = F.cross_entropy(model(inputs), labels)
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+        loss.backward()
+    """
+    with pytest.raises(RankError, match=r"set head\.weight between a forward pass"):
+        train(lab, "fsdp", SET_UP, PREPARE, loop)

@@ -35,6 +35,7 @@ from labkit.compat.data_parallel import shard_of
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import has_gradient_hooks
+from labkit.compat.torch import num_changes
 from labkit.compat.torch import tree_leaves
 from labkit.records import ModelFacts
 from labkit.strategies.autograd.agreement import Route
@@ -66,6 +67,13 @@ HOOKED = (
     "{name} has a hook for its gradient, which fully_shard never calls: it sets "
     "gradients by itself. Change parameter.grad between backward and step instead, "
     "which is that of the whole batch"
+)
+
+
+SET_WHILE_WHOLE = (
+    "the loop has set {name} between a forward pass and its backward pass, where "
+    "fully_shard has it gathered: what is set there is lost. Set it after "
+    "optimizer.step(), or after a forward pass under torch.no_grad()"
 )
 
 
@@ -128,6 +136,7 @@ class FSDP(Prepared):
         self._used: set[int] = set()
         """Ids of the whole parameters that this backward pass reaches on any rank."""
         names = {id(shard): name for name, shard in self._shards.items()}
+        self._names_of_parts = {id(p): names[id(shard_of(p))] for p in self._parts}
         writes = Writes(refuse(self.strategy.name), with_places=True)
         for number, group in enumerate(self._groups):
             named = {names[id(shard_of(part))]: part for part in group.fsdp_params}
@@ -147,12 +156,14 @@ class FSDP(Prepared):
             self._undo.append(partial(delattr, group, "pre_forward"))
             self._undo.append(partial(delattr, group, "post_forward"))
             self._undo.append(partial(delattr, group, "post_backward"))
+        self._whole: list[tuple[str, torch.Tensor, int]] = []
+        """What is gathered since a forward pass, with its version then."""
         self._waiting: RemovableHandle | None = None
         """Recovers from a backward pass that has failed, once the model is used."""
         self._has_dropped = False
         """Whether one has failed, and no zero_grad() followed."""
         self._undo.append(self._stop_waiting)
-        self.see_calls()
+        self.see_calls(self._end_call)
         follow(self)
         self._undo.append(partial(unfollow, self))
         self._undo += in_one_precision(self.module)
@@ -160,6 +171,30 @@ class FSDP(Prepared):
     def begin_microbatch(self, *, is_last: bool) -> None:
         super().begin_microbatch(is_last=is_last)
         set_reduction(self._groups, is_on=is_last)
+
+    def _end_call(self) -> None:
+        """The root's parameters stay gathered until the backward pass, in which they
+        are needed first. Where there will be none the loop may set parameters, and
+        would set the gathered ones, which are thrown away."""
+        if not torch.is_grad_enabled():
+            for group in self._groups:
+                if group.is_unsharded:
+                    group.reshard()
+            return
+        self._check_whole()
+        self._whole = [
+            (self._names_of_parts[id(part)], whole, num_changes(whole))
+            for group in self._groups
+            if group.is_unsharded
+            for part in group.fsdp_params
+            if (whole := whole_of(part)) is not None
+        ]
+
+    def _check_whole(self) -> None:
+        """UnsupportedLoopError if the loop has set what is gathered."""
+        for name, whole, version in self._whole:
+            if num_changes(whole) != version:
+                raise UnsupportedLoopError(SET_WHILE_WHOLE.format(name=name))
 
     def check_hook(self, name: str) -> None:
         raise UnsupportedLoopError(HOOKED.format(name=name))
@@ -195,6 +230,8 @@ class FSDP(Prepared):
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         self._recover()
+        self._check_whole()
+        self._whole.clear()
         if self._has_dropped:
             self._has_dropped = False
             self.note(DROPPED)

@@ -189,16 +189,19 @@ class Prepared:
             follow(self)
         self.autocast()
 
-    def see_calls(self) -> None:
+    def see_calls(self, on_end: Callable[[], None] = lambda: None) -> None:
         """Have ranks compare each call of the model where its layers gather their
-        parameters, and not each layer."""
+        parameters, and not each layer. `on_end()` is called after it."""
         course = self.course
+
+        def end_call(module: nn.Module, args: Any, output: Any) -> None:
+            if course.end_call():
+                on_end()
+
         begin = self.module.register_forward_pre_hook(
             lambda module, args: course.begin_call(), prepend=True
         )
-        end = self.module.register_forward_hook(
-            lambda module, args, output: course.end_call()
-        )
+        end = self.module.register_forward_hook(end_call, always_call=True)
         self._undo += [begin.remove, end.remove]
 
     @property

@@ -109,8 +109,9 @@ class Course:
         self._num_open = 0
         self.num_passes = 0
         """Backward passes since the last step."""
-        self._is_in_call = self._is_in_backward = False
-        self._is_compared = False
+        self._num_calls = 0
+        """Of the model, that are under way, one within the other."""
+        self._is_in_backward = self._is_compared = False
         """Whether the call of the model that is under way is."""
 
     @property
@@ -161,16 +162,19 @@ class Course:
 
     def begin_call(self) -> None:
         """It calls a model whose layers gather their parameters."""
-        self._is_in_call, self._is_compared = True, False
+        self._num_calls += 1
+        self._is_compared = False
 
-    def end_call(self) -> None:
-        self._is_in_call = False
+    def end_call(self) -> bool:
+        """The call has ended, or failed; whether none is under way any more."""
+        self._num_calls -= 1
+        return not self._num_calls
 
     def forward(self) -> None:
         """It runs a layer that gathers its parameters. Collective for the first one of
         a call of the model, and for one that is called by itself: in a backward pass
         layers are recomputed."""
-        is_known = self._is_in_call and self._is_compared
+        is_known = self._num_calls and self._is_compared
         if is_known or self._is_in_backward or not torch.is_grad_enabled():
             return
         self._is_compared = True
