@@ -11,6 +11,8 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.rank.engine.hints import FORWARD_MODE
+from labkit.rank.engine.hints import NEW_PARAMETER
 from labkit.strategies.autograd.exports import IN_PARTS
 from labkit.strategies.autograd.exports import SCRIPTED
 from labkit.strategies.autograd.forward import Forward
@@ -158,3 +160,31 @@ def test_what_would_export_a_part_of_a_model_is_refused(
 def test_a_model_is_scripted_after_its_run(lab: Lab) -> None:
     lab.train("ddp", SET_UP + PREPARE + "model(data[:2][0])", live=False)
     lab.run("torch.jit.script(model)")
+
+
+REMOVED = """
+from torch.nn.utils import parametrize
+parametrize.remove_parametrizations(model[1], "weight")
+model(data[:2][0])
+"""
+JVP = "torch.func.jvp(model, (data[:2][0],), (data[:2][0],))"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code", "words"),
+    [
+        ("fsdp", REMOVED, NEW_PARAMETER),
+        ("zero3", REMOVED, NEW_PARAMETER),
+        ("zero3", JVP, FORWARD_MODE),
+        ("pipeline", JVP, FORWARD_MODE),
+    ],
+)
+def test_what_parts_of_a_model_cannot_do_is_said(
+    lab: Lab, strategy: str, code: str, words: str
+) -> None:
+    set_up = SET_UP
+    if code is REMOVED:
+        wrapped = "model[1] = torch.nn.utils.parametrizations.weight_norm(model[1])\n"
+        set_up = SET_UP.replace("optimizer =", wrapped + "optimizer =")
+    with pytest.raises(RankError, match=re.escape(words)):
+        lab.train(strategy, set_up + PREPARE + code, live=False)

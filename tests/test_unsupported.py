@@ -11,6 +11,7 @@ from labkit.strategies.fsdp import check_calls
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import parameter_names
+from labkit.strategies.prepared import check_masks
 from labkit.strategies.unsupported import check_supported
 
 
@@ -167,3 +168,10 @@ def test_modules_that_a_loop_calls_share_no_parameter_under_fsdp() -> None:
     with pytest.raises(UnsupportedLoopError, match="ModuleList, has no forward"):
         check_calls(model)
     check_calls(nn.Sequential(embedding, head))  # which calls both in its forward
+
+
+def test_an_optimizer_without_a_step_for_parts_is_refused() -> None:
+    parameters = [*nn.Linear(3, 2).parameters()]
+    check_masks(torch.optim.Adam(parameters))
+    with pytest.raises(UnsupportedLoopError, match="Rprop sets elements"):
+        check_masks(torch.optim.Rprop(parameters))

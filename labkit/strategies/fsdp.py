@@ -60,6 +60,7 @@ from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
+from labkit.strategies.prepared import check_masks
 from labkit.strategies.prepared import optimizer_tensors
 from labkit.strategies.prepared import units
 
@@ -102,6 +103,7 @@ class FSDP(Prepared):
     def wrap(self) -> None:
         check_elementwise(self.optimizer)
         check_fused(self.optimizer)
+        check_masks(self.optimizer)
         check_calls(self.module)
         self._check_hooks(self.module.named_parameters())
         patch_dtensor()

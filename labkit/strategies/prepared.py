@@ -614,6 +614,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_masks(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError for an optimizer that sets elements by a mask, which torch
+    does not have for parts of parameters (DTensors)."""
+    if isinstance(optimizer, torch.optim.Rprop):
+        raise UnsupportedLoopError(
+            "Rprop sets elements of a gradient by a mask, which torch does not have "
+            "for parameters in parts (DTensors); use ddp or ZeRO, or another optimizer"
+        )
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The parts that a model is a sequence of: the children of its outermost
     ModuleLists and Sequentials, as a transformer's blocks. The units in which

@@ -60,6 +60,18 @@ FUNCTIONAL = (
     "If the loop ends in loss.backward(), use ddp, zero1 or zero2; if torch.func "
     "computes the gradients, use single"
 )
+FORWARD_MODE = (
+    "if the model is prepared under zero3 or pipeline: DeepSpeed gathers a layer's "
+    "parameters, and stages exchange what they compute, in ways that torch.func.jvp "
+    "and the like cannot transform; use ddp, zero1, zero2 or fsdp"
+)
+NEW_PARAMETER = (
+    "a parameter of the model was none in prepare, as after remove_parametrizations, "
+    "and this strategy has parts of those alone. Do that in a plain model with the "
+    "trained weights, which %dist_pull model --full has in the notebook, for "
+    "plain.load_state_dict(model). (Under torch.func.functional_call use ddp, zero1 or "
+    "zero2)"
+)
 FUNCTIONAL_ON_PARTS = (
     "the ranks that share a layer's parts sum them with collectives, which torch.func "
     "(functional_call, vmap, grad, jacrev) cannot transform. If the loop ends in "
@@ -71,6 +83,16 @@ ON_OTHER_STAGES = (
     "the others know its shape alone. A function of your own of such tensors, as a "
     "torch.autograd.Function, has to be in a layer: in a module with parameters, or "
     "one of a torch.nn.Sequential. Or use ddp"
+)
+NESTED = (
+    "under pipeline a tensor between layers is on the rank whose stage computes it, "
+    "and torch.nn.TransformerEncoder packs its input by a mask: make it with "
+    "enable_nested_tensor=False, or use ddp"
+)
+PACKED = (
+    "if the model is prepared under pipeline: a tensor between layers is on the rank "
+    "whose stage computes it, so no layer there takes a PackedSequence. Give it padded "
+    "sequences, and read its output at the last step of each; or use ddp"
 )
 UNFROZEN = (
     "if the loop has unfrozen a parameter that was frozen in prepare: this strategy "
@@ -114,7 +136,15 @@ HINTS = {
     "attempting to assign a gradient with dtype": UNFROZEN,
     r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
     "Can't detach views in-place": IN_BUCKETS,
-    "has no attribute 'ds_(tensor|status|id|shape)'": FUNCTIONAL,
+    "type object 'FSDP.*' has no attribute": NEW_PARAMETER,
+    "'Parameter' object has no attribute 'ds_": NEW_PARAMETER,
+    "(?<!'Parameter' object )has no attribute 'ds_(tensor|status|id|shape)'": (
+        FUNCTIONAL
+    ),
+    "You must implement the jvp function": FORWARD_MODE,
+    r"in-place operation \(aten::copy_\) that would mutate": FORWARD_MODE,
+    "nested_tensor_from_mask": NESTED,
+    "but its data is not allocated yet": PACKED,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,

@@ -258,7 +258,8 @@ class LoopChecks:
             raise UnsupportedLoopError(
                 "torch.autograd.grad(..., create_graph=True) needs parameters in two "
                 f"backward passes, and {self._strategy.name} frees them after the "
-                "first; use ddp, zero1 or zero2 (or zero3 without --accumulate)"
+                "first; use ddp, zero1 or zero2 (zero3 does for a first derivative, "
+                "without --accumulate)"
             )
         ours = self._prepared_ids()
         if any(id(each) in ours for each in inputs):

@@ -26,6 +26,7 @@ from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.materialize import release
 from labkit.strategies.model.shards import hand_to_optimizer
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.prepared import check_masks
 from labkit.strategies.prepared import units
 from labkit.strategies.tensor.comparison import Comparison
 from labkit.strategies.tensor.comparison import check_gradients
@@ -192,6 +193,7 @@ class Split:
         self._mesh = mesh["tp"]
         check_backend(device)
         check_fused(optimizer)
+        check_masks(optimizer)
         quiet_redistribution()
         plan = checked_plan(model, self._mesh.size(), mine)
         self._num_hooks = {n: num_hooks(m) for n, m in model.named_modules()}
