@@ -553,6 +553,56 @@ def test_a_sampler_without_a_generator_draws_the_same_on_every_rank() -> None:
     assert [*plain_batches(alone), *plain_batches(alone)] == whole
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("generator", [seeded, lambda: None])
+def test_a_pass_of_any_length_is_drawn_as_it_goes_on(
+    generator: Callable[[], Any], replacement: bool
+) -> None:
+    def make() -> DataLoader[Any]:
+        sampler = RandomSampler(
+            Squares(8),
+            replacement=replacement,
+            num_samples=10**10,
+            generator=generator(),
+        )
+        return DataLoader(Squares(8), 6, sampler=sampler)
+
+    def some(loader: Any) -> list[list[int]]:
+        had = [
+            [x.long().tolist() for x, _ in itertools.islice(loader, number)]
+            for number in (7, 120)
+        ]
+        return [batch for each in had for batch in each]
+
+    first, second = [some(all_ranks(make(), 2)[rank]) for rank in range(2)]
+    batches = [a + b for a, b in zip(first, second, strict=True)]
+    if generator():
+        assert batches == some(make())
+    else:
+        assert batches == some(all_ranks(make(), 1)[0])
+    assert len(all_ranks(make(), 1)[0]) == len(make())
+
+
+def test_a_pass_of_any_length_resumes() -> None:
+    def make(generator: Any) -> DataLoader[Any]:
+        sampler = RandomSampler(
+            Squares(8), replacement=True, num_samples=10**10, generator=generator
+        )
+        return DataLoader(Squares(8), 6, sampler=sampler)
+
+    [whole], [resumed] = all_ranks(make(None), 1), all_ranks(make(None), 1)
+    next(iter(whole))
+    batches = iter(whole)
+    next(batches), next(batches)
+    resumed.resume_at = whole.position
+    assert list(resumed) == []
+    assert next(iter(resumed))[0].tolist() == next(batches)[0].tolist()
+    [unknown] = all_ranks(make(seeded()), 1)
+    unknown.resume_at = whole.position
+    with pytest.raises(UnsupportedLoopError, match="Leave out generator="):
+        list(unknown)
+
+
 def test_a_sampler_without_an_end_has_no_length() -> None:
     loaders = all_ranks(DataLoader(Squares(8), 4, sampler=Forever()), 2)
     with pytest.raises(TypeError):
@@ -633,6 +683,31 @@ def test_a_stream_without_a_length_has_none() -> None:
     [loader] = all_ranks(Numbers(8), 1, batch_size=4)
     with pytest.raises(TypeError):
         len(loader)
+
+
+# ---- what a loader says of itself ----
+
+
+def test_a_loader_has_what_the_loop_knows_of_its_own() -> None:
+    source = DataLoader(
+        Squares(8), 4, shuffle=True, drop_last=True, collate_fn=collate_by_name
+    )
+    other = DataLoader(Squares(9), 4)
+    rank = all_ranks(source, 2)[1]
+    names = ["dataset", "batch_size", "drop_last", "num_workers", "sampler"]
+    names += ["batch_sampler", "collate_fn"]
+    for loader, plain in [(rank, source), (rank.share(other), other)]:
+        for name in names:
+            assert getattr(loader, name) is getattr(plain, name)
+        with pytest.raises(AttributeError, match="collate_fn; read others of the Data"):
+            loader.pin_memory  # noqa: B018
+        with pytest.raises(AttributeError, match=r"no attribute 'batchsize'$"):
+            loader.batchsize  # noqa: B018
+    [of_dataset, _] = all_ranks(Squares(8), 2, batch_size=6)
+    assert (of_dataset.batch_size, len(of_dataset.sampler)) == (6, 8)
+    [of_batches, _] = all_ranks(SAMPLED["batch sampler"](), 2)
+    assert of_batches.batch_size is None
+    assert type(of_batches.batch_sampler) is BySize
 
 
 # ---- where a pass goes on ----

@@ -191,6 +191,8 @@ class GlobalBatches(Sampler[Any]):
     def __init__(self, order: Order, dealer: Dealer) -> None:
         self.order = order
         self.dealer = dealer
+        self.source: DataLoader[Any] | None = None
+        """The DataLoader of one process."""
         self.epoch = 0
         self.first = 0
         """The global batch that the next pass begins with."""
@@ -279,6 +281,8 @@ class Stream:
         assert source.batch_size is not None
         self.dataset = source.dataset
         self.batch_size = source.batch_size
+        self.source: DataLoader[Any] | None = None
+        """The DataLoader of one process."""
         self.dealer = dealer
         self.epoch = 0
         self.first = 0
@@ -386,10 +390,14 @@ def shard_dataset(
     check_microbatches(loader, dealer)
     check_same_dataset(loader.dataset, dealer.peers)
     drop_last = loader.drop_last and not keep_last
+    dealt: tuple[DataLoader[Any], GlobalBatches | Stream]
     if isinstance(loader.dataset, IterableDataset):
-        return deal_stream(loader, dealer, seed=seed, drop_last=drop_last)
-    order = order_of(loader, dealer.peers, seed=seed, drop_last=drop_last)
-    return deal_samples(loader, GlobalBatches(order, dealer))
+        dealt = deal_stream(loader, dealer, seed=seed, drop_last=drop_last)
+    else:
+        order = order_of(loader, dealer.peers, seed=seed, drop_last=drop_last)
+        dealt = deal_samples(loader, GlobalBatches(order, dealer))
+    dealt[1].source = loader
+    return dealt
 
 
 def as_loader(

@@ -22,6 +22,7 @@ from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
 from labkit.rank.data.devices import tensors_in
 from labkit.rank.data.devices import to_device
+from labkit.rank.data.sharing import AsGiven
 from labkit.rank.data.sharing import ShareLoader
 from labkit.strategies.mesh.worlds import LOADER
 
@@ -59,7 +60,7 @@ class LoaderPosition:
     """Of the samples in these: see `labkit.rank.data.orders.Order`."""
 
 
-class RankLoader:
+class RankLoader(AsGiven):
     """Yields this rank's part of every global batch, on its device.
 
     `on_epoch(epoch)` is called before each pass, counted from 1, and `on_end()` after
@@ -91,6 +92,7 @@ class RankLoader:
         weigh: Weigh | None = None,
     ) -> None:
         self.loader = loader
+        self.source = loader if batches.source is None else batches.source
         self.batches = batches
         self.device = device
         self.resume_at = LoaderPosition(1)
@@ -138,11 +140,6 @@ class RankLoader:
         """Where the batch is that the loop had last."""
         found = self._given
         return found if isinstance(found, frozenset) else storages_of(found)
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """What the samples come from, as it was given to `prepare`."""
-        return self.loader.dataset
 
     @property
     def position(self) -> LoaderPosition:

@@ -23,7 +23,11 @@ from labkit.compat.torch import tree_leaves
 from labkit.strategies.mesh.peers import Peers
 
 BLOCK = 100
-"""Global batches that are drawn at once from a sampler without a length."""
+"""Global batches that are drawn at once where a pass is not drawn as a whole."""
+MOST_SKIPPED = 10_000_000
+"""Global batches of a pass that is drawn only to be skipped."""
+MOST = 10_000
+"""Global batches that are drawn at once from a sampler of the user's own."""
 
 
 class Order(Protocol):
@@ -96,8 +100,8 @@ class DrawnOrder:
     """What a sampler of the user's own draws, on every rank for itself.
 
     Its random numbers are its generator's, if it has one, and else the same on all
-    ranks. A pass is drawn when it begins, and compared over the ranks; for a shuffle
-    with a generator of its own that is compared, and its pass drawn as it goes on.
+    ranks. A pass is drawn when it begins, and compared over the ranks; that of torch's
+    RandomSampler, which may have any length, is drawn as it goes on, as torch does.
     """
 
     def __init__(
@@ -170,13 +174,20 @@ class DrawnOrder:
         if self.generator is not None:  # as the DataLoader does when a pass begins
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
-    def _blocks(self, epoch: int) -> Iterator[list[list[Any]]]:
-        """All that there is at once, where the sampler knows how much; it may also go
-        on without end."""
-        try:
-            size = len(self) + 1  # one more: that there is none ends the pass
+    def _size_of_block(self) -> int:
+        """Batches that are drawn at once: all that there are, where the sampler knows
+        how many; it may also go on without end."""
+        sampler = random_sampler_of(self.batch_sampler)
+        if sampler is not None:
+            # Others may draw from its generator, too.
+            return BLOCK if sampler.generator is None else 1
+        try:  # one more: that there is none ends the pass
+            return min(len(self) + 1, MOST)
         except TypeError:
-            size = BLOCK
+            return BLOCK
+
+    def _blocks(self, epoch: int) -> Iterator[list[list[Any]]]:
+        size = self._size_of_block()
         self._begin()
         numbers = RandomNumbers(self.seed + epoch)
         with numbers:
@@ -189,19 +200,35 @@ class DrawnOrder:
 
     def skip(self, epoch: int) -> None:
         # Its generator, and whatever else it keeps, continues from pass to pass.
+        sampler = random_sampler_of(self.batch_sampler)
+        if sampler is not None and sampler.generator is None:
+            return  # each pass has a seed of its own
         with contextlib.suppress(TypeError):
-            len(self)
+            if sampler is not None and len(self) > MOST_SKIPPED:
+                raise UnsupportedLoopError(
+                    f"--resume: the DataLoader's RandomSampler has {len(self)} batches "
+                    "in a pass, so an earlier pass was left before its end, and how "
+                    "much it drew from the sampler's generator is not known. Leave out "
+                    "generator=, with which each pass has random numbers of its own"
+                )
             for _ in self._blocks(epoch):
                 pass
 
 
 def generator_of_shuffle(batch_sampler: Any) -> torch.Generator | None:
     """That of a shuffle of all samples, which it draws when a pass begins."""
-    sampler = getattr(batch_sampler, "sampler", None)
-    if type(batch_sampler) is not BatchSampler or type(sampler) is not RandomSampler:
+    sampler = random_sampler_of(batch_sampler)
+    if sampler is None or sampler.replacement:
         return None
     is_whole = sampler.num_samples == len(sampler.data_source)
-    return sampler.generator if is_whole and not sampler.replacement else None
+    return sampler.generator if is_whole else None
+
+
+def random_sampler_of(batch_sampler: Any) -> RandomSampler | None:
+    """The sampler of its batches, where both are torch's own."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    is_own = type(batch_sampler) is BatchSampler and type(sampler) is RandomSampler
+    return sampler if is_own else None
 
 
 class RandomNumbers:

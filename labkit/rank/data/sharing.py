@@ -20,6 +20,60 @@ from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.worlds import SHARE
 
 
+class AsGiven:
+    """What a DataLoader says of itself, of the one that the loop gave: for a dataset,
+    of the one that one process would have made of it. Its numbers are those of all
+    ranks together."""
+
+    source: DataLoader[Any]
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """What the samples come from."""
+        return self.source.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch on all ranks together. None with a batch sampler."""
+        return self.source.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a last batch that is too small is left out."""
+        return self.source.drop_last
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of each rank that load its samples."""
+        return self.source.num_workers
+
+    @property
+    def sampler(self) -> Any:
+        """What numbers the samples of all ranks."""
+        return self.source.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What numbers the samples of each batch of all ranks."""
+        return self.source.batch_sampler
+
+    @property
+    def collate_fn(self) -> Any:
+        """What makes a batch of a rank's samples."""
+        return self.source.collate_fn
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        message = f"{kind!r} object has no attribute {name!r}"
+        if hasattr(vars(self).get("source"), name):
+            message += (
+                ": of a DataLoader it has dataset, batch_size, drop_last, num_workers, "
+                "sampler, batch_sampler and collate_fn; read others of the DataLoader "
+                "before prepare"
+            )
+        raise AttributeError(message)
+
+
 class OwnBatches(Sampler[list[int]]):
     """The samples of one rank, in the order of the dataset: as many batches on every
     rank, none of them empty."""
@@ -41,7 +95,7 @@ class OwnBatches(Sampler[list[int]]):
             yield list(self.indices[part])
 
 
-class ShareLoader:
+class ShareLoader(AsGiven):
     """Yields this rank's share of a dataset, on its device: see
     `labkit.rank.data.loader.RankLoader.share`."""
 
@@ -75,6 +129,7 @@ class ShareLoader:
                 f"each of {peers.size} ranks one; evaluate all of them on every "
                 "rank, with a plain DataLoader"
             )
+        self.source = source
         self._peers = peers
         self._on_begin = on_begin
         self._on_end = on_end
@@ -83,10 +138,6 @@ class ShareLoader:
             batch_sampler=OwnBatches(len(dataset), source.batch_size, peers),
             **kept_options(source),
         )
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        return self._loader.dataset
 
     def __len__(self) -> int:
         return len(self._loader)
