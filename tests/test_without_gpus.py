@@ -540,6 +540,11 @@ def test_zero_has_larger_buckets_on_gpus() -> None:
     assert bucket_elements(800, "cuda") == bucket_elements(800, "cpu") == 101
 
 
+def test_messages_of_small_models_are_not_too_small() -> None:
+    found = [bucket_elements(n, "cpu", stage=2) for n in (800, 10**5, 10**6)]
+    assert found == [800, 65_536, 125_001]
+
+
 def test_deepspeed_is_told_the_number_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

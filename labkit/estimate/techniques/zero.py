@@ -46,7 +46,7 @@ def replicated(plan: Plan, trace: Trace, ranks: int, *, stage: int) -> Memory:
     total = sum(plan.trainable)
     part = -(-total // (2 * ranks)) * 2
     state, temporaries = plan.update([(part,)])
-    bucket = bucket_elements(sum(plan.sizes), plan.device_type)
+    bucket = bucket_elements(sum(plan.sizes), plan.device_type, stage)
     own = width * touched(plan, part, ranks)
     kept = width * sum(plan.sizes) + plan.buffers + state + 4.0 * part
     sizes = [0, *(plan.trainable[index] for index in trace.finished)]

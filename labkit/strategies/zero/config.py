@@ -14,6 +14,10 @@ BUCKET_ELEMENTS = {"cpu": 2_000_000, "cuda": 50_000_000}
 collective of 2e6 elements, which gloo needs a millisecond for, takes NCCL no longer
 than to begin one."""
 
+LEAST_BUCKET_ELEMENTS = 65_536
+"""Of gradients, under stages 1 and 2: a smaller message takes longer to begin than to
+send."""
+
 SET_BY_OPTION = {
     "bf16": "--precision",
     "fp16": "--precision",
@@ -59,7 +63,7 @@ def deepspeed_config(
             '--config: "zero_optimization" is a section: give a dict, as '
             '{"zero_optimization": {"reduce_bucket_size": 1000000}}'
         )
-    bucket = bucket_elements(num_parameters, device)
+    bucket = bucket_elements(num_parameters, device, stage)
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the loop says which is the last
@@ -118,12 +122,15 @@ def ranks_of_second_copies(config: Mapping[str, Any], world_size: int) -> int:
     return num_ranks
 
 
-def bucket_elements(num_parameters: int, device: str) -> int:
+def bucket_elements(num_parameters: int, device: str, stage: int = 3) -> int:
     """Elements of the buckets that gradients are reduced and parameters gathered in.
 
     Of a small model an eighth, or its buckets would hold more than all the rest.
     """
-    return min(BUCKET_ELEMENTS[device], num_parameters // 8 + 1)
+    part = num_parameters // 8 + 1
+    if stage < 3:
+        part = max(part, min(LEAST_BUCKET_ELEMENTS, num_parameters))
+    return min(BUCKET_ELEMENTS[device], part)
 
 
 def merge(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
