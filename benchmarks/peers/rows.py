@@ -44,9 +44,9 @@ TRAINING = (
 PREPARED = (
     "The script applies the strategy by hand, with no checks. After `prepare`, labkit "
     "checks in every step that the ranks do the same work, and draws the picture "
-    "beside them. For a small model labkit sets ZeRO's bucket size to an eighth of the "
-    "model, so that the memory picture shows the stage; the script uses DeepSpeed's "
-    "default, which is much quicker here."
+    "beside them. ZeRO's buckets hold an eighth of the model's elements, and at least "
+    "65,536, so that the memory picture shows the stage; the script uses DeepSpeed's "
+    "default, one bucket here, which is quicker."
 )
 FASTER_LAUNCH = (
     "`notebook_launcher` forks ranks from a kernel that has torch, and ends them with "
