@@ -517,6 +517,82 @@ def test_outputs_that_are_of_a_whole_batch_stay_so(lab: Lab, outputs: str) -> No
     assert any("as one microbatch" in note for note in run.notes)
 
 
+EVALUATED = """
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+    def forward(self, x, y=None):
+        o = self.net(x)
+        return o if y is None else (o, mse(o, y))
+def evaluate():
+    model.eval()
+    with torch.{mode}():
+        found = [model(a, b)[1].item() for a, b in zip(x.split(8), data[:][1].split(8))]
+    model.train()
+    return found
+torch.manual_seed(0)
+model = Scored()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8, shuffle=False)
+found = evaluate()
+for a, b in loader:
+    {loss}.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+found += evaluate()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode"),
+    [("model(a, b)[1]", "no_grad"), ("mse(model(a), b)", "inference_mode")],
+    ids=["the same call", "another call"],
+)
+def test_an_evaluation_returns_the_loss_of_its_whole_batch(
+    lab: Lab, loss: str, mode: str
+) -> None:
+    """Before a step, and where training has called the model in another way."""
+    code = NET + EVALUATED.format(loss=loss, mode=mode)
+    train(lab, "single", code)
+    expected = lab.pull("found", "0")
+    run = train(lab, "pipeline", code, microbatches=4)
+    for found in lab.pull("found", "all"):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    is_scored = loss.endswith("[1]")
+    assert any("as one microbatch" in note for note in run.notes) == is_scored
+
+
+COLLECTIVES = {
+    "between layers": (
+        "return self.head(x)",
+        "torch.distributed.all_reduce(c := x.detach().mean(0))\n"
+        "        return self.head(x - c)",
+    ),
+    "a list": (
+        "return self.head(x)",
+        "torch.distributed.all_gather([torch.ones_like(x) for _ in '12'], x.detach())\n"
+        "        return self.head(x)",
+    ),
+    "within a layer": (
+        "torch.tanh(self.linear(x))",
+        "torch.distributed.nn.functional.all_reduce(self.linear(x)) / 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", COLLECTIVES)
+def test_a_collective_in_forward_is_refused_before_it_is_begun(
+    lab: Lab, where: str
+) -> None:
+    pids = ask(lab, "__import__('os').getpid()")
+    code = NET.replace(*COLLECTIVES[where]) + LOOP_NET
+    assert code != NET + LOOP_NET
+    with pytest.raises(RankError, match="calls a collective of"):
+        train(lab, "pipeline", code)
+    assert ask(lab, "__import__('os').getpid()") == pids
+
+
 def test_samples_that_refer_to_each_other_stay_together(lab: Lab) -> None:
     # In a microbatch a place is too great: where the values are, and nowhere else.
     code = NET.replace("tanh(self.linear(x))", "tanh(self.linear(x))[self.edges]")
@@ -670,6 +746,54 @@ def test_a_checkpoint_in_forward_is_refused(lab: Lab) -> None:
         assert "wraps blocks.0 in" in first
         assert first == second
         lab.run("del refusal")
+
+
+ADJOINT = """
+class Adjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.x, ctx.block = x, block
+        with torch.no_grad():
+            return block(x)
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            return torch.autograd.grad(ctx.block(x), x, gradient)[0], None
+"""
+GRADIENTS = """
+norms = {}
+def note(module, inputs, outputs):
+    norms[module] = torch.eye(4) + outputs[0].T @ outputs[0]
+model.head.register_full_backward_hook(note)
+"""
+OF_COPY = """
+import copy
+other = copy.deepcopy(model)
+for x, y in loader:
+    other.zero_grad()
+    loss_fn(other(x), y).backward()
+    noise = [0.1 * p.grad for p in other.parameters()]
+"""
+PLACES = {
+    "a backward pass of one's own": (
+        NET.replace("block(x)", "Adjoint.apply(x, block)") + ADJOINT + LOOP_NET,
+        r"backward pass calls blocks\.1, as that of a torch\.autograd\.Function",
+    ),
+    "a hook for gradients": (
+        NET + GRADIENTS + LOOP_NET,
+        "What a hook of a module gets",
+    ),
+    "gradients of a copy": (NET + LOOP_NET + OF_COPY, "so in a copy of the model"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_other_ranks_lack_is_said_as_it_is(lab: Lab, place: str) -> None:
+    code, message = PLACES[place]
+    with pytest.raises(RankError, match=message) as caught:
+        train(lab, "pipeline", code)
+    assert "--accumulate" not in str(caught.value)
 
 
 def test_buffers_and_messages_are_not_kept(lab: Lab) -> None:

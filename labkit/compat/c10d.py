@@ -28,6 +28,10 @@ _RPC = "torch.distributed.rpc"
 _c10d: Any = torch._C._distributed_c10d
 
 
+OPERATORS = ("c10d", "_c10d_functional")
+"""The namespaces of the operators of collectives."""
+
+
 # ---- groups ----
 
 

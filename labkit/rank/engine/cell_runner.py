@@ -347,7 +347,9 @@ class CellRunner:
         """A traceback that IPython shows is a failure, also if the cell continues."""
         if self._interrupts.is_running:
             self._shown_error = error
-            add_hint(error, self.group.device)
+            session = self._session
+            accumulates = session is not None and session.options.accumulate > 1
+            add_hint(error, self.group.device, accumulates=accumulates)
 
     def _free(self, result: Any) -> int:
         """Free what a failed cell's exceptions hold: the reply has their text alone.

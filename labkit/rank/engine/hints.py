@@ -34,6 +34,13 @@ PARTIAL_SUMS = (
     "of a step, because it is not complete yet. Skip parameters whose grad is None, or "
     "clip with --clip NORM"
 )
+NO_GRADIENT = (
+    "if this is parameter.grad: no backward pass has reached that parameter. Under "
+    "pipeline that is so in a copy of the model (copy.deepcopy), too, on ranks that "
+    "have other layers: compute gradients with the model that prepare returns, or use "
+    "single"
+)
+"""Without --accumulate."""
 OTHER_PRECISION = (
     "ZeRO keeps the parameters in the dtype of --precision, and only model(x) casts x "
     "to it; before calling a part or another method of the model, cast the input: "
@@ -82,7 +89,8 @@ ON_OTHER_STAGES = (
     "under pipeline a tensor between layers is on the rank whose stage computes it; "
     "the others know its shape alone. A function of your own of such tensors, as a "
     "torch.autograd.Function, has to be in a layer: in a module with parameters, or "
-    "one of a torch.nn.Sequential. Or use ddp"
+    "one of a torch.nn.Sequential. What a hook of a module gets, as its gradients, is "
+    "on that rank alone, too. Or use ddp"
 )
 NESTED = (
     "under pipeline a tensor between layers is on the rank whose stage computes it, "
@@ -152,6 +160,7 @@ HINTS = {
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
     "expected device .* but got meta": ON_OTHER_STAGES,
+    "[Tt]ensor on device meta is not on the expected device": ON_OTHER_STAGES,
     "on meta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
     "_cuda_setDevice": OTHER_DEVICE,
     "Torch not compiled with CUDA": OTHER_DEVICE,
@@ -170,10 +179,12 @@ HINTS = {
 """What is found in an error's message -> what is added to it."""
 
 
-def add_hint(error: BaseException, device: torch.device) -> None:
+def add_hint(error: BaseException, device: torch.device, *, accumulates: bool) -> None:
     """Note under `error`, once, what its message does not say."""
     words = " ".join(safe_str(each) for each in chain(error))
     for found, hint in HINTS.items():
+        if hint is PARTIAL_SUMS and not accumulates:
+            hint = NO_GRADIENT
         note = hint.format(device=device)
         if re.search(found, words) and note not in notes_of(error):
             error.add_note(note)

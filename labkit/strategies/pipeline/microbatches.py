@@ -40,6 +40,14 @@ def is_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
+def kind_of(leaf: Any) -> Any:
+    """What may have a model do something else, as a flag; of a number its type alone,
+    for it may be another in each batch."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dim(), leaf.dtype
+    return leaf if leaf is None or isinstance(leaf, bool | str) else type(leaf)
+
+
 def are_packed(leaves: Sequence[Any]) -> bool:
     """Whether some tell where the samples of others begin, as an EmbeddingBag's
     offsets do: whole numbers in rows of several lengths."""

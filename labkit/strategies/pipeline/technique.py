@@ -45,6 +45,7 @@ from labkit.strategies.pipeline.microbatches import are_other
 from labkit.strategies.pipeline.microbatches import are_packed
 from labkit.strategies.pipeline.microbatches import is_batch
 from labkit.strategies.pipeline.microbatches import joined
+from labkit.strategies.pipeline.microbatches import kind_of
 from labkit.strategies.pipeline.microbatches import split
 from labkit.strategies.pipeline.microbatches import unchanged
 from labkit.strategies.pipeline.placement import Placement
@@ -73,6 +74,8 @@ from labkit.theory import ring
 NUM_CHECKED = 3
 """Forward passes of which ranks compare what they give the model: to compare is to
 wait for a GPU."""
+NUM_KINDS = 16
+"""Of calls of the model that are compared; others pass as a whole."""
 NUM_SCHEDULES = 4
 """Shapes of batches for which there are buffers at a time: each has a batch's."""
 WHOLE_BATCHES = (
@@ -90,6 +93,14 @@ NO_CHAIN = (
 PACKED = (
     "one input tells where the samples of another begin, as the offsets of an "
     "EmbeddingBag"
+)
+KEEPS_STATE = (
+    "a forward pass changes the model's state, as BatchNorm's statistics, a count of "
+    "passes, or its parameters"
+)
+OTHER_OUTPUT = (
+    "the model's output for a sample is another one with other samples in its batch, "
+    "or is no output of single samples, as a loss"
 )
 NO_MEAN = "the loss of a batch is not the mean of those of its microbatches"
 NUM_PASSES = "num_passes"
@@ -174,7 +185,10 @@ class Pipeline(Prepared):
             self.options.microbatches or MICROBATCHES_A_STAGE * mesh.size()
         )
         self._num_checked = 0
-        self._is_compared = self._is_trying = False
+        self._is_whole: dict[Any, bool] = {}
+        """By kind of call of the model, whether its batches pass as a whole: each has
+        been compared with its microbatches."""
+        self._is_trying = False
         self._is_chain: bool | None = None
         """Whether each stage takes what the one before it gives, and no more, and a
         backward pass may begin with the loss of a microbatch; None until tried."""
@@ -224,14 +238,13 @@ class Pipeline(Prepared):
             assert self.mesh is not None
             self._num_checked += 1
             check_inputs(leaves, self.mesh["pp"])
-        chunks = split(leaves, self._num_microbatches)
-        if len(chunks) > 1 and (torch.is_grad_enabled() or self.module.training):
-            self._compare_once(function, leaves, spec)
+        is_whole = len(split(leaves, self._num_microbatches)) < 2
+        if not is_whole:
+            is_whole = self._compare_once(function, leaves, spec)
             if self._is_trying:
                 raise _Compared
-            chunks = split(leaves, self._num_microbatches)
         relay.sent, relay.returned = [0] * relay.size, 0
-        if len(chunks) < 2:
+        if is_whole:
             found = relay.run(function, args, kwargs)
         else:
             entered = [relay.enter(leaf) for leaf in leaves]
@@ -254,17 +267,28 @@ class Pipeline(Prepared):
             found.append(output)
         return [joined(each) for each in zip(*found, strict=True)], out_spec
 
-    def _compare_once(self, function: Forward, leaves: list[Any], spec: Any) -> None:
-        """Run the first batch in microbatches and as a whole: where the outputs differ
-        its samples are not independent, and it passes as a whole. Collective."""
-        if self._is_compared:
-            return
-        self._is_compared = True
-        if are_packed(leaves):  # a layer may fail of a part, on the rank that has it
+    def _compare_once(self, function: Forward, leaves: list[Any], spec: Any) -> bool:
+        """Run the first batch of a kind in microbatches and as a whole: where the
+        outputs differ its samples are not independent, and such batches pass as a
+        whole. Whether they do. Collective."""
+        is_training = self.module.training
+        kind = is_training, str(spec), *map(kind_of, leaves)
+        if kind in self._is_whole:
+            return self._is_whole[kind]
+        if len(self._is_whole) >= NUM_KINDS:
+            return True
+        why = self._why_whole(function, leaves, spec)
+        self._is_whole[kind] = bool(why)
+        if why and is_training:  # what an evaluation returns is no matter of training
             self._num_microbatches = 1
-            self.note(WHOLE_BATCHES.format(why=PACKED))
-            return
-        why = ""
+            self.note(WHOLE_BATCHES.format(why=why))
+        return bool(why)
+
+    def _why_whole(self, function: Forward, leaves: list[Any], spec: Any) -> str:
+        """Why a batch is to pass as a whole, in words; "" where it need not.
+        Collective."""
+        if are_packed(leaves):  # a layer may fail of a part, on the rank that has it
+            return PACKED
         with (
             without_modes(),
             torch.no_grad(),
@@ -273,19 +297,20 @@ class Pipeline(Prepared):
         ):
             args, kwargs = tree_unflatten(leaves, spec)
             with self.relay.passing():
-                whole, _ = flatten(function(*args, **kwargs))
+                whole, whole_spec = flatten(function(*args, **kwargs))
             keeps_state = has_changed()
             try:
                 with self.relay.surviving():
-                    outputs, _ = self._run_chunks(function, leaves, spec)
+                    outputs, out_spec = self._run_chunks(function, leaves, spec)
             except UnsupportedLoopError:
                 raise
             except (IndexError, RuntimeError, ValueError):  # they are no batch's parts
                 differs = True
             else:
-                differs = self.relay.has_failed or any(
-                    are_other(one, other)
-                    for one, other in zip(whole, outputs, strict=True)
+                differs = (
+                    self.relay.has_failed
+                    or out_spec[0] != whole_spec[0]
+                    or any(map(are_other, whole, outputs))
                 )
             flags = torch.tensor([keeps_state, differs], dtype=torch.int64)
             flags = flags.to(self.device)
@@ -293,18 +318,8 @@ class Pipeline(Prepared):
             self.relay.flush()
         keeps_state, differs = flags.tolist()
         if keeps_state:
-            why = (
-                "a forward pass changes the model's state, as BatchNorm's statistics, "
-                "a count of passes, or its parameters"
-            )
-        elif differs:
-            why = (
-                "the model's output for a sample is another one with other samples in "
-                "its batch, or is no output of single samples, as a loss"
-            )
-        if why:
-            self._num_microbatches = 1
-            self.note(WHOLE_BATCHES.format(why=why))
+            return KEEPS_STATE
+        return OTHER_OUTPUT if differs else ""
 
     # ---- `fit`, in an order of torch's ----
 
@@ -338,15 +353,14 @@ class Pipeline(Prepared):
         """Find whether batches can be in a schedule, on the first one and before it is
         trained with: all its microbatches together may need more memory than there is.
         Collective."""
-        if not self._is_compared:
-            self._is_trying = True
-            try:
-                score(self.module, batch)
-            except _Compared:
-                pass
-            finally:
-                self._is_trying = False
-        if self._is_compared and self._num_microbatches > 1:
+        is_compared, self._is_trying = False, True
+        try:
+            score(self.module, batch)
+        except _Compared:
+            is_compared = True
+        finally:
+            self._is_trying = False
+        if is_compared and self._num_microbatches > 1:
             leaves, spec = tree_flatten(batch)
             chunk = split(leaves, self._num_microbatches)[0]
             first = tree_unflatten(chunk, spec)

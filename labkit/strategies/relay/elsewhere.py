@@ -11,6 +11,8 @@ from labkit.compat.torch import BOOKKEEPING
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import tree_map_only
+from labkit.strategies.relay.collectives import COLLECTIVE
+from labkit.strategies.relay.collectives import is_collective
 
 READ = (
     "the values of a tensor of shape {shape} are read ({name}), and under pipeline "
@@ -21,6 +23,9 @@ READ = (
 
 class Runner(Protocol):
     """Runs a model in stages: a `Relay`."""
+
+    is_inside: bool
+    """Whether the model's forward is under way."""
 
     @property
     def is_between_layers(self) -> bool:
@@ -83,6 +88,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         runner = next(
             (r for leaf in leaves if (r := runner_of(leaf)) is not None), None
         )
+        if is_collective(func):
+            if runner is None or runner.is_inside:
+                raise UnsupportedLoopError(COLLECTIVE)
+            if remote := [leaf for leaf in leaves if is_elsewhere(leaf)]:
+                refuse(remote[0], func.__name__)
         if runner is not None and runner.is_between_layers and func not in FACTS:
             return runner.compute(func, args, kwargs)
         if any(map(is_elsewhere, leaves)):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import BOOKKEEPING
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_within_backward
@@ -12,6 +13,8 @@ from labkit.compat.torch import tree_map_only
 from labkit.strategies.model.gradients import PartitionedParameter
 from labkit.strategies.model.gradients import is_of_cell
 from labkit.strategies.model.gradients import owner_of
+from labkit.strategies.relay.collectives import COLLECTIVE
+from labkit.strategies.relay.collectives import is_collective
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import compute
 from labkit.strategies.relay.elsewhere import leaves_of
@@ -44,6 +47,8 @@ class StagedParameter(PartitionedParameter):
             if owner is None:
                 return func(*args, **kwargs)
             relay = owner.relay
+            if relay.is_inside and is_collective(func):
+                raise UnsupportedLoopError(COLLECTIVE)
             if relay.is_between_layers:
                 return relay.compute(func, args, kwargs)
             if any(type(leaf) is Elsewhere for leaf in leaves) or (

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
@@ -34,6 +35,7 @@ from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.device_mesh import another_group
+from labkit.strategies.relay.collectives import NoCollectives
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import as_elsewhere
@@ -72,6 +74,13 @@ CHECKPOINTED = (
     "the model's forward wraps {name} in torch.utils.checkpoint, and under pipeline "
     "the ranks that have no part of it would not compute it again. Call it without "
     "checkpoint, and give --activation-checkpointing, which does the same"
+)
+IN_BACKWARD = (
+    "a backward pass calls {name}, as that of a torch.autograd.Function of your own "
+    "does to compute gradients itself, or that of torch.utils.checkpoint, and under "
+    "pipeline the ranks that have no part of it would not come along. Call the layer "
+    "in forward, and let autograd do its backward pass; in place of checkpoint give "
+    "--activation-checkpointing, which does the same. Or use ddp"
 )
 FAILURES = (IndexError, RuntimeError, ValueError)
 """What a part of a batch may raise that is none by itself."""
@@ -188,6 +197,8 @@ class Relay:
         """Whether something has, and did."""
         self._calls: dict[int, int] = {}
         """By layer, how often the pass under way has called it."""
+        self._watched: set[Any] = set()
+        """The layers, by number and mode, that have run: none called a collective."""
         self._known: dict[Any, Known] = {}
         self._shapes: dict[Any, Any] = {}
         """What layers of other ranks return, by what they get."""
@@ -498,9 +509,11 @@ class Relay:
                     return call(*args, **kwargs)
                 # In forward all ranks raise it, at the same layer; later one alone
                 # would, and leave others waiting.
-                if is_within_backward() or is_checkpointed():
-                    name = self.stages.names[number]
+                name = self.stages.names[number]
+                if is_checkpointed():
                     raise UnsupportedLoopError(CHECKPOINTED.format(name=name))
+                if is_within_backward():
+                    raise UnsupportedLoopError(IN_BACKWARD.format(name=name))
                 if not self.is_inside:  # a loop calls a part of the model
                     self._entry = number
                     try:
@@ -584,9 +597,15 @@ class Relay:
         self, number: int, call: Forward, leaves: list[Any], spec: Any
     ) -> Any:
         args, kwargs = tree_unflatten(leaves, spec)
+        # To see every operator takes its time, so the first time alone.
+        key = number, *self._mode()
+        watch: Any = contextlib.nullcontext()
+        if key not in self._watched:
+            self._watched.add(key)
+            watch = NoCollectives(set(ranks_of(self.group)) - {dist.get_rank()})
         self._in_layer = True
         try:
-            with self._own_numbers(number, self._calls.get(number, 0)):
+            with self._own_numbers(number, self._calls.get(number, 0)), watch:
                 return tree_flatten(call(*args, **kwargs))
         finally:
             self._in_layer = False
