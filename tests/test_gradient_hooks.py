@@ -108,13 +108,42 @@ def test_stages_call_hooks_with_their_parts_of_what_they_share(lab: Lab) -> None
 def test_what_others_put_in_the_place_of_register_hook_stays() -> None:
     def own(self: nn.Parameter, hook: object) -> None: ...
 
-    nn.Parameter.register_hook = own  # type: ignore[assignment]
+    name = "register_hook"
+    setattr(nn.Parameter, name, own)
     try:
         with watching_gradient_hooks(lambda parameter, is_after: None):
-            del nn.Parameter.register_hook
-        assert vars(nn.Parameter)["register_hook"] is own
+            assert vars(nn.Parameter)[name] is not own
+        assert vars(nn.Parameter)[name] is own
+        delattr(nn.Parameter, name)
+        with watching_gradient_hooks(lambda parameter, is_after: None):
+            setattr(nn.Parameter, name, own)  # as a library that is imported there
+        assert vars(nn.Parameter)[name] is own
     finally:
-        del nn.Parameter.register_hook
+        delattr(nn.Parameter, name)
     with watching_gradient_hooks(lambda parameter, is_after: None):
-        del nn.Parameter.register_hook
+        delattr(nn.Parameter, name)
+    assert name not in vars(nn.Parameter)
     assert "register_post_accumulate_grad_hook" not in vars(nn.Parameter)
+
+
+OF_OWN_NORM = """
+class Norm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x)
+model = nn.Sequential(nn.Linear(6, 8), Norm(8), nn.Linear(8, 6))
+"""
+BACKWARD = """
+model.zero_grad()
+model(data[8 * rank : 8 * rank + 8][0]).square().sum().backward()
+sums = model[2].weight.grad.clone()
+dist.all_reduce(sums)
+assert torch.allclose(sums, world_size * model[2].weight.grad), "not averaged"
+"""
+
+
+def test_a_refused_run_leaves_a_former_runs_model_to_its_strategy(lab: Lab) -> None:
+    train(lab, "ddp", SET_UP, OF_OWN_NORM, PREPARE)
+    lab.run(BACKWARD)
+    with pytest.raises(RankError, match="--sync-batchnorm: Norm has a forward"):
+        lab.train("ddp", PREPARE, live=False, sync_batchnorm=True)
+    lab.run(BACKWARD)

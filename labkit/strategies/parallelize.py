@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.strategies import Strategy
 from labkit.strategies import load
-from labkit.strategies.autograd.backward import release_former
 from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model.alike import check_states
@@ -22,29 +21,15 @@ from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
 
 
-def parallelize(
-    strategy: Strategy,
+def change_layers(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: DeviceMesh | None,
-    device: torch.device,
     options: TrainOptions,
     *,
     note: Callable[[str], None],
     undo: list[Undo],
-    roles: Roles | None = None,
-) -> Prepared:
-    """`model` and `optimizer` under `strategy`, changed in place. May be collective.
-
-    With `roles` some ranks serve the others, of which this is one.
-    Every collective is taken along the axis of `mesh` that it belongs to; without a
-    mesh there is none.
-
-    What a run that ends takes back is added to `undo`, also where this fails half-way.
-
-    Source: the order is that of `torchtitan/models/llama3/infra/parallelize.py`: split
-    into stages, tensor parallel, activation checkpointing, compile, shard.
-    """
+) -> None:
+    """The transforms of single layers, before `parallelize`; nothing has changed where
+    one is refused. `note` and `undo` are as there."""
     # Before all others: what they wrap is what runs.
     for name in replace_batchnorm(
         model,
@@ -62,7 +47,32 @@ def parallelize(
     # Before sharding, so that no graph holds what gathers parameters.
     if options.compile:
         undo += compile_blocks(model)
-    release_former(model.parameters())
+
+
+def parallelize(
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    options: TrainOptions,
+    *,
+    note: Callable[[str], None],
+    undo: list[Undo],
+    roles: Roles | None = None,
+) -> Prepared:
+    """`model` and `optimizer` under `strategy`, changed in place. May be collective.
+    A strategy that they were under before has let go of them.
+
+    With `roles` some ranks serve the others, of which this is one.
+    Every collective is taken along the axis of `mesh` that it belongs to; without a
+    mesh there is none.
+
+    What a run that ends takes back is added to `undo`, also where this fails half-way.
+
+    Source: the order is that of `torchtitan/models/llama3/infra/parallelize.py`: split
+    into stages, tensor parallel, activation checkpointing, compile, shard.
+    """
     team = team_on(mesh, device) if roles is None else roles.peers
     check_states(optimizer, team)
     division = None

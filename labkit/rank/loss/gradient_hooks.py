@@ -57,13 +57,16 @@ def watching_gradient_hooks(
 
     places = [*itertools.product(kinds, names)]
     before = [vars(kind).get(name) for kind, name in places]
-    for kind, name in places:
-        setattr(kind, name, watched(kind, name))
+    ours = [watched(kind, name) for kind, name in places]
+    for (kind, name), each in zip(places, ours, strict=True):
+        setattr(kind, name, each)
     try:
         yield
     finally:
-        for (kind, name), own in zip(places, before, strict=True):
-            if own is not None:
-                setattr(kind, name, own)
-            elif name in vars(kind):  # or the cell has deleted it
+        for (kind, name), own, each in zip(places, before, ours, strict=True):
+            if vars(kind).get(name) is not each:
+                continue  # the cell has put another in its place, or deleted it
+            if own is None:
                 delattr(kind, name)
+            else:
+                setattr(kind, name, own)

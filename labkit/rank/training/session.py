@@ -90,6 +90,7 @@ from labkit.strategies.model.writes import watch_forward
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import has_own_statistics
 from labkit.strategies.options import keep_stand_ins_out
+from labkit.strategies.parallelize import change_layers
 from labkit.strategies.parallelize import parallelize
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
@@ -426,12 +427,7 @@ class Session:
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
         )
-        release_former(model.parameters())
-        hooked = hooked_parameters(model)  # and not those that a strategy hooks to
         prepared = self._parallelized(model, optimizer)
-        for name, parameter in hooked:
-            is_of_part = prepared.gives_part_of_gradient(parameter)
-            self._checks.note_hook(name, is_of_part=is_of_part)
         self._hook(prepared, step, unset)
         self._replicas.watch.group = prepared.replica_group
         self._replicas.watch.place = self.peers.rank
@@ -720,7 +716,10 @@ class Session:
             # Others than those of a model that was prepared before.
             seed_everything(self.seed + len(self._optimizers))
             self.note(FROM_META)
-        return parallelize(
+        change_layers(model, self.options, note=self.note, undo=self._undo)
+        release_former(model.parameters())
+        hooked = hooked_parameters(model)  # and not those that a strategy hooks to
+        prepared = parallelize(
             self.strategy,
             model,
             optimizer,
@@ -731,6 +730,10 @@ class Session:
             undo=self._undo,
             roles=self._roles,
         )
+        for name, parameter in hooked:
+            is_of_part = prepared.gives_part_of_gradient(parameter)
+            self._checks.note_hook(name, is_of_part=is_of_part)
+        return prepared
 
     def _hook(self, prepared: Prepared, step: Forecastable, unset: list[str]) -> None:
         """See the model's forward passes as long as the run lasts."""
