@@ -54,6 +54,9 @@ WEIGHTS = "the parameters before a step"
 """How all parameters are called where they are compared before a step that makes them
 equal."""
 
+GRADIENTS = "the gradients before a step"
+"""How the gradients that a loop has had are called, of which the step takes parts."""
+
 CHECKPOINT = "(checkpoint)"
 """The metric that notes, by its step, that a checkpoint was taken here: what was logged
 before is in it, what comes after is not."""

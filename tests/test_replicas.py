@@ -59,6 +59,22 @@ def test_values_that_one_rank_has_in_other_places_are_found(lab: Lab) -> None:
     assert first.startswith("rank 1's copy of 1.weight differs from that of rank 0")
 
 
+def test_gradients_and_weights_of_which_a_step_takes_parts_are_compared(
+    lab: Lab,
+) -> None:
+    scale = "for p in plain.parameters(): p.{} *= 1 + 0.01 * {}\n    "
+    for strategy in ("zero2", "zero3"):
+        for factor, expected in (("rank", 1), ("step", 0)):
+            own = CELL.replace("optimizer.step()", scale.format("grad", factor) + "{}")
+            run = lab.train(
+                strategy, own.format("optimizer.step()", then=""), live=False
+            )
+            assert len(run.mismatches) == expected
+    assert lab.runs[-2].mismatches[0].startswith("a gradient that the loop has set was")
+    (found,) = train(lab, "zero3", scale.format("data", "rank")).mismatches
+    assert found.startswith("a parameter was not the same on all ranks before a step")
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex128],

@@ -462,6 +462,11 @@ class Prepared:
         them."""
         return [p.grad for p in self.updated() if p.grad is not None]
 
+    def copies(self) -> dict[str, Sequence[torch.Tensor]]:
+        """By name, what this rank has whole before a step, which takes parts of it from
+        each rank."""
+        return {}
+
     def metrics(self) -> dict[str, float]:
         """What else there is to plot of the last step, by name."""
         return {}

@@ -7,6 +7,7 @@ import numpy as np
 from labkit.checks import several
 from labkit.rank_spec import format_ranks
 from labkit.records import BUFFER
+from labkit.records import GRADIENTS
 from labkit.records import WEIGHTS
 from labkit.records import ReplicaNotes
 from labkit.records import StepsTaken
@@ -28,6 +29,14 @@ WEIGHTS_DIFFER = (
     "own samples, where one process sets it from the whole batch. Set it from the mean "
     "over the ranks, by torch.distributed.all_reduce, or before prepare"
 )
+
+GRADIENTS_DIFFER = (
+    "a gradient that the loop has set was not the same on all ranks before a step, "
+    "which then takes a part of it from each rank: it was computed from a rank's own "
+    "samples or random numbers, where one process has those of the whole batch. Set it "
+    "from means over the ranks, by torch.distributed.all_reduce, or use single"
+)
+OF_COPIES = {WEIGHTS: WEIGHTS_DIFFER, GRADIENTS: GRADIENTS_DIFFER}
 
 
 def find_inconsistencies(
@@ -66,8 +75,11 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
             # Those that parted first come first: the others follow from them.
             columns.sort(key=lambda c: int(differs[:, c].argmax()))
             buffers = [first.names[c] for c in columns if is_buffer(first.names[c])]
-            if any(first.names[c] == WEIGHTS for c in columns):
-                found.append(WEIGHTS_DIFFER)
+            found += [
+                OF_COPIES[name]
+                for name in (first.names[c] for c in columns)
+                if name in OF_COPIES
+            ]
             columns = [c for c in columns if is_parameter(first.names[c])]
             if buffers:
                 found.append(BUFFER_DIFFERS.format(several(buffers)))
@@ -108,7 +120,7 @@ def one_of_each_place(notes: Mapping[int, ReplicaNotes]) -> dict[int, ReplicaNot
 
 
 def is_parameter(name: str) -> bool:
-    return not is_buffer(name) and name != WEIGHTS
+    return not is_buffer(name) and name not in OF_COPIES
 
 
 def is_buffer(name: str) -> bool:

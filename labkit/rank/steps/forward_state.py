@@ -12,7 +12,6 @@ from labkit.compat.torch import buffers_of
 from labkit.compat.torch import no_dispatch
 from labkit.rank.measuring.step_profiler import parts
 from labkit.records import BUFFER
-from labkit.records import WEIGHTS
 from labkit.strategies.autograd.agreement import agree
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.fingerprints import fingerprints
@@ -53,15 +52,14 @@ class ForwardState:
             for prefix, module in self._modules
             for name in buffers_of(module)
         ]
-        strategy = prepared.strategy
-        self._has_copies = strategy.has_own_gradients and not strategy.is_sharded
-        """Whether a step takes each rank's own part of parameters that all have."""
-        self._weights = torch.zeros(1, dtype=torch.int64, device=prepared.device)
+        none = torch.zeros(1, dtype=torch.int64, device=prepared.device)
+        self._copies = dict.fromkeys(prepared.copies(), none)
+        """Fingerprints of those in all steps so far."""
         names = [name for name, *_ in self._buffers]
         self.replicas = self._comparable(dict.fromkeys(names, 0))
         """By name, the buffers that should be equal on all ranks: as they were before
-        the last step that was looked at. And the parameters, as they were before all
-        of these, where after it they are equal in any case."""
+        the last step that was looked at. And parameters and gradients, as they were
+        before all of these, where after it they are equal in any case."""
 
     def look(self, *, num_ranks: int, is_last: bool) -> None:
         """The loop steps, with the last microbatch of a step or another one."""
@@ -78,22 +76,22 @@ class ForwardState:
             self._before = None if is_last else now
         if is_last:
             self._num_left -= 1
-            self._add_weights()
+            self._add_copies()
             self.replicas = self._comparable(buffers)
 
     def _comparable(self, buffers: dict[str, int]) -> dict[str, torch.Tensor]:
         device = self._prepared.device
-        weights = {WEIGHTS: self._weights} if self._has_copies else {}
-        return weights | {
+        return self._copies | {
             BUFFER + name: torch.tensor([number], device=device)
             for name, number in buffers.items()
         }
 
-    def _add_weights(self) -> None:
-        if self._has_copies:
-            with no_dispatch():
-                now = fingerprints(self._prepared.module.parameters())
-                self._weights = fingerprints([torch.cat([self._weights, now])])
+    def _add_copies(self) -> None:
+        for name, tensors in self._prepared.copies().items():
+            if tensors:
+                with no_dispatch():
+                    now = [self._copies[name], fingerprints(tensors)]
+                    self._copies[name] = fingerprints([torch.cat(now)])
 
     def _note_batchnorm(self) -> None:
         """One in eval mode takes no statistics of a batch."""

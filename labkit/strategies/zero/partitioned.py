@@ -23,6 +23,8 @@ from labkit.compat.deepspeed import second_copies
 from labkit.compat.torch import call_step_hooks
 from labkit.compat.torch import has_step_hooks
 from labkit.compat.torch import without_step_hooks
+from labkit.records import GRADIENTS
+from labkit.records import WEIGHTS
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
@@ -437,6 +439,12 @@ class ZeRO(Prepared):
 
     def gradients(self) -> list[torch.Tensor]:
         return self._gradients.given()
+
+    def copies(self) -> dict[str, Sequence[torch.Tensor]]:
+        return {WEIGHTS: self._whole_parameters(), GRADIENTS: self.gradients()}
+
+    def _whole_parameters(self) -> list[torch.Tensor]:
+        return list(self.module.parameters())
 
     def note_zeroed(self) -> None:
         """The loop has taken gradients away."""

@@ -144,6 +144,11 @@ class ZeRO3(ZeRO):
     _has_said_so = False
 
     @plainly
+    def _whole_parameters(self) -> list[torch.Tensor]:
+        kept = self._zero.persistent_parameters
+        return [parameter.data for parameter in kept if not is_absent(parameter)]
+
+    @plainly
     @torch.no_grad()
     def _take_weights(self) -> None:
         from deepspeed.utils import safe_get_local_fp32_param
