@@ -406,6 +406,28 @@ def test_a_checkpoint_of_parts_that_differ_is_refused(lab: Lab, tmp_path: Path) 
     assert not (tmp_path / "one").exists()
 
 
+def test_calls_of_layers_that_some_ranks_leave_out_are_refused(lab: Lab) -> None:
+    code = """
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        def forward(self, x):
+            return [self.head(self.body(x * n)) for n in (1, 2, 3)]
+    model = Steps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(
+        model, optimizer, TensorDataset(torch.randn(24, 4)), batch_size=8
+    )
+    for (x,) in loader:
+        sum(o.square().mean() for o in model(x)[rank:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    with pytest.raises(RankError, match="different calls of the model's layers"):
+        train(lab, "zero3", SET_UP, code)
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_batches_that_a_thread_draws_are_refused(lab: Lab, strategy: str) -> None:
     prefetched = """

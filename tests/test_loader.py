@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -939,6 +940,7 @@ def a_loader(**options: Any) -> DataLoader[Any]:
         (Squares(8), 0, "batch_size is 0; it must be a whole number from 1"),
         (Squares(8), -4, "batch_size is -4; it must be a whole number from 1"),
         (Squares(0), 4, "the dataset is empty"),
+        (None, 4, "passes any dataset, as in prepare(model, optimizer, range(1), bat"),
         (Numbers(8), None, "batch_size is None"),
         (Unsized(), 4, "Unsized has no length, and labkit divides samples"),
         (DataLoader(Numbers(8), batch_size=None), None, "has batch_size=None"),
@@ -965,5 +967,5 @@ def a_loader(**options: Any) -> DataLoader[Any]:
 def test_what_cannot_be_dealt_out_is_explained(
     source: Any, batch_size: Any, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         all_ranks(source, 2, batch_size=batch_size)

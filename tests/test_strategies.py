@@ -793,6 +793,27 @@ def test_a_sharded_model_of_an_earlier_run_is_refused_in_words(
         train(lab, strategy, again)
 
 
+@pytest.mark.parametrize("strategy", release_but(WITH_SINGLE, "zero1", "fsdp"))
+def test_a_second_phase_begins_with_the_weights_of_the_first(
+    lab: Lab, strategy: str
+) -> None:
+    phase = cell("mlp", "no momentum").replace("epochs = 9, 2", "epochs = 9, 1")
+    again = "prepare(model, optimizer, data, batch_size=9)"
+    with pytest.raises(RankError, match=r"For another phase.*build the model again"):
+        train(lab, strategy, phase + again)
+    weights = """
+from torch.distributed.checkpoint.state_dict import *
+weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+"""
+    begin, end = phase.split("optimizer = ", 1)
+    second = f"{weights}{begin}\nmodel.load_state_dict(weights)\noptimizer = {end}"
+    expected = reference("mlp", "no momentum").weights
+    for cells in [phase + second], [phase, second]:
+        for code in cells:
+            train(lab, strategy, code)
+        torch.testing.assert_close(pull_weights(lab, strategy), expected)
+
+
 @pytest.mark.parametrize("then", release_but(["ddp", "zero1", "zero2"], "ddp"))
 @pytest.mark.parametrize("strategy", release_but(["ddp", "zero1", "zero2"], "zero1"))
 def test_a_whole_model_of_an_earlier_run_is_trained_on(

@@ -21,7 +21,9 @@ NO_LONGER_ONE = (
 BUFFER_DIFFERS = (
     "{} is not the same on all ranks: each rank updates it from its own samples, where "
     "one process updates it from the whole batch. In forward, average the update over "
-    "the ranks with torch.distributed.all_reduce"
+    "the ranks with torch.distributed.all_reduce; where it holds samples themselves, "
+    "as a queue of keys does, gather those of all ranks first, with "
+    "torch.distributed.all_gather"
 )
 WEIGHTS_DIFFER = (
     "a parameter was not the same on all ranks before a step, which then takes a part "

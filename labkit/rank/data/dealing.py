@@ -49,6 +49,17 @@ KEPT_OPTIONS = (
 """What a DataLoader says of how its samples are loaded."""
 
 
+NO_DATA = (
+    "prepare got no dataset, and it divides one among the ranks: pass a dataset with "
+    "batch_size=64, or a DataLoader. A loop that draws batches by itself, as by "
+    "get_batch(), has an IterableDataset yield their samples instead. A loop without "
+    "samples to divide, as over a whole graph or episodes, passes any dataset, as in "
+    "prepare(model, optimizer, range(1), batch_size=1), and does the same on all "
+    "ranks, with random numbers that are seeded alike (see loops without a loader, "
+    "docs/howto/own_loop.md)"
+)
+
+
 @dataclass(frozen=True)
 class Share:
     """A rank's part of one microbatch."""
@@ -371,7 +382,7 @@ def as_list(batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def shard_dataset(
-    source: Dataset[Any] | DataLoader[Any],
+    source: Dataset[Any] | DataLoader[Any] | None,
     dealer: Dealer,
     *,
     batch_size: int | None,
@@ -401,9 +412,14 @@ def shard_dataset(
 
 
 def as_loader(
-    source: Dataset[Any] | DataLoader[Any], batch_size: int | None, *, shuffle: bool
+    source: Dataset[Any] | DataLoader[Any] | None,
+    batch_size: int | None,
+    *,
+    shuffle: bool,
 ) -> DataLoader[Any]:
     """A DataLoader as one process would have it; ValueError for what cannot be one."""
+    if source is None:
+        raise UnsupportedLoopError(NO_DATA)
     if isinstance(source, DataLoader):
         check_loader(source, batch_size)
         return source

@@ -31,9 +31,9 @@ Weigh = Callable[[Any], float | torch.Tensor]
 _END = object()
 DRAWN_BY_A_THREAD = (
     "a thread of the loop's own draws the batches of the loader that prepare returned, "
-    "ahead of the loop, and ranks draw and weight them in step with the loop. Iterate "
-    "over the loader in the loop itself; to load batches ahead, give prepare a "
-    "DataLoader with num_workers"
+    "to load ahead or to train there, and ranks draw and weight batches in step with "
+    "the cell. Iterate over the loader in the cell itself, without a thread; to load "
+    "batches ahead, give prepare a DataLoader with num_workers"
 )
 
 TWICE_AT_ONCE = (

@@ -14,6 +14,13 @@ from labkit.checks import short_repr
 from labkit.strategies.zero.engines import is_zero
 from labkit.strategies.zero.engines import strategy_of
 
+WITH_ITS_WEIGHTS = (
+    "weights = get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True)) of torch.distributed.checkpoint.state_dict, model = Net(), "
+    "model.load_state_dict(weights)"
+)
+"""How a model is built again, whatever strategy has prepared it."""
+
 
 def check_prepared(model: Any, optimizer: Any) -> None:
     """ValueError unless `prepare` can use this model and optimizer together."""
@@ -29,7 +36,8 @@ def check_prepared(model: Any, optimizer: Any) -> None:
     if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
             "model is sharded already, by an earlier run or by the cell; build it "
-            "again in this cell, or use %%dist_train raw"
+            "again in this cell, or use %%dist_train raw. To go on with its weights, "
+            f"on all ranks: {WITH_ITS_WEIGHTS}"
         )
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError(

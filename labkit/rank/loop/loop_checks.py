@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
 from labkit.compat.torch import tree_leaves
+from labkit.rank.loop.arguments import WITH_ITS_WEIGHTS
 from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.own_gradients import gradient_use
@@ -44,6 +45,18 @@ SAVED_PARTS = (
 SAVED_MODULE = (
     "torch.save(model) pickles the model itself, as this rank has it, and with it what "
     f"prepare has put into it. Save the state of the whole model: {WHOLE_STATE}"
+)
+
+
+ALREADY = (
+    "parameters of this model were already prepared in this cell, and a parameter can "
+    "have only one optimizer. For several optimizers, pass prepare one with a "
+    "parameter group for each part. For other batches (another size, a next task), "
+    "prepare once, with a DataLoader whose sampler or batch_sampler the loop changes "
+    "between epochs. "
+    "For another phase (a new optimizer, layers unfrozen or added), build the model "
+    "again with its weights, on all ranks, and prepare that with an optimizer of its "
+    f"own: {WITH_ITS_WEIGHTS}"
 )
 
 
@@ -123,6 +136,7 @@ class LoopChecks:
                 f"prepare got {short_repr(unnamed[0])} after the dataset; pass it by "
                 "name, as prepare(model, optimizer, dataset, batch_size=64)"
             )
+        self.check_first(model)
         check_prepared(model, optimizer)
         check_supported(
             model,
@@ -145,18 +159,21 @@ class LoopChecks:
                 "--clip NORM, which plots the norm as well; for all else use ddp"
             )
 
+    def check_first(self, model: Any) -> None:
+        """UnsupportedLoopError where parameters of the model were prepared in this run.
+
+        Before it is asked what the strategy has made of them then.
+        """
+        ours = self._prepared_ids()
+        if isinstance(model, nn.Module) and any(
+            id(parameter) in ours for parameter in model.parameters()
+        ):
+            raise UnsupportedLoopError(ALREADY)
+
     def check_ownership(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """UnsupportedLoopError unless the optimizer's parameters are the model's, and
-        of no other that was prepared."""
-        ours = self._prepared_ids()
-        if any(id(parameter) in ours for parameter in model.parameters()):
-            raise UnsupportedLoopError(
-                "parameters of this model were already prepared in this cell, and a "
-                "parameter can have only one optimizer. Pass prepare one optimizer "
-                "with one parameter group for each part"
-            )
+        """UnsupportedLoopError unless the optimizer's parameters are the model's."""
         if self._prepared() and self._options.precision == "fp16":
             raise UnsupportedLoopError(
                 "--precision fp16 scales the loss of one model; with several, as in a "
@@ -243,10 +260,18 @@ class LoopChecks:
                 f"optimizer, and under {strategy} only that one can step them; give "
                 "prepare one optimizer with a parameter group for each part"
             )
+        # Of layers that are split it may have parameters, as they were before.
+        is_whole = all(
+            each.peers.size == 1 and each.division is None for each in self._prepared()
+        )
+        if is_whole and self._options.accumulate == 1:
+            return  # every rank has whole batches
         self._note(
-            f"{kind} was not passed to prepare, so under {strategy} its parameters "
-            "are not synchronized: every rank trains its own copy, unlike one "
-            "process. Call prepare once for each model and its optimizer"
+            f"{kind} was not passed to prepare, so {strategy} does not synchronize its "
+            "parameters: every rank trains its own copy, with the data that it has. "
+            "With its part of a batch that is unlike one process: call prepare once "
+            "for each model and its optimizer. With the same data on all ranks the "
+            "copies are alike"
         )
 
     def check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:

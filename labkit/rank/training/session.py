@@ -349,7 +349,7 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Dataset[Any] | DataLoader[Any],
+        dataset: Dataset[Any] | DataLoader[Any] | None = None,
         *unnamed: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
@@ -368,10 +368,10 @@ class Session:
             device. It is changed in place.
         optimizer : torch.optim.Optimizer
             Over the parameters of `model`.
-        dataset : Dataset or DataLoader
+        dataset : Dataset or DataLoader, optional
             The same on every rank, map-style or iterable; its samples are divided among
             the ranks. A DataLoader keeps its batch size, sampler, `collate_fn` and
-            workers.
+            workers. Without one an error says what a loop without a loader passes.
         batch_size : int, optional
             Samples of a global batch: those of all ranks together. Left out only where
             a DataLoader has one.

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
@@ -50,6 +51,26 @@ def plainly(run: Callable[P, R]) -> Callable[P, R]:
             return run(*args, **kwargs)
 
     return run_plainly
+
+
+OTHER_CALLS = (
+    "ranks have trained through different calls of the model's layers, for example "
+    "because each leaves out parts of the loss by its own samples (`if mask.sum() == "
+    "0: continue`), and zero3 takes all ranks to call them alike. Give such parts the "
+    "weight 0 instead of leaving them out, or decide by the sum over the ranks, with "
+    "dist.all_reduce; or use ddp, zero1 or zero2"
+)
+
+
+def in_words(reset_step: Callable[[], None]) -> None:
+    """Begin a forward pass; what DeepSpeed then compares of the ranks' last one, as
+    long as it records it, may differ."""
+    try:
+        reset_step()
+    except RuntimeError as error:
+        if "disagreement" in str(error):
+            raise UnsupportedLoopError(OTHER_CALLS) from error
+        raise
 
 
 class ZeRO3(ZeRO):
@@ -94,6 +115,8 @@ class ZeRO3(ZeRO):
             *(writes, torch.compiler.disable(writes.end), names),
             offload.post_sub_module_forward_function,
         )
+        coordinator = offload.get_param_coordinator()
+        coordinator.reset_step = partial(in_words, coordinator.reset_step)
         self.see_calls()
 
     @plainly
