@@ -3,6 +3,7 @@
 import pytest
 
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import sum_over_all
 from labkit.rank.loop.loop_body import use_of_batch_size
 
 PREPARE = "model, optimizer, loader = prepare(model, optimizer, data)\n"
@@ -120,3 +121,32 @@ def test_what_trains_with_the_size_of_a_part_is_found(
 def test_other_uses_of_a_size_are_left_alone(before: str, after: str) -> None:
     assert use_of_batch_size(PREPARE + LOOP.format(before, after)) is None
     assert use_of_batch_size("this is no Python") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("dist.all_reduce(n)", "line 1: dist.all_reduce(n)"),
+        (
+            "work = torch.distributed.all_reduce(n, op=dist.ReduceOp.SUM)",
+            "line 1: work",
+        ),
+        ("all_reduce(n); loss = total / n", "line 1: all_reduce(n)"),
+        ("dist.all_reduce(n)\nshare = n / len(data)", "line 1: dist.all_reduce(n)"),
+        ("dist.all_gather(parts, x)", "line 1: dist.all_gather(parts, x)"),
+        ("dist.all_gather(parts, x, loader.group)", None),
+        ("dist.all_reduce(n, group=loader.group)", None),
+        ("dist.all_reduce(n, dist.ReduceOp.MAX)", None),
+        ("dist.all_reduce(loss, op=dist.ReduceOp.AVG)", None),
+        ("dist.all_reduce(loss)\nloss /= world_size", None),
+        ("dist.all_reduce(loss)\nloss.div_(dist.get_world_size())", None),
+        ("dist.all_reduce(found)\nlog(accuracy=found[0] / found[1])", None),
+        ("dist.all_reduce(right)\ndist.all_reduce(n)\nprint(right.item() / n)", None),
+        ("this is no Python", None),
+    ],
+)
+def test_a_sum_over_all_ranks_that_becomes_no_mean_is_found(
+    code: str, found: str | None
+) -> None:
+    line = sum_over_all(code)
+    assert line is None if found is None else str(line).startswith(found)

@@ -198,6 +198,75 @@ class Fused(torch.nn.Module):
 """
 
 
+CENTERED = """
+import torch.distributed as dist
+from torch import nn
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("center", torch.zeros(4))
+    def forward(self, x):
+        z = self.second(torch.tanh(self.first(x)))
+        with torch.no_grad():
+            mean = z.detach().mean(0)
+            self.center = 0.5 * self.center + mean
+            self.first.bias.mul_(1.1)
+        return z - self.center
+torch.manual_seed(0)
+x = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
+data = torch.utils.data.TensorDataset(x, x.sin()[:, :4])
+model = Centered()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+SUMS = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8, shuffle=False)
+for x, y in loader:
+    size = torch.tensor(len(x))
+    dist.all_reduce(size, group=loader.group)
+    optimizer.param_groups[0]["lr"] = 0.8 / int(size)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SPLIT = {"plan": {"first": "colwise", "second": "rowwise"}}
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_a_sum_over_the_ranks_that_share_a_batch_has_each_sample_once(
+    lab: Lab, strategy: str
+) -> None:
+    """Also a forward pass that changes the model's state: what is compared before the
+    first step begins with the same, and leaves it."""
+    code = CENTERED.replace("            self.first.bias.mul_(1.1)\n", "") + SUMS
+    if strategy == "tensor":
+        code = CENTERED + SUMS
+    train(lab, "single", code)
+    expected = pull_weights(lab, "single")
+    options = {"config": SPLIT} if strategy == "tensor" else {}
+    run = train(lab, strategy, code, **options)
+    torch.testing.assert_close(
+        pull_weights(lab, strategy), expected, rtol=1e-5, atol=1e-6
+    )
+    assert not any("have the same samples" in note for note in run.notes)
+    run = train(lab, strategy, code.replace(", group=loader.group", ""), **options)
+    assert any(f"under {strategy} 2 ranks have the same" in n for n in run.notes)
+
+
+def test_a_collective_in_forward_is_refused(lab: Lab) -> None:
+    code = CENTERED.replace(
+        "self.center =", "dist.all_reduce(mean)\n            self.center ="
+    )
+    with pytest.raises(RankError, match=r"collective.*under tensor the ranks"):
+        train(lab, "tensor", code + SUMS, config=SPLIT)
+
+
+def test_a_layer_that_is_called_by_itself_gives_a_part(lab: Lab) -> None:
+    code = CENTERED + SUMS.replace("model(x), y)", "model.first(x)[:, :4], y)")
+    with pytest.raises(RankError, match="with a layer that is split, as first"):
+        train(lab, "tensor", code, config=SPLIT)
+
+
 def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:
     # With 2 ranks of 24 columns each, the first rank's thirds are q and a half of k:
     # no error of PyTorch's.

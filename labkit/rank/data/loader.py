@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
@@ -142,6 +143,15 @@ class RankLoader(AsGiven):
         return found if isinstance(found, frozenset) else storages_of(found)
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that share its batches: a sum over it has each
+        sample once, also under a strategy by which several ranks have the same samples,
+        as `dist.all_reduce(size, group=loader.group)`."""
+        peers = self.batches.dealer.peers
+        peers.check(LOADER)
+        return peers.exact_group
+
+    @property
     def position(self) -> LoaderPosition:
         """The position of its loop, between two optimizer steps."""
         return LoaderPosition(*(self._at or (self.num_epochs + 1,)))
@@ -154,7 +164,7 @@ class RankLoader(AsGiven):
         Every sample is on one rank, in the order of the dataset: rank 0 has the first
         ones. Every rank gets the same number of batches, so that a model under any
         strategy can be called on them. Sums over them, added up with
-        `dist.all_reduce`, are those over the dataset.
+        `dist.all_reduce` over `loader.group`, are those over the dataset.
 
         Parameters
         ----------
@@ -182,7 +192,7 @@ class RankLoader(AsGiven):
         >>> with torch.no_grad():
         ...     for x, y in loader.share(test_set, batch_size=256):
         ...         correct += (model(x).argmax(1) == y).sum()
-        >>> dist.all_reduce(correct)
+        >>> dist.all_reduce(correct, group=loader.group)
         """
         peers = self.batches.dealer.peers
         peers.check(LOADER)

@@ -23,6 +23,10 @@ OPTIONS = {"lr", "weight_decay", "momentum", "betas", "eps"}
 NO_SCHEDULER = re.compile(r"bar|progress|tqdm|count|meter|writer|log", re.IGNORECASE)
 """In the name of what is no scheduler."""
 
+COPIES = {"detach", "clone", "item", "data", "sum", "mean"}
+
+RANK_COUNTS = {"world_size", "get_world_size", "WORLD_SIZE", "num_ranks"}
+
 EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
 
@@ -132,6 +136,82 @@ def use_of_batch_size(code: str) -> str | None:
         if found is not None:
             return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
     return None
+
+
+def sum_over_all(code: str) -> str | None:
+    """The first line that sums or gathers over all ranks, as "line 12:
+    dist.all_reduce(count)"; None if there is none.
+
+    Not one of which a mean is made: what it sums is divided by the number of ranks, or
+    by another such sum.
+    """
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return None
+    found = [(node, call) for node, call in _reductions(tree) if is_sum(call)]
+    of = {id(call): words_in(call.args[0]) for _, call in found}
+    summed = set().union(*of.values())
+    means: set[str] = set()
+    for node in ast.walk(tree):
+        for value, divisor in quotients(node):
+            both = words_in(value), words_in(divisor)
+            if both[0] & summed and both[1] & (summed | RANK_COUNTS):
+                means |= both[0] | both[1]
+    for node, call in found:
+        if not of[id(call)] & means:
+            return f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}"
+    return None
+
+
+def _reductions(tree: ast.AST) -> Iterator[tuple[ast.stmt, ast.Call]]:
+    """The statements that sum something over ranks, or gather it, each with the
+    call."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Expr | ast.Assign):
+            continue
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and each.args:
+                function = each.func
+                name = getattr(function, "attr", getattr(function, "id", ""))
+                if name == "all_reduce" or name.startswith("all_gather"):
+                    yield node, each
+
+
+def is_sum(call: ast.Call) -> bool:
+    """Whether an all-reduce sums, over the ranks of the default group; or a gathering
+    is over these."""
+    is_reduce = "all_reduce" in ast.unparse(call.func)
+    names = ["tensor", "op" if is_reduce else "from", "group"]
+    given = dict(zip(names, call.args, strict=False))
+    given |= {each.arg: each.value for each in call.keywords if each.arg}
+    op = ast.unparse(given["op"]) if "op" in given else "SUM"
+    group = ast.unparse(given["group"]) if "group" in given else "None"
+    return op.endswith("SUM") and group in ("None", "dist.group.WORLD")
+
+
+def quotients(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What a node divides, and by what."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
+        yield node.left, node.right
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        yield node.target, node.value
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("div", "div_", "true_divide")
+        and node.args
+    ):
+        yield node.func.value, node.args[0]
+
+
+def words_in(node: ast.AST) -> set[str]:
+    """The names and attributes in an expression that may stand for a value of its."""
+    return {
+        getattr(each, "id", getattr(each, "attr", ""))
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name | ast.Attribute)
+    } - {"torch", "dist", "distributed", "self", "tensor", "device", *VIEWS, *COPIES}
 
 
 class _Sizes:

@@ -20,7 +20,7 @@ UNEVEN = (
     "returns what the mean of that batch divides by, for example weigh=lambda "
     "batch: (batch[1] != -100).sum(). A sum that the loop divides by a count over "
     'several batches, as num_items_in_batch, is right with reduction="sum" instead, '
-    "and that count summed over the ranks: dist.all_reduce(count)"
+    "and that count summed over the ranks: dist.all_reduce(count, group=loader.group)"
 )
 SUM = (
     "the loss is a sum over samples, but the losses of ranks and microbatches "

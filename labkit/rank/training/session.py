@@ -47,6 +47,7 @@ from labkit.rank.loop.early_stop import StopRule
 from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import sum_over_all
 from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.run_records import RESERVED
@@ -80,6 +81,7 @@ from labkit.strategies.autograd.exports import refuse_exports
 from labkit.strategies.mesh.device_mesh import build_mesh
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.peers import peers_on
+from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
@@ -99,7 +101,12 @@ from labkit.train_options import TrainOptions
 SIZE_OF_PART = (
     "{use}: the size of a batch in the loop is that of this rank's part, where one "
     "process has the whole batch. To train with it, sum it over the ranks first: "
-    "size = torch.tensor(len(x)); dist.all_reduce(size)"
+    "size = torch.tensor(len(x)); dist.all_reduce(size, group=loader.group)"
+)
+SUM_OF_SAME = (
+    "{use}: under {strategy} {same} ranks have the same samples, and over all ranks "
+    "this has each of them {same} times. Take it over the ranks that share a batch, "
+    "which is right under any strategy: group=loader.group"
 )
 NO_STEPS = (
     "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
@@ -395,7 +402,7 @@ class Session:
             `step()` waits for further microbatches.
         loader : RankLoader
             Yields this rank's part of every global batch, on its device: see
-            `RankLoader.share` and `RankLoader.num_steps`.
+            `RankLoader.share`, `RankLoader.group` and `RankLoader.num_steps`.
 
         Raises
         ------
@@ -764,6 +771,10 @@ class Session:
         speak_as_ddp(model)
         if self.peers.size > 1 and (use := use_of_batch_size(self.code)):
             self.note(SIZE_OF_PART.format(use=use.removesuffix(":")))
+        same = team_on(self.mesh, self.device).size // self.peers.size
+        if same > 1 and (use := sum_over_all(self.code)):
+            name = self.strategy.name
+            self.note(SUM_OF_SAME.format(use=use, strategy=name, same=same))
         if self.options.accumulate > 1:
             if work := extra_work(self.code):
                 count = self.options.accumulate

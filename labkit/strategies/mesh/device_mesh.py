@@ -61,6 +61,7 @@ def forget_groups() -> None:
     """Keep none of the groups that are about to be left, nor their connections."""
     mesh_of.cache_clear()
     another_group.cache_clear()
+    group_of_one.cache_clear()
     forget_gloo()
 
 
@@ -85,6 +86,13 @@ def another_group(group: Any, mesh: DeviceMesh, axis: str) -> Any:
     timeout = timeout_of(group)
     groups = [(row, dist.new_group(row, timeout)) for row in rows]
     return next(made for row, made in groups if dist.get_rank() in row)
+
+
+@lru_cache(maxsize=4)
+def group_of_one(world: Any) -> Any:
+    """The group of this rank alone, beside the default group `world`."""
+    own = [dist.get_rank()]
+    return dist.new_group(own, timeout_of(world), use_local_synchronization=True)
 
 
 def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -16,6 +16,7 @@ from labkit.compat.c10d import gloo_of
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.device_mesh import control_of
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
+from labkit.strategies.mesh.device_mesh import group_of_one
 from labkit.strategies.mesh.worlds import ALONE
 from labkit.strategies.mesh.worlds import check_world
 from labkit.strategies.mesh.worlds import current_world
@@ -53,6 +54,15 @@ class Peers:
     def group(self) -> dist.ProcessGroup | None:
         """The process group, as of now."""
         return self.own_group or dist.group.WORLD
+
+    @property
+    def exact_group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks and no others, as of now: of this one alone
+        where each has the samples of all."""
+        if self.size == 1 and dist.get_world_size() > 1:
+            found: dist.ProcessGroup = group_of_one(dist.group.WORLD)
+            return found
+        return self.group
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM

@@ -1,6 +1,7 @@
 """Checks that ranks that train one model have the same of it, and do the same."""
 
 import zlib
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.torch import no_dispatch
 from labkit.compat.torch import tree_leaves
-from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.fingerprints import fingerprints
 
@@ -103,16 +103,19 @@ def check_inputs(leaves: Sequence[Any], mesh: DeviceMesh) -> None:
         )
 
 
-def check_roots(roots: Roots, mesh: DeviceMesh) -> None:
-    """UnsupportedLoopError where ranks that share the layers of a model begin a
-    backward pass with different values. Collective."""
+OTHER_LOSS = (
+    "ranks that share the layers of one model have another loss on each, and each "
+    "would train its parts for its own. Compute the loss in the same way on all of "
+    "them, without rank"
+)
+
+
+def check_roots(roots: Iterable[Any], mesh: DeviceMesh, why: str = OTHER_LOSS) -> None:
+    """UnsupportedLoopError, in the words of `why`, where ranks that share the layers of
+    a model begin a backward pass with different values. Collective."""
     sums = [r.detach().double().sum() for r in roots if isinstance(r, torch.Tensor)]
     if sums and not are_equal(torch.stack(sums), mesh):
-        raise UnsupportedLoopError(
-            "ranks that share the layers of one model have another loss on each, and "
-            "each would train its parts for its own. Compute the loss in the same way "
-            "on all of them, without rank"
-        )
+        raise UnsupportedLoopError(why)
 
 
 def are_equal(numbers: torch.Tensor, mesh: DeviceMesh) -> bool:

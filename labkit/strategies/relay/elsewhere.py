@@ -11,13 +11,20 @@ from labkit.compat.torch import BOOKKEEPING
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import tree_map_only
-from labkit.strategies.relay.collectives import COLLECTIVE
-from labkit.strategies.relay.collectives import is_collective
+from labkit.strategies.mesh.collectives import is_collective
 
 READ = (
     "the values of a tensor of shape {shape} are read ({name}), and under pipeline "
     "another rank computes it: each has a part of the model's layers. What the model "
     "returns is on every rank; have forward return what is to be read, or use ddp"
+)
+
+
+COLLECTIVE = (
+    "the model's forward calls a collective of torch.distributed, and under pipeline "
+    "each layer runs on the one rank that has it, with the whole batch: the others "
+    "have no samples to give, and would not come along. Leave the collective out of "
+    "forward under pipeline, or use ddp"
 )
 
 

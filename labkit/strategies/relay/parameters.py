@@ -10,11 +10,11 @@ from labkit.compat.torch import BOOKKEEPING
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import tree_map_only
+from labkit.strategies.mesh.collectives import is_collective
 from labkit.strategies.model.gradients import PartitionedParameter
 from labkit.strategies.model.gradients import is_of_cell
 from labkit.strategies.model.gradients import owner_of
-from labkit.strategies.relay.collectives import COLLECTIVE
-from labkit.strategies.relay.collectives import is_collective
+from labkit.strategies.relay.elsewhere import COLLECTIVE
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import compute
 from labkit.strategies.relay.elsewhere import leaves_of

@@ -34,8 +34,9 @@ from labkit.compat.torch import tree_unflatten
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.mesh.channel import Channel
+from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.mesh.device_mesh import another_group
-from labkit.strategies.relay.collectives import NoCollectives
+from labkit.strategies.relay.elsewhere import COLLECTIVE
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import as_elsewhere
@@ -602,7 +603,8 @@ class Relay:
         watch: Any = contextlib.nullcontext()
         if key not in self._watched:
             self._watched.add(key)
-            watch = NoCollectives(set(ranks_of(self.group)) - {dist.get_rank()})
+            others = set(ranks_of(self.group)) - {dist.get_rank()}
+            watch = NoCollectives(others, COLLECTIVE)
         self._in_layer = True
         try:
             with self._own_numbers(number, self._calls.get(number, 0)), watch:

@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import without_modes
+from labkit.strategies.mesh.collectives import NoCollectiveCalls
 from labkit.strategies.model.alike import check_inputs
 from labkit.strategies.model.materialize import empty_copy
 from labkit.strategies.prepared import blocks
@@ -35,6 +37,14 @@ FAILS = (
     "that is split by columns gives each rank a part of its output, and one that is "
     "split by rows takes such a part. Let view infer the number of heads, as in "
     "x.view(B, T, -1, head_dim), or leave these layers out of the plan"
+)
+
+
+COLLECTIVE = (
+    "the model's forward calls a collective of torch.distributed, and under tensor the "
+    "ranks that share its layers have the same samples: what it gathers or sums has "
+    "each of them several times. Leave the collective out of forward under tensor, or "
+    "use ddp"
 )
 
 
@@ -73,11 +83,15 @@ class Comparison:
             contexts.enter_context(without_modes())  # it is no part of the loop
             contexts.enter_context(torch.inference_mode(False))
             contexts.enter_context(torch.no_grad())
-            contexts.enter_context(unchanged(model))
             contexts.enter_context(without_fast_path())
             check_inputs(tree_leaves((args, kwargs)), self._mesh)
-            found, ours, error = self._outputs(model, args, kwargs)
+            with unchanged(model):
+                found, ours, error = self._outputs(model, args, kwargs)
+            # Both from the same state: forward may change it.
+            contexts.enter_context(unchanged(model))
             contexts.enter_context(self._gathering(copy))
+            others = set(ranks_of(self._mesh.get_group())) - {dist.get_rank()}
+            contexts.enter_context(NoCollectiveCalls(others, COLLECTIVE))
             expected, theirs, own = self._outputs(copy, args, kwargs)
             if error is not None and own is None:
                 raise UnsupportedLoopError(
@@ -247,9 +261,16 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluate `model` within it, and take back what that changes: buffers, counters,
-    and whether it is training."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Evaluate `model` within it, and take back what that changes: parameters, buffers,
+    counters, and whether it is training."""
+    parameters = [local_part(each.detach()) for each in model.parameters()]
+    values = [each.clone() for each in parameters]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in buffers_of(module).items()
+        if buffer is not None
+    ]
     numbers = [
         (module, {k: v for k, v in vars(module).items() if isinstance(v, int | float)})
         for module in model.modules()
@@ -259,7 +280,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, values in numbers:
-            vars(module).update(values)
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for module, counts in numbers:
+            vars(module).update(counts)
+        for parameter, data in zip(parameters, values, strict=True):
+            parameter.copy_(data)
+        for module, name, buffer, before in buffers:
+            buffers_of(module)[name] = buffer
+            buffer.copy_(before)

@@ -48,11 +48,20 @@ HOOK = (
 )
 UNCOMPARED = (
     "the loop never calls the model itself, only parts of it, so what it computes when "
-    "split was not compared with what the whole model does. Call model(x) once"
+    "split was not compared with what the whole model does. Call model(x) once, and it "
+    "is compared there"
 )
 NOT_COMPARED = (
     "what the model computes when split was not compared with what the whole model "
     "does, of which a copy fails: {because}"
+)
+OTHER_LOSS = (
+    "ranks that share the layers of one model have another loss on each, and each "
+    "would train its parts for its own. Either the loop computes it by rank, or from "
+    "random numbers of its own: make it the same on all ranks. Or it computes outside "
+    "of the model's forward with a layer that is split, as {name}: of its output, and "
+    "of its parameters, a rank has its part. Have forward compute that and return it, "
+    "leave that layer out of the plan, or use ddp"
 )
 KEYS = ("plan", "sequence", "loss_parallel")
 """Of `--config`: the rest is for `fully_shard`, where the mesh has an axis for it."""
@@ -196,6 +205,7 @@ class Split:
         check_masks(optimizer)
         quiet_redistribution()
         plan = checked_plan(model, self._mesh.size(), mine)
+        self._other_loss = OTHER_LOSS.format(name=next(iter(plan), "one of the plan"))
         self._num_hooks = {n: num_hooks(m) for n, m in model.named_modules()}
         self._traffic = Traffic(model, plan)
         self._comparison = Comparison(model)
@@ -260,7 +270,7 @@ class Split:
         """In the first passes, compare what ranks with the same samples begin with."""
         if self._num_passes < NUM_COMPARED:
             self._num_passes += 1
-            check_roots([local_part(each) for each in roots], self._mesh)
+            check_roots(map(local_part, roots), self._mesh, self._other_loss)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """With the bytes of activations that a rank sends in a step."""

@@ -1,4 +1,4 @@
-"""Refuses collectives over ranks of several stages in a layer, which one rank runs."""
+"""Refuses collectives of a model's own over ranks that it does not speak of."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -6,19 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import OPERATORS
+from labkit.compat.c10d import Group
 from labkit.compat.c10d import group_named
 from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import TorchDispatchMode
 
-COLLECTIVE = (
-    "the model's forward calls a collective of torch.distributed, and under pipeline "
-    "each layer runs on the one rank that has it, with the whole batch: the others "
-    "have no samples to give, and would not come along. Leave the collective out of "
-    "forward under pipeline, or use ddp"
-)
 _MODULES = ("torch.distributed.distributed_c10d", "torch.distributed.nn.functional")
 
 
@@ -29,18 +25,43 @@ def is_collective(func: Any) -> bool:
 
 class NoCollectives(TorchDispatchMode):
     """Within it a collective with one of the ranks `others` is refused before it is
-    begun: they would never come, or take it for another one."""
+    begun, in the words of `why`."""
 
-    def __init__(self, others: Iterable[int]) -> None:
+    def __init__(self, others: Iterable[int], why: str) -> None:
         super().__init__()
-        self._others = set(others)
+        self._others, self._why = set(others), why
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in OPERATORS and self._others & ranks_among(args):
-            raise UnsupportedLoopError(COLLECTIVE)
+            raise UnsupportedLoopError(self._why)
         return func(*args, **kwargs or {})
+
+
+class NoCollectiveCalls(TorchFunctionMode):
+    """The same for functions of torch.distributed that are called: other operators, as
+    those of DTensors, may exchange what they need."""
+
+    def __init__(self, others: Iterable[int], why: str) -> None:
+        super().__init__()
+        self._others, self._why = set(others), why
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_collective(func):
+            groups = [g for g in (*args, *kwargs.values()) if isinstance(g, Group)]
+            if self._others & set(ranks_of(groups[0] if groups else default_group())):
+                raise UnsupportedLoopError(self._why)
+        return func(*args, **kwargs)
+
+
+def default_group() -> Group:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
 
 
 def ranks_among(args: Sequence[Any]) -> set[int]:
