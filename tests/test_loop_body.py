@@ -4,6 +4,7 @@ import pytest
 
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import sum_over_all
+from labkit.rank.loop.loop_body import update_by_batch_size
 from labkit.rank.loop.loop_body import use_of_batch_size
 
 PREPARE = "model, optimizer, loader = prepare(model, optimizer, data)\n"
@@ -150,3 +151,19 @@ def test_a_sum_over_all_ranks_that_becomes_no_mean_is_found(
 ) -> None:
     line = sum_over_all(code)
     assert line is None if found is None else str(line).startswith(found)
+
+
+def test_an_update_by_the_size_of_a_part_is_found() -> None:
+    epoch = """
+def train(net, batches):
+    for X, y in batches:
+        l = loss(net(X), y)
+        l.sum().backward()
+        metric.add(l.sum(), y.numel())
+        updater(X.shape[0])
+"""
+    assert update_by_batch_size(epoch) == "line 7: updater(X.shape[0])"
+    assert update_by_batch_size(epoch.replace("X.shape[0]", "batch_size")) is None
+    assert update_by_batch_size(epoch.replace("updater(", "meter.count(")) is None
+    assert update_by_batch_size(epoch + "dist.all_reduce(size)") is None
+    assert update_by_batch_size("this is no Python") is None

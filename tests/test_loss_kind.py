@@ -12,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit.rank.loss.kind import CONSTANT
 from labkit.rank.loss.kind import CURVED_MEAN
+from labkit.rank.loss.kind import MEAN_IN_SUM
 from labkit.rank.loss.kind import NORMALIZED
 from labkit.rank.loss.kind import PAIRS
 from labkit.rank.loss.kind import PARTLY_SUM
 from labkit.rank.loss.kind import SUM
+from labkit.rank.loss.kind import SUM_OUTSIDE
 from labkit.rank.loss.kind import UNEVEN
 from labkit.rank.loss.kind import LossWatch
 
@@ -359,9 +361,41 @@ def test_what_is_noted(name: str) -> None:
 
 
 def test_of_a_loss_over_data_of_the_loops_own_sums_alone_are_noted() -> None:
-    assert noted(lambda x: x.square().sum(), None) == SUM
+    assert noted(lambda x: x.square().sum(), None) == SUM_OUTSIDE
+    assert noted(lambda x: x.square().sum() + x.mean(), None) == SUM_OUTSIDE
     for make in (RIGHT["cross entropy"], NOTED["ignored"][0], NOTED["rmse"][0]):
         assert noted(make, None) is None
+
+
+OF_SUMS: dict[str, tuple[Loss, str | None]] = {
+    "mean": (lambda x: F.cross_entropy(x, WHOLE), MEAN_IN_SUM),
+    "masked": (lambda x: x.square()[MASK].mean(), MEAN_IN_SUM),
+    "sum and mean": (lambda x: x.square().sum() + F.mse_loss(x, T), MEAN_IN_SUM),
+    "of each step": (
+        lambda x: added([x[:, 0].mean(), x[:3, 1].mean(), x[:3, 2].mean()]),
+        MEAN_IN_SUM,
+    ),
+    "sum": (lambda x: x.square().sum(), None),
+    "sum of means": (lambda x: x.square().mean(1).sum(), None),
+    "one a sample": (lambda x: added(of_each(x)), None),
+    "mean times its number": (lambda x: F.mse_loss(x, T) * len(x), None),
+    "divided by another number": (lambda x: x.square().sum() / 17, None),
+    "penalty": (lambda x: x.square().sum() + P.square().mean(), None),
+}
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_a_mean_among_losses_that_are_added_up_is_noted(name: str) -> None:
+    make, expected = OF_SUMS[name]
+    loss = make(X.clone().requires_grad_())
+    assert LossWatch(is_sum=True).look(loss, 4, 1) == expected
+
+
+def test_means_over_the_samples_left_at_each_of_as_many_steps_are_no_sum() -> None:
+    x = X.clone().requires_grad_() * T
+    left = torch.arange(4)[:, None] >= torch.arange(4) - 1
+    means = [x[:, t].masked_select(left[:, t]).mean() for t in range(4)]
+    assert LossWatch().look(added(means), 4, 1) == UNEVEN
 
 
 @pytest.mark.skipif(

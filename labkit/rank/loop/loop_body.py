@@ -20,6 +20,9 @@ VIEWS = {"to", "cuda", "cpu", "float", "long", "view", "reshape", "flatten", "sq
 OPTIONS = {"lr", "weight_decay", "momentum", "betas", "eps"}
 """Of an optimizer, which a loop may set."""
 
+METERS = {"add", "append", "update", "print", "write", "set_postfix", "extend", "range"}
+"""What a call that gets the size of a batch may be, which is no update."""
+
 NO_SCHEDULER = re.compile(r"bar|progress|tqdm|count|meter|writer|log", re.IGNORECASE)
 """In the name of what is no scheduler."""
 
@@ -214,6 +217,23 @@ def words_in(node: ast.AST) -> set[str]:
     } - {"torch", "dist", "distributed", "self", "tensor", "device", *VIEWS, *COPIES}
 
 
+def update_by_batch_size(code: str) -> str | None:
+    """The first line of a loop with a backward pass that calls something with the size
+    of its batch, as "line 12: updater(x.shape[0])", and is no meter; None if there is
+    none, or if the cell exchanges anything between ranks."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return None
+    if any(word in code for word in EXCHANGES if word != "reduction="):
+        return None
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For) and ".backward(" in ast.unparse(loop):
+            for found in _Sizes(loop).calls():
+                return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
+    return None
+
+
 class _Sizes:
     """What a loop over batches makes of their sizes."""
 
@@ -325,6 +345,18 @@ class _Sizes:
             if isinstance(node, ast.stmt) and self._trains_with(node):
                 return node
         return None
+
+    def calls(self) -> Iterator[ast.stmt]:
+        """Statements that call something with a size, and may be updates."""
+        for node in self._nodes:
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+                continue
+            function = node.value.func
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            of = ast.unparse(function)
+            is_meter = name in METERS or bool(NO_SCHEDULER.search(of))
+            if not is_meter and any(map(self._is_size, node.value.args)):
+                yield node
 
     def _trains_with(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.If | ast.While):

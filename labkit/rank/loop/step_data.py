@@ -43,6 +43,13 @@ OWN_DATA = (
     "into {count}, or have the loop run {count} times as often"
 )
 
+ADDED_UP = (
+    'reduction="sum" adds up the gradients of the ranks, and the loop does not take '
+    "its batches from the loader that prepare returned. Where each rank has samples of "
+    "its own, the sum is that of one process on all of them. Where all ranks compute "
+    'the same, it is as many times that of one process: leave out reduction="sum"'
+)
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -72,6 +79,8 @@ class StepData:
         self._hooks.check_loss = self._check_loss
         self._loss_watch: LossWatch | None = None
         """Until it has found something to note."""
+        self._is_added_up = False
+        """Whether losses of several ranks are added up."""
         self._accumulate = accumulate
         self._note = note
         self._loader: RankLoader | None = None
@@ -106,7 +115,8 @@ class StepData:
         self._hooks.weight = self.weight_outside = dealer.weight_outside
         self._hooks.is_sum = dealer.is_sum
         if dealer.peers.size * self._accumulate > 1 and is_mean_of_samples:
-            self._loss_watch = None if dealer.is_sum else LossWatch()
+            self._loss_watch = LossWatch(is_sum=dealer.is_sum)
+        self._is_added_up = dealer.is_sum and dealer.peers.size > 1
 
     def _check_loss(self, loss: torch.Tensor, seed: torch.Tensor | None) -> None:
         """Note a loss that is not the mean of those of ranks and microbatches."""
@@ -171,6 +181,8 @@ class StepData:
                 self._is_new = False
         elif self._is_uneven and self._num_unused > 0:
             self._note(DRAWN_BEFORE)
+        elif is_prepared and self.is_own and self._is_added_up:
+            self._note(ADDED_UP)
         elif is_prepared and self._accumulate > 1:
             self._note(OWN_DATA.format(count=self._accumulate))
 

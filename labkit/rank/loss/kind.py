@@ -18,14 +18,34 @@ UNEVEN = (
     "are weighted by their number of samples. So the gradient differs from that of "
     "one process on the whole batch. Pass prepare(..., weigh=f), where f(batch) "
     "returns what the mean of that batch divides by, for example weigh=lambda "
-    "batch: (batch[1] != -100).sum(). A sum that the loop divides by a count over "
-    'several batches, as num_items_in_batch, is right with reduction="sum" instead, '
-    "and that count summed over the ranks: dist.all_reduce(count, group=loader.group)"
+    "batch: (batch[1] != -100).sum(). A sum that the loop divides by counts of its "
+    "own, over several batches (num_items_in_batch) or for each part of the loss, is "
+    'right with reduction="sum" instead, and each count summed over the ranks: '
+    "dist.all_reduce(count, group=loader.group)"
 )
 SUM = (
     "the loss is a sum over samples, but the losses of ranks and microbatches "
     "are averaged: the gradient is a fraction of what one process computes on "
-    'the whole batch. Pass prepare(..., reduction="sum"), or use a mean'
+    'the whole batch. Pass prepare(..., reduction="sum"), or use a mean. A loop that '
+    "divides the gradient by a number of samples, as in an update by hand, then needs "
+    "that of all ranks: size = torch.tensor(len(x)); dist.all_reduce(size, "
+    "group=loader.group). Where it divides by len(x) of this rank, without "
+    'reduction="sum", the result is right if all ranks have as many samples'
+)
+SUM_OUTSIDE = (
+    "the loss has a sum over data that the loop does not take from the loader, and the "
+    "losses of ranks and microbatches are averaged. Where all ranks compute the same, "
+    "that is right as it is. Where each has samples of its own, the gradient is a "
+    "fraction of what one process computes on all of them: pass prepare(..., "
+    'reduction="sum"), or use a mean'
+)
+MEAN_IN_SUM = (
+    'reduction="sum" adds up the losses of ranks and microbatches, and this loss has a '
+    "mean over the samples or targets of one of these, so the gradient is larger than "
+    "that of one process on the whole batch. Divide by the number of all ranks: "
+    "count = torch.tensor(len(x)), or that of the targets; dist.all_reduce(count, "
+    "group=loader.group); loss = losses.sum() / count. A loss that is one mean over "
+    'the samples needs no reduction="sum"'
 )
 PARTLY_SUM = (
     "the loss adds a sum over samples to a mean, but the losses of ranks and "
@@ -72,7 +92,9 @@ decide."""
 class LossWatch:
     """Looks at a rank's losses: are the ranks' means averaged as they should be?"""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sum: bool = False) -> None:
+        """`is_sum` where they are added up: are they sums?"""
+        self._is_sum = is_sum
         self._microbatch = 0
         self._place = 0
         """Losses of this microbatch so far: a loop may have several."""
@@ -102,13 +124,14 @@ class LossWatch:
         self._place = self._place + 1 if microbatch == self._microbatch else 0
         self._microbatch = microbatch
         # A number in a graph is no tensor to a dispatch mode, as of the step's probe.
+        judge = self._judge_sum if self._is_sum else self._judge
         with no_dispatch():
             if seed is not None and is_sum_of(loss, seed):
-                return SUM
+                return self._of_sums(SUM, num_samples)
             if loss.numel() != 1:
                 return None
             try:
-                text = self._judge(Terms(num_samples), loss.grad_fn, num_samples)
+                text = judge(Terms(num_samples), loss.grad_fn, num_samples)
             except (RuntimeError, TypeError, ArithmeticError):
                 return None  # of other kinds of numbers: a check must not end the loop
         if num_samples and num_samples > MAX_NUMBER_OF_WEIGHT:
@@ -116,7 +139,34 @@ class LossWatch:
                 self._right.add(self._place)
         elif text in (SUM, PARTLY_SUM) and self._place in self._right:
             return None
-        return text
+        return self._of_sums(text, num_samples)
+
+    def _of_sums(self, text: str | None, num_samples: int | None) -> str | None:
+        """What is said of a sum, where the loop has the loader's data or its own."""
+        if text is None or (self._is_sum and text == SUM):
+            return None
+        return SUM_OUTSIDE if num_samples is None else text
+
+    def _judge_sum(
+        self, found: Terms, root: Any, num_samples: int | None
+    ) -> str | None:
+        """MEAN_IN_SUM where losses that are added up have a mean over samples, and
+        not one for each sample."""
+        if not num_samples or num_samples <= MAX_NUMBER_OF_WEIGHT:
+            return None
+        means = [
+            term
+            for term in found.below(root)
+            if term.kind == "mean"
+            and term.curve is None
+            and not term.factors
+            and term.count is not None
+            and found.is_of_data(term.node)
+        ]
+        if not means or _is_one_a_sample(means, num_samples):
+            return None
+        is_over_samples = any(float(m.count or 1) % num_samples == 0 for m in means)
+        return MEAN_IN_SUM if is_over_samples or len(means) == 1 else None
 
     def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
@@ -165,7 +215,10 @@ class LossWatch:
                 return None
             if _has_factor(term, {size}):
                 return self._uneven(place, float(size), num_samples, is_strict=True)
-            return _of_sum(term, (size,), num_samples)
+            text = _of_sum(term, (size,), num_samples)
+            if text == SUM and _is_one_a_step(group, num_samples):
+                return UNEVEN
+            return text
         texts = [
             self._judge_term(each, num_samples, (place << 12) + number, is_alone)
             for number, each in enumerate(group)
@@ -244,6 +297,13 @@ def _is_one_a_sample(group: list[Term], num_samples: int) -> bool:
     if len(group) % num_samples:
         return set(counts) == {1}
     return any((count or 0) % num_samples for count in counts)
+
+
+def _is_one_a_step(group: list[Term], num_samples: int) -> bool:
+    """Whether means may be over the samples that are left at each step, and not over
+    the elements of one sample: there are as many of the one as of the other."""
+    counts = {float(term.count or 0) for term in group}
+    return len(counts) > 1 and max(counts) == num_samples
 
 
 def _of_sum(term: Term, sizes: tuple[int, ...], num_samples: int | None) -> str | None:

@@ -48,6 +48,7 @@ from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import sum_over_all
+from labkit.rank.loop.loop_body import update_by_batch_size
 from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.run_records import RESERVED
@@ -441,6 +442,9 @@ class Session:
         self._loss_hooks.scale = prepared.scale
         self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
+        is_added_up = dealer.is_sum and self.peers.size > 1
+        if is_added_up and (use := update_by_batch_size(self.code)):
+            self.note(SIZE_OF_PART.format(use=use))
         # From here on ranks with samples of their own differ: dropout falls on other
         # units on each.
         seed_everything(self.seed + self.peers.rank)
