@@ -5,6 +5,7 @@ import pytest
 from labkit import Lab
 from labkit import RankError
 from labkit.rank.loop.own_gradients import group_gradient_use
+from labkit.rank.loop.own_gradients import group_value_use
 
 READS = [
     "for g in opt.param_groups:\n    clip_grad_norm_(g['params'], 1.0)",
@@ -74,6 +75,52 @@ def test_other_uses_of_groups_are_none(code: str) -> None:
     assert group_gradient_use(code) is None
 
 
+USES = [
+    "for g in opt.param_groups:\n    for p in g['params']:\n        p.data.clamp_(0)",
+    "for p in opt.param_groups[0]['params']:\n    p.data = p.data * 2",
+    "for p in opt.param_groups[0]['params']:\n    p.requires_grad = False",
+    "for p in opt.param_groups[0]['params']:\n    p.requires_grad_(False)",
+    "for p in opt.param_groups[0]['params']:\n    torch.nn.init.zeros_(p)",
+    "loss += sum((p * p).sum() for g in opt.param_groups for p in g['params'])",
+    "loss += sum(p.norm() for g in opt.param_groups for p in g['params'])",
+    "mine = {p for g in opt.param_groups for p in g['params']}\n"
+    "for p in model.parameters():\n    p.requires_grad_(p in mine)",
+    "ids = set(id(p) for g in opt.param_groups for p in g['params'])\n"
+    "rest = [p for p in model.parameters() if id(p) not in ids]",
+    "ids = set(map(id, opt.param_groups[0]['params']))\nprint(id(p) in ids)",
+    "print(p in opt.param_groups[0]['params'])",
+    "def clamp(opt):\n"
+    "    for p in opt.param_groups[0]['params']:\n"
+    "        p.clamp_(0)\n"
+    "m, opt, loader = prepare(m, opt, data)\n"
+    "clamp(opt)",
+]
+USES_NONE = [
+    *(READS[0], READS[2], READS[3], *READS_NONE[:2], *READS_NONE[3:]),
+    "n = sum(p.numel() for g in opt.param_groups for p in g['params'])",
+    "for g in opt.param_groups:\n    for p in g['params']:\n        print(p.shape)",
+    "for g in opt.param_groups:\n"
+    "    for p in g['params']:\n"
+    "        opt.state[p]['momentum_buffer'].zero_()",
+    "for p in opt.param_groups[0]['params']:\n"
+    "    p.data.clamp_(0)\n"
+    "m, opt, loader = prepare(m, opt, data)",
+    "print('lr' in opt.param_groups[0])",
+]
+
+
+@pytest.mark.parametrize("code", USES)
+def test_parameters_of_groups_are_found(code: str) -> None:
+    found = group_value_use("pass\n" + code)
+    assert found is not None
+    assert found.startswith("line ")
+
+
+@pytest.mark.parametrize("code", USES_NONE)
+def test_other_uses_than_of_parameters_are_none(code: str) -> None:
+    assert group_value_use(code) is None
+
+
 CLIPS = """
 import torch.nn.functional as F
 
@@ -94,3 +141,10 @@ def test_they_are_refused_where_groups_hold_parts_without_gradients(lab: Lab) ->
     lab.train("ddp", CLIPS, live=False)
     with pytest.raises(RankError, match=r"line 10: .*these are the parts that this"):
         lab.train("zero2", CLIPS, live=False)
+    clamps = CLIPS.replace(
+        'torch.nn.utils.clip_grad_norm_(group["params"], 0.1)',
+        '[p.data.clamp_(-0.1, 0.1) for p in group["params"]]',
+    )
+    lab.train("ddp", clamps, live=False)
+    with pytest.raises(RankError, match=r"line 10: .*none of the model's parameters"):
+        lab.train("zero1", clamps, live=False)

@@ -1,11 +1,17 @@
 """What is refused, or brought into shape, before a strategy has changed anything."""
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit.checks import UnsupportedLoopError
 from labkit.strategies import STRATEGIES
+from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.fsdp import called_ones
 from labkit.strategies.fsdp import check_calls
 from labkit.strategies.model.materialize import move
@@ -175,3 +181,140 @@ def test_an_optimizer_without_a_step_for_parts_is_refused() -> None:
     check_masks(torch.optim.Adam(parameters))
     with pytest.raises(UnsupportedLoopError, match="Rprop sets elements"):
         check_masks(torch.optim.Rprop(parameters))
+
+
+class Mine(torch.optim.Optimizer):
+    """An optimizer whose `direction` is that of each parameter."""
+
+    def __init__(self, parameters: Any, lr: float = 0.0, limit: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.limit = limit
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        global num_steps
+        num_steps += 1
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("m", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    p.sub_(self.direction(p, momentum), alpha=group["lr"])
+
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum.sign()
+
+
+num_steps = 0
+
+
+class ByMean(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        mask = (momentum * p.grad > 0).float()
+        return momentum * mask / mask.mean()
+
+
+class ByShape(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum + (0.01 * p if p.dim() > 1 else 0.0)
+
+
+class ByStep(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / self.num_steps
+
+
+class ByMatrix(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum if momentum.size(-1) == 24 else momentum / momentum.size(1)
+
+
+class AtRandom(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum + torch.randn_like(p)
+
+
+class ByAllReduce(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(norm := momentum.norm())
+        return momentum / norm
+
+
+class Clipping(Mine):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(every, self.limit)
+        super().step()
+
+
+class Cautious(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in every]
+        super().step()
+        for p, old in zip(every, before, strict=True):
+            mask = ((p - old) * p.grad < 0).float()
+            p.copy_(old + (p - old) * mask / mask.mean())
+
+
+class Holding(ByMean):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters())
+        self.model = model
+
+
+class Plain(torch.optim.AdamW):
+    pass
+
+
+MODEL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_right", "is_right_by_parameter"),
+    [
+        (ByMean(MODEL.parameters()), False, False),
+        (ByShape(MODEL.parameters()), False, False),
+        (ByMatrix([MODEL[1].weight], lr=1.0), False, False),
+        (AtRandom(MODEL.parameters()), False, False),
+        (Clipping(MODEL.parameters()), False, False),
+        (Cautious(MODEL.parameters(), foreach=True), False, False),
+        (ByStep(MODEL.parameters()), True, True),
+        (ByStep([{"params": [p]} for p in MODEL.parameters()]), False, True),
+        (Mine(MODEL.parameters()), True, True),
+        (Plain(MODEL.parameters(), lr=torch.tensor(1e-9)), True, True),
+        (Plain(MODEL.parameters(), foreach=True, amsgrad=True), True, True),
+        (Plain(MODEL.parameters(), fused=True), True, True),
+        # What cannot be known is tried by the loop.
+        (Plain(MODEL.parameters(), capturable=True), True, True),
+        (Holding(MODEL), True, True),
+        (ByAllReduce(MODEL.parameters()), True, True),
+        (type("Own", (torch.optim.LBFGS,), {})(MODEL.parameters()), True, True),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_optimizers_are_tried_on_parts(
+    optimizer: torch.optim.Optimizer, is_right: bool, is_right_by_parameter: bool
+) -> None:
+    before = [p.clone() for p in MODEL.parameters()]
+    settings = [dict(group) for group in optimizer.param_groups]
+    drawn, counted = torch.get_rng_state(), num_steps
+    seen: list[Any] = []
+    hook = register_optimizer_step_post_hook(lambda *given: seen.append(given))
+    for is_by_group in (True, False):
+        expected = is_right if is_by_group else is_right_by_parameter
+        refused = pytest.raises(UnsupportedLoopError, match="more than one element")
+        with nullcontext() if expected else refused:
+            check_elementwise(optimizer, torch.device("cpu"), is_by_group=is_by_group)
+    hook.remove()
+    assert not seen
+    assert not optimizer.state
+    assert all(map(torch.equal, before, MODEL.parameters()))
+    assert [dict(group) for group in optimizer.param_groups] == settings
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert getattr(optimizer, "num_steps", 0) == 0
+    assert num_steps == counted

@@ -42,6 +42,7 @@ from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.mesh.device_mesh import broadcast
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.model.materialize import move
@@ -58,7 +59,6 @@ from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
-from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import check_masks
 from labkit.strategies.prepared import optimizer_tensors

@@ -604,21 +604,6 @@ def check_keys(config: Mapping[str, Any], known: Iterable[str], taker: str) -> N
         raise ValueError(f"--config: {taker} has no {unknown[0]!r}; {says}")
 
 
-WHOLE_PARAMETER_OPTIMIZERS = ("ADAFACTOR", "LAMB", "LARS", "MUON", "SHAMPOO", "SOAP")
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """UnsupportedLoopError for an optimizer that looks at a parameter as a whole: of
-    parts of it, it would make something else."""
-    kind = type(optimizer).__name__
-    if kind.upper() in WHOLE_PARAMETER_OPTIMIZERS:
-        raise UnsupportedLoopError(
-            f"{kind} computes its update from a whole parameter, but under this "
-            "strategy a rank has only a part of it; use ddp, or an element-wise "
-            "optimizer such as AdamW"
-        )
-
-
 def check_masks(optimizer: torch.optim.Optimizer) -> None:
     """UnsupportedLoopError for an optimizer that sets elements by a mask, which torch
     does not have for parts of parameters (DTensors)."""

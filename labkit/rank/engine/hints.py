@@ -1,6 +1,7 @@
 """Adds to errors of libraries what to write instead in a cell."""
 
 import re
+import traceback
 
 import torch
 
@@ -20,8 +21,9 @@ IN_PARTS = (
     "as for a penalty or an average of weights. Call the model itself, not its parts; "
     "use the optimizer's weight_decay, or compute the penalty in forward. To read "
     "values use p.full_tensor() or "
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, zero1, "
-    "zero2 or zero3, under which such loops work unchanged"
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, under "
+    "which parameters are whole on every rank; single where the loop sets weights or "
+    "gradients by what a rank computes of its own samples"
 )
 MIXED_LIST = (
     "some parameters are in parts (DTensors) and others whole, or in other parts, and "
@@ -50,6 +52,13 @@ TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
     "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
     "or zero2"
+)
+WITHIN_A_PASS = (
+    "if this is torch.autograd.grad for parameters within a backward pass, as in the "
+    "torch.autograd.Function of an adjoint method: zero3, fsdp and hsdp gather a "
+    "layer's parameters for its own passes, and these are not what such a Function has "
+    "kept. Compute it plainly in forward, with --activation-checkpointing to save "
+    "memory, or use ddp, zero1 or zero2"
 )
 PART_OF_BATCH = (
     "each rank gets a part of the global batch, so its size may differ from "
@@ -131,6 +140,7 @@ HINTS = {
     r"aten\.(?!_foreach_|stack)\S+ got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
     "FSDP does not support deepcopy": IN_PARTS,
+    r"AssertionError in torch\.distributed\.tensor": IN_PARTS,
     "cannot be performed without redistribution": IN_PARTS,
     "on inputs with different meshes": IN_PARTS,
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
@@ -138,6 +148,8 @@ HINTS = {
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
     r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
     "mat2 must be a matrix": TWICE,
+    "ForZeroStage3Backward returned an invalid gradient": WITHIN_A_PASS,
+    "appears to not have been used in the graph": WITHIN_A_PASS,
     r"unsupported operand type\(s\) for .*'NoneType'": PARTIAL_SUMS,
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
@@ -176,18 +188,26 @@ HINTS = {
         "of its own, without %%dist or %%dist_train"
     ),
 }
-"""What is found in an error's message -> what is added to it."""
+"""What is found in an error's message -> what is added to it. One without a message
+stands for itself: its kind, and the module that raised it."""
 
 
 def add_hint(error: BaseException, device: torch.device, *, accumulates: bool) -> None:
     """Note under `error`, once, what its message does not say."""
-    words = " ".join(safe_str(each) for each in chain(error))
+    words = " ".join(safe_str(each) or place(each) for each in chain(error))
     for found, hint in HINTS.items():
         if hint is PARTIAL_SUMS and not accumulates:
             hint = NO_GRADIENT
         note = hint.format(device=device)
         if re.search(found, words) and note not in notes_of(error):
             error.add_note(note)
+
+
+def place(error: BaseException) -> str:
+    """Its kind, and the module that raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__") if frames else None
+    return f"{type(error).__name__} in {module}"
 
 
 def notes_of(error: BaseException) -> list[str]:

@@ -21,6 +21,7 @@ from labkit.rank.loop.arguments import check_prepared
 from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.own_gradients import gradient_use
 from labkit.rank.loop.own_gradients import group_gradient_use
+from labkit.rank.loop.own_gradients import group_value_use
 from labkit.rank.loop.rank_guards import lonely_use
 from labkit.rank.loss.gradient_hooks import OF_A_PART
 from labkit.rank.loss.gradient_hooks import TOO_LATE
@@ -222,8 +223,8 @@ class LoopChecks:
             )
 
     def check_groups(self, code: str) -> None:
-        """UnsupportedLoopError where `code` looks for gradients in the optimizer's
-        groups, and the strategy has none there."""
+        """UnsupportedLoopError where `code` looks for gradients or parameters in the
+        optimizer's groups, and the strategy has none there."""
         if not self._strategy.has_own_gradients:
             return
         if use := group_gradient_use(code):
@@ -232,6 +233,14 @@ class LoopChecks:
                 f"and under {self._strategy.name} these are the parts that this rank "
                 "updates, without gradients: nothing would be clipped or changed. Take "
                 "the parameters from model.parameters(), or give --clip NORM"
+            )
+        if use := group_value_use(code):
+            raise UnsupportedLoopError(
+                f"{use} uses the parameters in optimizer.param_groups, and under "
+                f"{self._strategy.name} these are copies of the parts that this rank "
+                "updates, none of the model's parameters: what is set in them is lost, "
+                "and none of the model's is among them. Take the parameters from "
+                "model.parameters(), or use ddp"
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -276,23 +285,28 @@ class LoopChecks:
 
     def check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
         strategy, has_microbatches = self._strategy, self._options.accumulate > 1
+        ours = self._prepared_ids()
+        if any(id(each) in ours for each in inputs):
+            raise UnsupportedLoopError(
+                "torch.autograd.grad returns the gradients of this rank and microbatch "
+                f"alone, which {strategy.name} does not average; use "
+                + (
+                    "%%dist_train single without --accumulate: with create_graph=True "
+                    "the loss is of these gradients, and none of the batch's"
+                    if create_graph
+                    else "loss.backward() and read parameter.grad, which is that of "
+                    "the whole batch, or use %%dist_train raw"
+                )
+            )
         is_freed = not strategy.differentiates_twice or (
             strategy.is_sharded and has_microbatches
         )
         if create_graph and is_freed and self._prepared():
             raise UnsupportedLoopError(
-                "torch.autograd.grad(..., create_graph=True) needs parameters in two "
-                f"backward passes, and {self._strategy.name} frees them after the "
-                "first; use ddp, zero1 or zero2 (zero3 does for a first derivative, "
-                "without --accumulate)"
-            )
-        ours = self._prepared_ids()
-        if any(id(each) in ours for each in inputs):
-            raise UnsupportedLoopError(
-                "torch.autograd.grad returns the gradients of this rank and microbatch "
-                f"alone, which {self._strategy.name} does not average; use "
-                "loss.backward() and read parameter.grad, which is that of the whole "
-                "batch, or use %%dist_train raw"
+                "torch.autograd.grad(..., create_graph=True) has the next backward "
+                "pass differentiate the model a second time, for which "
+                f"{strategy.name} has not what it takes on every rank; use ddp, zero1 "
+                "or zero2"
             )
 
     def see_hook(self, parameter: nn.Parameter, is_after: bool) -> None:

@@ -9,6 +9,13 @@ CLIPPING = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "get_total_
 """Functions that read the gradients of parameters."""
 HARMLESS = {"zero_", "detach_", "requires_grad_"}
 """Methods that only clear a gradient."""
+ASKED = {
+    *("device", "dim", "dtype", "grad", "is_leaf", "ndim", "numel", "requires_grad"),
+    *("shape", "size"),
+}
+"""What may be asked of a parameter's part."""
+ASKING = {"append", "extend", "id", "isinstance", "len", "print", "repr", "str", "type"}
+"""Functions that use no values of what they are given."""
 OTHER_GRADS = {"autograd", "func"}
 """What has a function `grad`."""
 
@@ -38,6 +45,16 @@ def group_gradient_use(code: str) -> str | None:
     except SyntaxError:
         return None
     return first_line(code, [*GroupUse(tree).lines()])
+
+
+def group_value_use(code: str) -> str | None:
+    """The first line after `prepare` that uses or sets what an optimizer's groups hold,
+    or looks whether something is in them: of a parameter, not of its gradient."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return None
+    return first_line(code, [*GroupUse(tree).value_lines()])
 
 
 def first_line(code: str, numbers: list[int]) -> str | None:
@@ -110,6 +127,80 @@ class GroupUse:
                         and reads(node, self._parents)
                     ):
                         yield inside.lineno
+
+    def value_lines(self) -> Iterator[int]:
+        """Those that use or set such parameters, or look for one among them."""
+        named = [each for each in self._nodes if isinstance(each, ast.Assign)]
+        sets = {
+            target.id
+            for each in named
+            for target in each.targets
+            if isinstance(target, ast.Name) and self._is_found_in(each.value)
+        }
+        for node in self._nodes:
+            if isinstance(node, ast.Compare) and any(
+                not isinstance(operator, ast.Is | ast.IsNot)
+                and (getattr(right, "id", "") in sets or self._is_found_in(right))
+                for operator, right in zip(node.ops, node.comparators, strict=True)
+            ):
+                yield from self._once_prepared(node)
+        for loop in self._loops:
+            if isinstance(loop.target, ast.Name) and self._is_list(loop.iter):
+                inside: Any = loop
+                if isinstance(loop, ast.comprehension):
+                    inside = self._parents[id(loop)]
+                for node in ast.walk(inside):
+                    is_it = isinstance(node, ast.Name) and node.id == loop.target.id
+                    if is_it and self._takes_value(node):
+                        yield from self._once_prepared(node)
+
+    def _is_found_in(self, node: ast.expr) -> bool:
+        """Whether it is a list or a set of such parameters, or of their ids."""
+        if isinstance(node, ast.Call) and node.args:
+            names = ("list", "set", "frozenset", "tuple", "map")
+            is_same = getattr(node.func, "id", "") in names
+            return is_same and self._is_found_in(node.args[-1])
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+            element: Any = node.elt
+            if (
+                isinstance(element, ast.Call)
+                and getattr(element.func, "id", "") == "id"
+            ):
+                element = element.args[0]
+            return any(
+                getattr(each.target, "id", "") == getattr(element, "id", None)
+                and self._is_list(each.iter)
+                for each in node.generators
+            )
+        return self._is_list(node)
+
+    def _takes_value(self, node: Any) -> bool:
+        """Whether the parameter of this name is changed, or computed with."""
+        around: Any = self._parents[id(node)]
+        if isinstance(around, ast.Call) and node is not around.func:
+            name = getattr(around.func, "attr", getattr(around.func, "id", ""))
+            return name not in {*ASKING, *CLIPPING}
+        if isinstance(around, ast.BinOp | ast.AugAssign):
+            return True
+        if not isinstance(around, ast.Attribute):
+            return False
+        if around.attr in ASKED - {"grad"}:
+            return isinstance(around.ctx, ast.Store)
+        return around.attr != "grad"
+
+    def _once_prepared(self, node: Any) -> Iterator[int]:
+        """Its line, unless this runs before `prepare`."""
+        calls = [
+            each.lineno
+            for each in self._nodes
+            if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "prepare"
+        ]
+        around = node
+        while (around := self._parents.get(id(around))) is not None:
+            if isinstance(around, ast.FunctionDef | ast.Lambda):
+                break
+        if around is not None or not calls or node.lineno >= min(calls):
+            yield node.lineno
 
     def _is_list(self, node: ast.expr) -> bool:
         """Whether it is a list of parameters from an optimizer's groups."""

@@ -125,6 +125,10 @@ def values(
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory: of a parameter that is not gathered it is freed."""
-    num_bytes = tensor.untyped_storage().nbytes()
+    """Whether a tensor has memory: of a parameter that is not gathered it is freed, and
+    within a transform of torch.func it is out of reach."""
+    try:
+        num_bytes = tensor.untyped_storage().nbytes()
+    except NotImplementedError:
+        return False
     return not tensor.is_meta and num_bytes >= tensor.nbytes

@@ -22,6 +22,7 @@ from labkit.records import ModelFacts
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.mesh.channel import Words
 from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.model.states import Named
@@ -42,7 +43,6 @@ from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
-from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 
 CHANGED_ASYNCHRONOUSLY = (
@@ -85,7 +85,7 @@ class Worker(Prepared):
         self._servers = self.roles.servers
         self.num_shards = len(self._servers)
         if self.num_shards > 1:
-            check_elementwise(self.optimizer)
+            check_elementwise(self.optimizer, self.device, is_by_group=False)
         self._channel = self.roles.channel
         self._parameters = list(
             {

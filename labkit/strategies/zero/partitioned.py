@@ -29,6 +29,7 @@ from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.model.gradients import CellGradients
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.states import Held
@@ -46,7 +47,6 @@ from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import cast_floats
-from labkit.strategies.prepared import check_elementwise
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import read_if_here
 from labkit.strategies.zero.config import check_ratio
@@ -96,7 +96,7 @@ class ZeRO(Prepared):
         """A parameter at a time, in `wrap`."""
 
     def wrap(self) -> None:
-        check_elementwise(self.optimizer)
+        check_elementwise(self.optimizer, self.device)
         config = deepspeed_config(
             self.options, self.stage, self._num_parameters, self.device.type
         )
