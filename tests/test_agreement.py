@@ -249,46 +249,38 @@ def test_a_part_that_ends_the_pass_of_one_rank_is_refused(lab: Lab) -> None:
         train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, leave, leave)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-@pytest.mark.parametrize("batch_size", [7, 8])
-def test_one_rank_alone_may_look_at_some_batches(
-    lab: Lab, strategy: str, batch_size: int
-) -> None:
-    prepare = PREPARE.replace("batch_size=8, shuffle=False", f"batch_size={batch_size}")
-    look = "if rank == 0:\n    found = next(iter(loader))"
-    step = STEP.replace("in loader", "in itertools.islice(loader, 3)")
-    parts = "import itertools", SET_UP, prepare
-    train(lab, strategy, *parts, look, step, look, step, look)
-    looked = lab.pull("model", full=True)
-    assert not lab.runs[-1].mismatches
-    train(lab, strategy, *parts, step, step)
-    torch.testing.assert_close(looked, lab.pull("model", full=True))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_whole_pass_of_one_rank_alone_is_refused(lab: Lab, strategy: str) -> None:
-    count = "if rank == 0:\n    found = sum(len(labels) for inputs, labels in loader)"
-    with pytest.raises(RankError, match="Or one rank alone went through the loader"):
-        train(lab, strategy, SET_UP, LAST_OF_FIVE, PREPARE, count, STEP)
-
-
 @pytest.mark.parametrize(
-    "drawn",
-    [
-        "DataLoader(data, 8, shuffle=True, generator=torch.Generator())",
-        "data, batch_size=8, weigh=lambda batch: len(batch[0])",
-    ],
+    "look",
+    ["found = next(iter(loader))", "found = sum(len(labels) for _, labels in loader)"],
 )
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_batches_that_ranks_draw_together_are_not_for_one(
-    lab: Lab, strategy: str, drawn: str
+def test_batches_are_not_for_one_rank_alone(lab: Lab, look: str) -> None:
+    with pytest.raises(RankError, match=r"loader.* takes batches of the loader on one"):
+        train(lab, "ddp", SET_UP, PREPARE, f"if rank == 0:\n    {look}", STEP)
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("fsdp", 8), ("ddp", 7)])
+def test_a_rank_that_has_taken_batches_alone_is_refused_in_training(
+    lab: Lab, strategy: str, size: int
 ) -> None:
-    prepare = PREPARE.replace("data, batch_size=8, shuffle=False", drawn)
-    imports = "from torch.utils.data import DataLoader"
-    look = "if rank == 0:\n    found = next(iter(loader))"
-    refused = r"next\(iter\(loader\)\) takes batches on one rank only"
-    with pytest.raises(RankError, match=refused):
-        train(lab, strategy, SET_UP, imports, prepare, look, STEP)
+    prepare = PREPARE.replace("batch_size=8", f"batch_size={size}")
+    look = "who = rank\nexec('if who == 0: found = next(iter(loader))')"
+    with pytest.raises(RankError, match="Or one rank alone took batches of the loader"):
+        train(lab, strategy, SET_UP, prepare, look, STEP)
+
+
+def test_each_pass_has_an_order_of_its_own_whenever_it_is_left(lab: Lab) -> None:
+    draw = """
+    found = []
+    for _ in range(3):
+        inputs, labels = next(iter(loader))
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        found.append(inputs)
+    """
+    train(lab, "ddp", SET_UP, PREPARE.replace(", shuffle=False", ""), draw)
+    first, second, third = lab.pull("found")
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
 
 
 def test_one_rank_may_leave_a_pass_after_its_last_step(lab: Lab) -> None:
@@ -557,5 +549,5 @@ def test_weights_set_while_they_are_gathered_are_refused(lab: Lab) -> None:
             model.head.weight.mul_(0.5)
         loss.backward()
     """
-    with pytest.raises(RankError, match=r"set head\.weight between a forward pass"):
+    with pytest.raises(RankError, match=r"set head\.weight after a forward pass"):
         train(lab, "fsdp", SET_UP, PREPARE, loop)

@@ -108,7 +108,10 @@ Trainer(net, data).fit()"""
     [
         ("if rank == 0:\n    next(iter(loader))", True),
         ("main = rank == 0\nif main:\n    for x, y in loader: show(x)", True),
-        ("def look(batches):\n    if rank == 0: show(batches)\nlook(loader)", True),
+        ("def look(batches):\n    if rank == 0: max(batches)\nlook(loader)", True),
+        ("for x in tqdm(loader) if rank == 0 else loader: step(x)", False),
+        ("if rank == 0:\n    loader = tqdm(loader)\nfor x in loader: step(x)", False),
+        ("if rank == 0:\n    for i in range(len(loader)): print(i)", False),
         ("if rank == 0:\n    print(len(loader), loader.dataset[0])", False),
         ("if rank == 0:\n    evaluate(net)", False),
         ("next(iter(loader))", False),

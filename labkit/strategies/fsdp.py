@@ -72,9 +72,9 @@ HOOKED = (
 
 
 SET_WHILE_WHOLE = (
-    "the loop has set {name} between a forward pass and its backward pass, where "
-    "fully_shard has it gathered: what is set there is lost. Set it after "
-    "optimizer.step(), or after a forward pass under torch.no_grad()"
+    "the loop has set {name} after a forward pass with gradients that had no backward "
+    "pass yet: until then fully_shard has it gathered, and what is set there is lost. "
+    "Set it after optimizer.step(), or call the model under torch.no_grad()"
 )
 
 
@@ -178,12 +178,10 @@ class FSDP(Prepared):
         """The root's parameters stay gathered until the backward pass, in which they
         are needed first. Where there will be none the loop may set parameters, and
         would set the gathered ones, which are thrown away."""
-        if not torch.is_grad_enabled():
-            for group in self._groups:
-                if group.is_unsharded:
-                    group.reshard()
-            return
         self._check_whole()
+        if not torch.is_grad_enabled():
+            self._reshard()
+            return
         self._whole = [
             (self._names_of_parts[id(part)], whole, num_changes(whole))
             for group in self._groups
@@ -191,6 +189,12 @@ class FSDP(Prepared):
             for part in group.fsdp_params
             if (whole := whole_of(part)) is not None
         ]
+
+    def _reshard(self) -> None:
+        self._whole.clear()
+        for group in self._groups:
+            if not group.is_sharded:
+                group.reshard()
 
     def _check_whole(self) -> None:
         """UnsupportedLoopError if the loop has set what is gathered."""
@@ -287,6 +291,8 @@ class FSDP(Prepared):
         self._recover()
 
     def step(self, closure: Closure | None = None) -> Norm | None:
+        self._check_whole()
+        self._reshard()  # or the next forward pass would be with what is gathered
         self.note_step()
         return super().step(closure)
 

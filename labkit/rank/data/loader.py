@@ -111,8 +111,6 @@ class RankLoader(AsGiven):
         """Called where the loop goes on with a pass, and has begun another one."""
         self._is_twice = False
         """Whether it does, since the last pass began."""
-        self.is_look: Callable[[], bool] = lambda: False
-        """Asked where the loop leaves a pass: whether that is to count for nothing."""
         self._on_drawn = on_drawn
         self._weigh = weigh
         self.num_epochs = 0
@@ -212,6 +210,7 @@ class RankLoader(AsGiven):
         self._on_epoch(self.num_epochs)
         if had is None:
             self.batches.skip_pass()
+            self._on_end()
             return
         self.batches.first = had
         fingerprint = self.resume_at.fingerprint if had else 0
@@ -219,7 +218,6 @@ class RankLoader(AsGiven):
         dealt = self.batches.deal(self.loader)
         if self._weigh is not None:
             dealt = self._weighed(dealt, self._weigh)
-        is_left = True
         try:
             for number in itertools.count():
                 self.batches.dealer.peers.check(LOADER)  # also in the midst of a pass
@@ -231,7 +229,6 @@ class RankLoader(AsGiven):
                 if number == 0 and had:
                     self._check_resumed()
                 if share is None:
-                    is_left = False
                     break
                 if length := tokens_of_sample(batch):
                     num_tokens = share.num_samples * length
@@ -251,8 +248,6 @@ class RankLoader(AsGiven):
                 )
         finally:
             self._at = self._given = None
-            if is_left and epoch == self.num_epochs and self.is_look():
-                self.num_epochs -= 1
             self._on_end()
 
     def _check_twice(self) -> None:

@@ -212,13 +212,12 @@ class LoopChecks:
             )
 
     def check_lonely_draws(self, code: str) -> None:
-        """UnsupportedLoopError where `code` takes batches on one rank alone, and ranks
-        draw their order together."""
+        """UnsupportedLoopError where `code` takes batches on one rank alone: each pass
+        over a loader is one of all ranks."""
         if self._world_size > 1 and (use := lonely_use(code, of_loader=True)):
             raise UnsupportedLoopError(
-                f"{use} takes batches on one rank only, and all ranks draw them "
-                "together: from a stream, in the order of a sampler or generator of "
-                "the loop's own, or to weigh them. Take them on all ranks, or look at "
+                f"{use} takes batches of the loader on one rank only, and its passes "
+                "are those of all ranks. Take them on all ranks, or look at "
                 "loader.dataset"
             )
 

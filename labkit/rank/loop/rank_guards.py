@@ -20,6 +20,8 @@ HARMLESS = {
     *("train", "eval", "modules", "named_modules", "children", "named_children"),
 }
 """Functions, and methods of a model, that need no parameter's values."""
+TAKING = {"next", "list", "tuple", "set", "dict", "sum", "max", "min", "sorted"}
+"""Functions that take items of what they are given."""
 LEAVING = ast.Return | ast.Continue | ast.Break
 
 Key = tuple[str, Any, str]
@@ -315,15 +317,20 @@ class Cell:
         """Whether something in it needs the values of a model: calls it, is given it,
         or reads what it is made of; or takes a loader's batches; or calls a function
         that does."""
-        if self._of_loader and isinstance(node, ast.Attribute):
-            return not self._is_prepared(node.value) and self.uses(node.value)
-        if isinstance(node, ast.Call):
-            if any(each in self._users for each in self._called(node)):
-                return True
-            if name_of(node.func) in HARMLESS:
-                return any(
-                    self.uses(each) for each in node.args if not self._is_prepared(each)
-                )
+        if isinstance(node, ast.Call) and any(
+            each in self._users for each in self._called(node)
+        ):
+            return True
+        if self._of_loader:
+            return any(
+                self._is_prepared(name)
+                for each in taken_from(node)
+                for name in names_in(each)
+            ) or any(map(self.uses, ast.iter_child_nodes(node)))
+        if isinstance(node, ast.Call) and name_of(node.func) in HARMLESS:
+            return any(
+                self.uses(each) for each in node.args if not self._is_prepared(each)
+            )
         return self._is_prepared(node) or any(
             map(self.uses, ast.iter_child_nodes(node))
         )
@@ -343,6 +350,24 @@ def given(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
                 yield target, node.value
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
         yield node.target, node.value
+
+
+def taken_from(node: ast.AST) -> list[ast.expr]:
+    """What has its items taken by this: not what is only wrapped, as in a bar."""
+    if isinstance(node, ast.For | ast.comprehension):
+        return [node.iter]
+    if isinstance(node, ast.Call) and name_of(node.func) in TAKING:
+        return list(node.args)
+    return []
+
+
+def names_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Names and attributes that stand for a thing itself, and not for one of it."""
+    if isinstance(node, ast.Attribute | ast.Name):
+        yield node
+    elif not (isinstance(node, ast.Call) and name_of(node.func) in HARMLESS):
+        for child in ast.iter_child_nodes(node):
+            yield from names_in(child)
 
 
 def mentions_gradients(node: ast.AST) -> bool:

@@ -64,8 +64,8 @@ class Forecastable:
     shapes: list[Any] = field(default_factory=list)
     """Of that; None for what is no tensor."""
 
-    def note_input(self, args: tuple[Any, ...]) -> None:
-        """The model is called with these."""
+    def note_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward pre-hook."""
         if torch.jit.is_tracing():  # which would warn of what looks at a shape
             return
         shapes = [getattr(x, "shape", None) for x in args]

@@ -102,16 +102,6 @@ class LoopEvents:
         for observer in self._observers:
             observer.end_epoch()
 
-    def is_look(self) -> bool:
-        """Whether the loop has left its pass and not worked with its batches: it may be
-        one rank's alone, so it leaves no trace."""
-        courses = [optimizer.prepared.course for optimizer in self._optimizers]
-        if self.has_ended or any(each.is_used for each in courses):
-            return False
-        for course in courses:
-            course.forget_pass()
-        return True
-
     # ---- of an optimizer of `prepare` ----
 
     def take_step(self, optimizer: PreparedOptimizer, closure: Closure | None) -> None:

@@ -429,8 +429,7 @@ class Session:
         loader, batches = shard_dataset(
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
-        if weigh is not None or not batches.is_by_seed:
-            self._checks.check_lonely_draws(self.code)
+        self._checks.check_lonely_draws(self.code)
         # From here on the model changes.
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
@@ -748,16 +747,11 @@ class Session:
 
     def _hook(self, prepared: Prepared, step: Forecastable, unset: list[str]) -> None:
         """See the model's forward passes as long as the run lasts."""
-        model, course = prepared.module, prepared.course
-
-        def note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
-            course.call()
-            step.note_input(args)
-
+        model = prepared.module
         if unset:
             check = model.register_forward_pre_hook(until_set(model, unset))
             self._undo.append(check.remove)
-        note = model.register_forward_pre_hook(note_call)
+        note = model.register_forward_pre_hook(step.note_input)
         self._undo.append(note.remove)
         self._undo += keep_stand_ins_out(model)
         name, is_in_parts = self.strategy.name, prepared.has_parts
@@ -814,7 +808,6 @@ class Session:
         rank_loader.before_evaluation = self._unite
         rank_loader.on_evaluated = self._agree
         rank_loader.refuse = self._refuse
-        rank_loader.is_look = self._events.is_look
         if not batches.is_by_seed:
             rank_loader.on_twice = lambda: self.note(TWICE_AT_ONCE)
         return rank_loader

@@ -21,8 +21,7 @@ SKIPPED = (
     "ranks are at different batches, because some skipped one: by `continue`, or by a "
     "condition on the rank's own loss. Make the same decision on all ranks: call "
     "dist.all_reduce on the value that the condition tests, before it. Or one rank "
-    "alone went through the loader: do so on all ranks, or take the samples from the "
-    "dataset"
+    "alone took batches of the loader: do so on all ranks, or look at loader.dataset"
 )
 STEP_SKIPPED = (
     "some ranks have taken a step that others skipped, for example by a condition on "
@@ -87,8 +86,6 @@ class Pass:
     is_compared: bool = True
     """Whether all ranks are known to ask for the next batch."""
     has_trained: bool = False
-    is_used: bool = False
-    """Whether the loop has called the model to train it, or has trained."""
 
 
 class Course:
@@ -103,9 +100,8 @@ class Course:
 
     def __init__(self, team: Peers) -> None:
         self._team = team
-        self._now = self._before = self._trained = Pass()
-        """The pass over its data, the one before, and the last one that it has trained
-        in."""
+        self._now = self._trained = Pass()
+        """The pass over its data, and the last one that it has trained in."""
         self._num_open = 0
         self.num_passes = 0
         """Backward passes since the last step."""
@@ -119,26 +115,16 @@ class Course:
         """That the loop has been given."""
         return self._now.num_batches
 
-    @property
-    def is_used(self) -> bool:
-        """Whether the loop has worked with the model in its pass."""
-        return self._now.is_used
-
     def begin_pass(self) -> None:
         """The loop begins a pass over its data."""
-        self._before = self._now
-        self._now = Pass(self._before.num_batches)
+        before, self._now = self._now, Pass(self._now.num_batches)
         if self._num_open:  # it takes batches of two loaders at once
-            self._now.num_samples = self._before.num_samples
+            self._now.num_samples = before.num_samples
         self._num_open += 1
 
     def end_pass(self) -> None:
         """It has ended one, or left it."""
         self._num_open -= 1
-
-    def forget_pass(self) -> None:
-        """It has only looked at some batches, which may be one rank's alone."""
-        self._now = self._before
 
     def begin_batch(self, num_samples: int, *, is_even: bool) -> None:
         """The loop gets its part of a batch."""
@@ -155,19 +141,15 @@ class Course:
         if torch.is_grad_enabled():
             self._settle(self._now)
 
-    def call(self) -> None:
-        """It calls the model."""
-        if torch.is_grad_enabled():
-            self._now.is_used = True
-
     def begin_call(self) -> None:
         """It calls a model whose layers gather their parameters."""
         self._num_calls += 1
         self._is_compared = False
 
     def end_call(self) -> bool:
-        """The call has ended, or failed; whether none is under way any more."""
-        self._num_calls -= 1
+        """The call has ended, or failed; whether none is under way any more. (One that
+        fails before it has begun ends, too, and one that is interrupted does not.)"""
+        self._num_calls = max(0, self._num_calls - 1)
         return not self._num_calls
 
     def forward(self) -> None:
@@ -185,6 +167,7 @@ class Course:
     def backward(self) -> None:
         """A backward pass begins. Collective."""
         self._train(Event.BACKWARD)
+        self._num_calls = 0
         self.num_passes += 1
         self._is_in_backward = True
 
@@ -211,7 +194,7 @@ class Course:
             self._now.is_compared = False
         self._now.is_new = False
         if not self._now.has_trained:
-            self._now.has_trained = self._now.is_used = True
+            self._now.has_trained = True
             self._trained = self._now
 
     def _settle_former(self) -> None:

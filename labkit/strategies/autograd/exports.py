@@ -1,5 +1,6 @@
 """Refuses what would export a model as a run has it: traced, exported or scripted."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ def refuse_exports(
     ]
     if is_in_parts:
         words = IN_PARTS.format(strategy=strategy)
-        hook = partial(refuse_recording, words)
+        hook = partial(refuse_recording, words, weakref.ref(module))
         undo.append(module.register_forward_pre_hook(hook, prepend=True).remove)
     return undo
 
@@ -42,7 +43,11 @@ def refuse(words: str) -> None:
     raise UnsupportedLoopError(words)
 
 
-def refuse_recording(words: str, module: nn.Module, args: Any) -> None:
-    """A forward pre-hook."""
+def refuse_recording(
+    words: str, prepared: weakref.ref[nn.Module], module: nn.Module, args: Any
+) -> None:
+    """A forward pre-hook, which a copy of the model has, too."""
+    if module is not prepared():
+        return
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise UnsupportedLoopError(words)
