@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from labkit import RankError
 from labkit.rank.engine.hints import HINTS
+from labkit.rank.engine.hints import NO_GRADIENT
 
 WITHIN = {"fp32": 1e-3, "bf16": 0.1}
 """How far a result may be from the reference's, which is in fp32, as a part of how far
@@ -52,7 +53,7 @@ def is_refusal(error: RankError) -> bool:
     [first] = [each for each in error.outcomes if each.rank == error.rank]
     if first.ename == "UnsupportedLoopError":
         return True
-    if any(hint in first.evalue for hint in HINTS.values()):
+    if any(hint in first.evalue for hint in (*HINTS.values(), NO_GRADIENT)):
         return True
     if first.ename != "ValueError":
         return False
