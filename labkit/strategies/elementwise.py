@@ -14,12 +14,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import HOOKS_OF_STEP
-from labkit.compat.torch import TorchDispatchMode
 from labkit.compat.torch import global_hooks
+from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.model.states import plain_shape
 
 WHOLE_PARAMETER_OPTIMIZERS = ("ADAFACTOR", "LAMB", "LARS", "MUON", "SHAMPOO", "SOAP")
@@ -183,7 +184,7 @@ def updates(
         for ours, theirs in zip(parameters, given, strict=True):
             for parameter, gradient in zip(ours, theirs, strict=True):
                 parameter.grad = gradient.to(device, copy=True)
-        with NoCollectives() if not (found or is_by_group) else nullcontext():
+        with nullcontext() if found or is_by_group else no_collectives():
             for some in [[group] for group in groups] if is_by_group else [groups]:
                 twin.param_groups = some
                 twin.step()
@@ -270,7 +271,7 @@ def check_small(value: Any, known: dict[int, Any], seen: set[int]) -> None:
 
 
 def seed(device: torch.device) -> None:
-    """Let all that draws random numbers here begin anew."""
+    """Seed all that draws random numbers here."""
     torch.default_generator.manual_seed(0)
     if device.type == "cuda":
         torch.cuda.manual_seed(0)
@@ -279,15 +280,11 @@ def seed(device: torch.device) -> None:
         numpy.random.seed(0)
 
 
-class NoCollectives(TorchDispatchMode):
-    """Within it a collective fails, before it has sent anything."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if "c10d" in func.namespace:
-            raise TypeError("an optimizer that sends is not tried")
-        return func(*args, **(kwargs or {}))
+def no_collectives() -> contextlib.AbstractContextManager[Any]:
+    """Within it an optimizer that sends fails, before it has sent anything."""
+    if not dist.is_initialized():
+        return nullcontext()
+    return NoCollectives(range(dist.get_world_size()), "it sends, and is not tried")
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def parallelize(
     roles: Roles | None = None,
 ) -> Prepared:
     """`model` and `optimizer` under `strategy`, changed in place. May be collective.
-    A strategy that they were under before has let go of them.
+    A strategy that they were under before has released them.
 
     With `roles` some ranks serve the others, of which this is one.
     Every collective is taken along the axis of `mesh` that it belongs to; without a
