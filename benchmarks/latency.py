@@ -43,7 +43,7 @@ def main() -> None:
         found = latencies(kernel, args.ranks, args.seconds)
     print_table(
         f"Seconds from log() to the front end, {args.seconds} s",
-        ["rank", "records", "median", "95 %", "worst"],
+        ["rank", "records", "median", "95%", "worst"],
         [[str(rank), str(len(each)), *spread(each)] for rank, each in enumerate(found)],
     )
 

@@ -264,7 +264,7 @@ def text(
     block_size : int, default 128
         Bytes of a window.
     split : {"train", "test"}, optional
-        The text's first 90 %, or the rest; by default all of it.
+        The text's first 90%, or the rest; by default all of it.
     stride : int, optional
         Bytes from the start of one window to that of the next; by default
         `block_size`, which has no overlap.

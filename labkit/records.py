@@ -543,6 +543,10 @@ class Position:
         return next((each for each in reversed(self.frames) if each.is_users), None)
 
 
+SHORT = 160
+"""Letters of a message that is one line among others."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a cell ended on one rank: the last message about it."""
@@ -578,7 +582,7 @@ class Outcome:
     def summary(self, because: str = "") -> str:
         """One line for a rank that is named but not shown in full."""
         lines = self.evalue.strip().splitlines()
-        return self._line(shorten(lines[0], 160) if lines else "", because)
+        return self._text(shorten(lines[0], SHORT) if lines else "", "; ", because)
 
     def in_short(self, num_characters: int) -> "Outcome":
         """The same with no longer text than that in each field, and no traceback."""
@@ -589,8 +593,11 @@ class Outcome:
         return replace(self, traceback=[], **short)
 
     def in_full(self) -> str:
-        """As `summary`, with the whole message of an error, which may be many lines."""
-        return self._line(self.evalue.strip())
+        """As `summary`, with the whole message of an error: a long one on lines of its
+        own."""
+        message = self.evalue.strip()
+        is_long = "\n" in message or len(message) > SHORT
+        return self._text(message, "\n" if is_long else "; ")
 
     def freed(self) -> str:
         """A phrase that says how much was freed; "" below 1 MiB."""
@@ -598,9 +605,10 @@ class Outcome:
             return ""
         return f"{format_bytes(self.freed_bytes)} of its tensors were freed"
 
-    def _line(self, message: str, because: str = "") -> str:
-        between = "\n" if "\n" in message else " "
-        place = f"{between}at {self.where}" if self.where else ""
+    def _text(self, message: str, before_error: str, because: str = "") -> str:
+        """Where the rank was, and then why: after a long message the line would seem
+        to be a part of it. `before_error` is what parts the two."""
+        place = f" at {self.where}" if self.where else ""
         freed = self.freed()
         end = place + because + (f"; {freed}" if freed else "")
         if self.status == "ok":
@@ -609,9 +617,12 @@ class Outcome:
             return f"rank {self.rank}: {self.evalue}"
         if self.status == "interrupted":
             return f"rank {self.rank}: stopped{end}"
-        if self.status == "died" and place:  # what to do about it comes last
+        if self.status == "died" and place:
             return f"rank {self.rank}: {self.ename}{end}; {message}"
-        return f"rank {self.rank}: {self.ename}{message and ': '}{message}{end}"
+        error = f"{self.ename}{message and ': '}{message}"
+        if place:
+            return f"rank {self.rank}: failed{end}{before_error}{error}"
+        return f"rank {self.rank}: {error}{end}"
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,9 @@ SILENCE_S = 60.0
 GRACE_S = 0.2
 """How long the others may run on after the first failure; a rank that failed at the
 same line needs no interrupt, and the group then stays as it is."""
+ALIKE_S = 1.0
+"""How long the ranks of a run that is stopped have to end after the same step; then
+they are interrupted wherever they are."""
 STEP_S = 30.0
 """Every rank comes to the end of the step that `Run.stop` waits for; where one does
 not, the run is interrupted."""
@@ -120,6 +123,8 @@ OUTCOME_AFTER_S = 10.0
 END_RUN_S = 4.0
 """A run in the background ends well, before `Lab.stop` ends its ranks."""
 
+EMPTY_AFTER_S = 3.0
+"""A run that has taken no step by then shows a picture without curves: it runs."""
 LAST_PICTURE_S = 10.0
 """The render process, of the lowest priority, draws the last picture of a run;
 then the kernel does."""
@@ -150,6 +155,7 @@ ORDER = [
     ("LOST_S", "UNHEARD_S", "a host that comes back in time has all of its ranks"),
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),
+    ("ALIKE_S", "SECOND_AFTER_S", "a second interrupt is not needed to stop a run"),
     ("REPEAT_S", "ASK_AGAIN_S", "no answer may mean that one is on its way"),
     ("REPEAT_S", "SIGNAL_AGAIN_S", "a cell that stops by itself sees one interrupt"),
     ("SIGNAL_AGAIN_S", "KILL_AFTER_S", "a cell may swallow one interrupt, and live"),

@@ -551,3 +551,33 @@ def test_weights_set_while_they_are_gathered_are_refused(lab: Lab) -> None:
     """
     with pytest.raises(RankError, match=r"set head\.weight after a forward pass"):
         train(lab, "fsdp", SET_UP, PREPARE, loop)
+
+
+def test_a_part_of_a_loss_may_wait_for_an_evaluation(lab: Lab) -> None:
+    keep = """
+    class Keeping(Net):
+        def forward(self, x):
+            output = super().forward(x)
+            self.kept = self.scale.square().sum() + (x * self.scale).square().mean()
+            return output
+    Net = Keeping
+    """
+    scaled = SET_UP.replace(
+        "self.head = nn.Linear(6, 2)",
+        "self.head = nn.Linear(6, 2)\n        self.scale = nn.Parameter(torch.ones(6))",
+    )
+    loop = """
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss, kept = F.cross_entropy(model(inputs), labels), model.kept
+        with torch.no_grad():
+            model(inputs)
+        (loss + kept).backward()
+        optimizer.step()
+    """
+    for strategy in ("ddp", "fsdp"):
+        train(lab, strategy, scaled, keep, PREPARE, loop)
+        found = lab.pull("model", full=True)
+        if strategy == "ddp":
+            expected = found
+    torch.testing.assert_close(found, expected)

@@ -4,11 +4,13 @@ The reference is a plain loop in this process that is never interrupted.
 """
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import pickle
 import re
+import stat
 import subprocess
 import sys
 import textwrap
@@ -26,6 +28,7 @@ from safetensors.torch import save_file
 from labkit import Lab
 from labkit import RankError
 from labkit import checkpoint
+from labkit.checkpoint.atomic_file import replacing
 from labkit.checkpoint.atomic_folder import StagingFolder
 from labkit.checkpoint.atomic_folder import remove_leftovers
 from labkit.notebook.runs.run import Run
@@ -453,7 +456,7 @@ def test_a_save_in_flight_ends_when_the_group_does(lab: Lab, tmp_path: Path) -> 
     lab.run(hang + "is_done = pending.done()")
     assert lab.pull("is_done", "all") == [False, False]
     lab.restart(everyone=False)
-    with pytest.raises(RankError, match="rank 1: ValueError: on purpose"):
+    with pytest.raises(RankError, match=r"rank 1: failed .*ValueError: on purpose"):
         lab.run("if rank == 1: raise ValueError('on purpose')\ndist.barrier()")
     with pytest.raises(RankError, match="not saved: the process group was released"):
         lab.run("pending.result(timeout=10)", ranks=0)
@@ -661,7 +664,7 @@ torch.save({"model": model}, f"{path}/2.pt")
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "tensor", "pipeline"])
 def test_what_a_cell_saves_of_a_model_is_whole_or_said_to_be_in_parts(
     lab: Lab, tmp_path: Path, strategy: str
 ) -> None:
@@ -674,8 +677,85 @@ def test_what_a_cell_saves_of_a_model_is_whole_or_said_to_be_in_parts(
     in_parts = strategy in ("fsdp", "tensor")
     note = SAVED_PARTS.format(strategy=strategy)
     assert (note in lab.runs[-1].notes) is in_parts
-    if strategy != "pipeline":  # of which each rank has a part, that is whole
+    # Of a pipeline each rank has a part, that is whole; single is on one rank.
+    if strategy not in ("pipeline", "single"):
         assert lab.pull("is_same", "all") == [True, True]
+
+
+READ_WHILE_WRITTEN = """
+import torch
+path = "PATH"
+
+class Reads:
+    def __reduce__(self):
+        read.append(torch.load(path, weights_only=False)["number"])
+        return int, (2,)
+
+read = []
+torch.save({"number": 1}, path)
+dist.barrier()
+torch.save({"number": Reads()}, path)
+dist.barrier()
+read.append(torch.load(path, weights_only=False)["number"])
+"""
+
+
+def test_a_file_that_all_ranks_save_is_always_whole(lab: Lab, tmp_path: Path) -> None:
+    path = tmp_path / "best.pt"
+    code = READ_WHILE_WRITTEN.replace("PATH", str(path))
+    lab.train("ddp", code, live=False)
+    for before, after in lab.pull("read", "all"):
+        assert before in (1, 2)
+        assert after == 2
+    assert [*tmp_path.iterdir()] == [path]
+    opened = code.replace("path)\ndist", "open(path, 'wb'))\ndist")
+    with pytest.raises(RankError, match="replaces it at once"):
+        lab.train("ddp", opened, live=False)
+
+
+def test_a_file_is_replaced_and_its_link_and_mode_are_kept(tmp_path: Path) -> None:
+    path, link = tmp_path / "3.pt", tmp_path / "best.pt"
+    link.symlink_to(path)
+    for text in ("one", "two"):
+        with replacing(link) as written:
+            assert written.parent.parent == tmp_path
+            written.write_text(text)
+        path.chmod(0o640)
+    assert link.is_symlink()
+    assert path.read_text() == "two"
+    with replacing(str(path)) as written:
+        written.write_text("three")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    with contextlib.suppress(OSError), replacing(path) as written:
+        written.write_text("a part")
+        raise OSError
+    assert path.read_text() == "three"
+    assert {*tmp_path.iterdir()} == {path, link}
+
+
+@pytest.mark.parametrize("method", ["chmod", "replace"])
+def test_a_mount_that_replaces_no_files_has_them_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    path = tmp_path / "best.pt"
+    path.write_text("one")
+    monkeypatch.setattr(Path, method, fail)
+    with replacing(path) as written:
+        written.write_text("two")
+    assert path.read_text() == "two"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_what_is_no_file_of_its_own_is_written_in_place(tmp_path: Path) -> None:
+    path, other = tmp_path / "one.pt", tmp_path / "other.pt"
+    path.write_text("")
+    other.hardlink_to(path)
+    for each in (Path("/dev/null"), path, tmp_path / "none" / "one.pt"):
+        with replacing(each) as written:
+            assert written == each
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.checks import UserError
 from labkit.compat.deepspeed import compile_late
 from labkit.compat.gate import Gate
 from labkit.compat.gate import version_of
 from labkit.compat.torch import ThreadSettings
+from labkit.compat.torch import global_hooks
 
 COMPAT = Path(__file__).parents[1] / "labkit" / "compat"
 MODULES = sorted(
@@ -144,3 +147,18 @@ def test_autograd_has_its_threads_back_after_an_interrupt() -> None:
     torch.autograd.set_multithreading_enabled(False)
     settings.restore()
     assert torch.autograd.is_multithreading_enabled()
+
+
+def test_a_counter_of_flops_whose_exit_is_interrupted_leaves_no_hooks() -> None:
+    """Else later models that return parameters have hooks, on this rank alone."""
+    settings = ThreadSettings()
+    layer = torch.nn.Linear(2, 2)
+    kept = register_module_forward_hook(lambda *call: None)
+    counter = FlopCounterMode(display=False)
+    counter.__enter__()
+    layer(torch.ones(1, 2))
+    counter.mode.__exit__(None, None, None)
+    assert sum(map(len, global_hooks())) == 3
+    settings.restore()
+    assert sum(map(len, global_hooks())) == 1
+    kept.remove()

@@ -19,6 +19,9 @@ from labkit.rank.data.loader import LOADED_AHEAD
 from labkit.rank.data.loader import TWICE_AT_ONCE
 from labkit.rank.data.orders import fingerprint_of
 from labkit.rank.loop.step_data import DRAWN_BEFORE
+from labkit.rank.loss.kind import SUM
+from labkit.rank.training.notes import OWN_STATISTICS
+from labkit.rank.training.notes import TRAINED_ON_SHARE
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -510,6 +513,31 @@ def test_a_syncbatchnorm_has_the_statistics_of_all_ranks(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
 
 
+BESIDE = """
+import copy
+beside = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))
+model = copy.deepcopy(beside)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+other = OTHER
+for a, b in DataLoader(data, 8):
+    other(a)
+for a, b in loader:
+    F.cross_entropy(model(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        other(a)
+"""
+
+
+def test_a_batchnorm_beside_the_model_has_statistics_of_its_rank(lab: Lab) -> None:
+    code = SETUP + BESIDE.replace("OTHER", "beside")
+    assert train(lab, "ddp", code, sync_batchnorm=True).notes == [OWN_STATISTICS]
+    code = SETUP + BESIDE.replace("OTHER", "copy.deepcopy(model)")
+    assert not train(lab, "ddp", code, sync_batchnorm=True).notes
+
+
 # ---- evaluation in a loop of one's own ----
 
 
@@ -533,6 +561,64 @@ log(val_loss=found[0] / found[1])
     for _, rows in run.history.groupby("rank"):
         found = rows["val_loss"].dropna()
         np.testing.assert_allclose(found, expected["loss"].item(), rtol=1e-5)
+
+
+ATTACKED = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+for a, b in loader:
+    noise = torch.zeros_like(a).requires_grad_()
+    attack = torch.optim.SGD([noise], lr=0.1)
+    (-F.cross_entropy(model(a + noise), b, reduction="sum")).backward()
+    attack.step()
+    ZEROED.zero_grad()
+    F.cross_entropy(model(a + noise.detach()), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BY_HAND = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+for a, b in loader:
+    F.cross_entropy(model(a), b, reduction="sum").backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("strategy", release_but(["ddp", "zero1", "fsdp"], "ddp"))
+def test_a_loss_is_noted_where_its_gradients_are_used(lab: Lab, strategy: str) -> None:
+    for zeroed in ("optimizer", "model"):
+        run = train(lab, strategy, SETUP + ATTACKED.replace("ZEROED", zeroed))
+        assert not run.notes
+    run = train(lab, strategy, SETUP + ATTACKED.replace("ZEROED", "attack"))
+    assert run.notes == [SUM]
+    assert SUM in train(lab, "ddp", SETUP + BY_HAND).notes
+
+
+OTHER = """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+other = loader.share(Subset(data, range(12)), batch_size=4)
+for (a, b), (c, _) in LOADERS:
+    loss = F.cross_entropy(model(a), b) + model(c).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for a, b in EVALUATED:
+        c = F.cross_entropy(model(a), b)
+"""
+
+
+@pytest.mark.parametrize("strategy", release_but(["ddp", "zero1", "fsdp"], "ddp"))
+def test_training_on_a_share_is_noted_and_an_evaluation_is_not(
+    lab: Lab, strategy: str
+) -> None:
+    evaluated = OTHER.replace("LOADERS", "zip(loader, DataLoader(data, 4))")
+    run = train(lab, strategy, SETUP + evaluated.replace("EVALUATED", "other"))
+    assert not run.notes
+    trained = OTHER.replace("LOADERS", "zip(loader, other)").replace("EVALUATED", "()")
+    assert train(lab, strategy, SETUP + trained).notes == [TRAINED_ON_SHARE]
+    assert not train(lab, "single", SETUP + trained).notes
 
 
 # ---- fit ----

@@ -299,7 +299,8 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": 3}, "model is int; an estimate needs a torch.nn.Module"),
+        ({"model": 3}, "the model is of type int; an estimate needs a torch.nn.Module"),
+        ({"model": mlp}, r"torch.nn.Module: give what mlp makes, as in model = mlp"),
         ({"batch_size": 0}, "batch size is 0"),
         ({"model": nn.LazyLinear(3)}, "lazy layers"),
         ({"x": torch.tensor(1.0)}, "first dimension is the batch"),

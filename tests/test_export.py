@@ -264,7 +264,7 @@ def test_a_plain_script_is_one_that_readers_of_the_tutorials_know() -> None:
         ("accuracy=0.5", "loss=0.5", "logs a loss of its own"),
         (LOG, "stop_early(1)", "the cell calls stop_early"),
         ("optimizer.step()", "optimizer.step(f)", r"one optimizer.step\(\)"),
-        ("optimizer.step()", "optimizer.step(); print()", "are in one line"),
+        ("optimizer.step()", "optimizer.step(); print()", "are on one line"),
         (LOG, "if step: break", "leave out a part"),
         (LOG, "model.eval()", "another way than the plain loop"),
         (LOG, "model(x)", "does not call model once"),

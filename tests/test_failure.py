@@ -43,7 +43,7 @@ def died(rank: int) -> Outcome:
     ("outcome", "line"),
     [
         (ok(1), "rank 1: finished"),
-        (error(2), "rank 2: ValueError: no such thing at line 3: f(x)"),
+        (error(2), "rank 2: failed at line 3: f(x); ValueError: no such thing"),
         (error(2, "", where=""), "rank 2: ValueError"),
         (error(2, "first\nsecond", where=""), "rank 2: ValueError: first"),
         (error(2, "\n  first\nsecond", where=""), "rank 2: ValueError: first"),
@@ -62,14 +62,14 @@ def test_every_ending_has_one_line(outcome: Outcome, line: str) -> None:
 
 def test_a_long_message_is_shortened() -> None:
     line = error(0, "x" * 1000, where="line 1: f()").summary()
-    assert line == f"rank 0: ValueError: {'x' * 157}... at line 1: f()"
+    assert line == f"rank 0: failed at line 1: f(); ValueError: {'x' * 157}..."
 
 
-def test_a_message_in_full_is_as_long_as_it_is() -> None:
+def test_a_message_in_full_is_as_long_as_it_is_and_below_its_line() -> None:
     line = error(0, "x" * 1000, where="line 1: f()").in_full()
-    assert line == f"rank 0: ValueError: {'x' * 1000} at line 1: f()"
+    assert line == f"rank 0: failed at line 1: f()\nValueError: {'x' * 1000}"
     lines = error(0, "\n  first\nsecond", where="line 1: f()").in_full()
-    assert lines == "rank 0: ValueError: first\nsecond\nat line 1: f()"
+    assert lines == "rank 0: failed at line 1: f()\nValueError: first\nsecond"
     assert error(0, "", where="").in_full() == "rank 0: ValueError"
 
 
@@ -140,7 +140,7 @@ def test_a_lost_connection_names_the_rank_that_died() -> None:
     text = str(RankError(dead, [lost, dead]))
     assert text.splitlines() == [
         "rank 1: the process died: pid 7, killed by SIGKILL",
-        "rank 0: RuntimeError: lost its connection to rank 1 at line 5: f(x)",
+        "rank 0: failed at line 5: f(x); RuntimeError: lost its connection to rank 1",
     ]
     assert "Connection reset by peer" in str(RankError(lost, [lost]))
 
@@ -148,7 +148,7 @@ def test_a_lost_connection_names_the_rank_that_died() -> None:
 def test_the_text_names_every_rank_in_one_line_each() -> None:
     outcomes = [stopped(0), error(1), ok(2)]
     assert str(RankError(outcomes[1], outcomes)).splitlines() == [
-        "rank 1: ValueError: no such thing at line 3: f(x)",
+        "rank 1: failed at line 3: f(x); ValueError: no such thing",
         "rank 0: stopped at line 5: dist.barrier(), because rank 1 failed",
         "rank 2: finished",
     ]
@@ -157,18 +157,19 @@ def test_the_text_names_every_rank_in_one_line_each() -> None:
 def test_only_the_others_messages_are_cut() -> None:
     outcomes = [error(0, "x" * 1000), error(1, "y" * 1000)]
     assert str(RankError(outcomes[1], outcomes)).splitlines() == [
-        f"rank 1: ValueError: {'y' * 1000} at line 3: f(x)",
-        f"rank 0: ValueError: {'x' * 157}... at line 3: f(x)",
+        "rank 1: failed at line 3: f(x)",
+        f"ValueError: {'y' * 1000}",
+        f"rank 0: failed at line 3: f(x); ValueError: {'x' * 157}...",
     ]
 
 
 def test_equal_failures_are_folded() -> None:
     outcomes = [error(0), error(1), stopped(2), error(3), error(4, "another")]
     assert str(RankError(outcomes[0], outcomes)).splitlines() == [
-        "rank 0: ValueError: no such thing at line 3: f(x)",
+        "rank 0: failed at line 3: f(x); ValueError: no such thing",
         "ranks 1,3: the same",
         "rank 2: stopped at line 5: dist.barrier(), because rank 0 failed",
-        "rank 4: ValueError: another at line 3: f(x)",
+        "rank 4: failed at line 3: f(x); ValueError: another",
     ]
 
 
@@ -191,7 +192,7 @@ def test_the_notebook_shows_the_first_traceback_in_full_and_no_other() -> None:
         "On rank 1:",
         *TRACEBACK,
         "rank 0: stopped at line 5: dist.barrier(), because rank 1 failed",
-        "rank 2: ValueError: another at line 3: f(x)",
+        "rank 2: failed at line 3: f(x); ValueError: another",
     ]
 
 

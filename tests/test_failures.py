@@ -96,7 +96,8 @@ def test_one_rank_that_raises_frees_the_others(lab: Lab, others: str) -> None:
         lab.run(code, timeout=30)
     error = caught.value
     assert error.rank == 1
-    assert "rank 1: ValueError: on purpose at line 2: raise ValueError" in str(error)
+    assert "rank 1: failed at line 2: raise ValueError" in str(error)
+    assert "; ValueError: on purpose" in str(error)
     if others in ("pass", "!sleep 60"):  # IPython ends a shell command, and goes on
         assert "rank 0: finished" in str(error)
     else:
@@ -149,8 +150,8 @@ def test_a_failure_of_all_ranks_is_shown_once(lab: Lab) -> None:
         # After a barrier they fail at one time, however busy the machine is.
         lab.run("x = 1\ndist.barrier()\nx.nothing")
     assert str(caught.value).splitlines() == [
-        "rank 0: AttributeError: 'int' object has no attribute 'nothing' "
-        "at line 3: x.nothing",
+        "rank 0: failed at line 3: x.nothing; AttributeError: 'int' object has no "
+        "attribute 'nothing'",
         "rank 1: the same",
     ]
     assert_all_is_well(lab)
@@ -341,6 +342,45 @@ def test_an_interrupted_run_keeps_its_history(
     assert_all_is_well(lab)
 
 
+TRAINS_ON = """
+m = torch.nn.Linear(1, 1)
+o = torch.optim.SGD(m.parameters(), lr=0.01)
+{prepare}
+num_steps = 0
+while True:
+    for x, y in loader:
+        torch.nn.functional.mse_loss(m(x), y).backward()
+        dist.all_reduce(torch.ones(1))  # so that no rank is far ahead
+        o.step()
+        o.zero_grad()
+        num_steps += 1
+        if num_steps == 50:
+            print("here", flush=True)
+"""
+DATA = "torch.utils.data.TensorDataset(torch.ones(16, 1), torch.ones(16, 1))"
+PREPARES = {
+    "ddp": f"m, o, loader = prepare(m, o, {DATA}, batch_size=8)",
+    "raw": f"loader = torch.utils.data.DataLoader({DATA}, batch_size=8)",
+}
+
+
+@pytest.mark.parametrize("strategy", PREPARES)
+def test_an_interrupted_run_ends_after_the_same_step_on_every_rank(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: Captured, strategy: str
+) -> None:
+    watch = Watch()
+    with monkeypatch.context() as patch, interrupt_when(watch.seen.is_set):
+        patch.setattr("sys.stdout", watch)
+        code = TRAINS_ON.format(prepare=PREPARES[strategy])
+        with pytest.raises(errors.Interrupted):
+            lab.train(strategy, code, live=False)
+    steps = lab.pull("num_steps", ranks="all")
+    assert steps[0] == steps[1] >= 50
+    assert lab.runs[-1].state == "interrupted"
+    assert "no longer hold one model" not in capsys.readouterr().err
+    assert_all_is_well(lab)
+
+
 def test_a_cell_that_swallows_the_interrupt_is_interrupted_again(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +550,7 @@ found = [
     torch.is_autocast_enabled("cpu"),
     torch._C._len_torch_dispatch_stack(),
     torch._C._len_torch_function_stack(),
+    len(torch.nn.modules.module._global_forward_hooks),
 ]
 """
 

@@ -313,7 +313,8 @@ def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
     error = fails(
         lab, "problem = ValueError('x')\nproblem.add_note('y')\nraise problem"
     )
-    assert str(error).startswith("rank 0: ValueError: x\ny\nat line 3")
+    assert str(error).startswith("rank 0: failed at line 3: raise problem\n")
+    assert "\nValueError: x\ny" in str(error)
 
 
 def test_a_rank_says_that_it_compiles(

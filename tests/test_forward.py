@@ -4,6 +4,11 @@ import copy
 import inspect
 import pickle
 import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +16,18 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.checks import UnsupportedLoopError
 from labkit.rank.engine.hints import FORWARD_MODE
 from labkit.rank.engine.hints import NEW_PARAMETER
 from labkit.strategies.autograd.exports import IN_PARTS
 from labkit.strategies.autograd.exports import SCRIPTED
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.autograd.structures import Given
+from labkit.strategies.autograd.structures import flatten
+from labkit.strategies.autograd.structures import hand_back
+from labkit.strategies.autograd.structures import holders_in
+from labkit.strategies.autograd.structures import unflatten
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,6 +98,13 @@ data = TensorDataset(torch.randn(16, 64), torch.zeros(16).long())
 PREPARE = """
 model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
 """
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero2", "fsdp", "pipeline"])
+def test_a_pickle_of_a_prepared_model_is_explained(lab: Lab, strategy: str) -> None:
+    code = SET_UP + PREPARE + "import pickle\npickle.dumps(model)\n"
+    with pytest.raises(RankError, match=re.escape("Pickle model.state_dict()")):
+        lab.train(strategy, code, live=False)
 
 
 def test_an_interrupted_forward_pass_leaves_no_autocast(lab: Lab) -> None:
@@ -188,3 +206,318 @@ def test_what_parts_of_a_model_cannot_do_is_said(
         set_up = SET_UP.replace("optimizer =", wrapped + "optimizer =")
     with pytest.raises(RankError, match=re.escape(words)):
         lab.train(strategy, set_up + PREPARE + code, live=False)
+
+
+HANDS_ON = """
+from torch import nn
+torch.manual_seed(0)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, given):
+        {block}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        given = {{"h": self.stem(x)}}
+        for block in self.blocks:
+            {call}
+        self.score = given["h"].square().mean()
+        return self.score
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, torch.randn(16, 6), batch_size=8)
+for x in loader:
+    model(x)
+    model.score.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model(torch.ones(4, 6))
+score = model.score.item()
+"""
+COMPUTE = "given['h'] = self.down(self.up(given['h']).relu())"
+RETURNS = HANDS_ON.format(block=f"{COMPUTE}; return given", call="given = block(given)")
+RETURNS_NOTHING = HANDS_ON.format(block=COMPUTE, call="block(given)")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_loss_that_the_model_keeps_has_gradients(lab: Lab, strategy: str) -> None:
+    """The model returns nothing that a hook could be on."""
+    code = RETURNS.replace("return self.score", "")
+    scores = []
+    for each in ("single", strategy):
+        lab.train(each, code, live=False)
+        scores.append(lab.pull("score", ranks=0))
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_a_dict_that_a_block_puts_its_results_into_is_refused(
+    lab: Lab, strategy: str
+) -> None:
+    with pytest.raises(RankError, match="changes a list, a dict or an object"):
+        lab.train(strategy, RETURNS_NOTHING, live=False)
+
+
+def test_what_a_layer_keeps_and_another_takes_is_refused(lab: Lab) -> None:
+    """Ranks that do not run the layer have nothing of it."""
+    keeps = "self.kept = {'h': self.down(self.up(given['h']).relu())}"
+    code = HANDS_ON.format(block=keeps, call="block(given); given = block.kept")
+    with pytest.raises(RankError, match="computed and not returned"):
+        lab.train("pipeline", code, live=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    one: Any
+    other: Any
+
+
+def test_objects_are_opened_and_closed() -> None:
+    tensors = [torch.tensor(float(number)) for number in range(5)]
+    words = SimpleNamespace(text="no tensor")
+    given = (
+        Pair(tensors[0], Pair([tensors[1], 3], SimpleNamespace(x=tensors[2]))),
+        words,
+        SimpleNamespace(pairs={"a": tensors[3], "b": (tensors[4], "c")}),
+    )
+    leaves, spec = flatten(given)
+    found = [each for each in leaves if isinstance(each, torch.Tensor)]
+    assert found == tensors
+    assert words in leaves
+    doubled = [each * 2 if isinstance(each, torch.Tensor) else each for each in leaves]
+    first, second, third = unflatten(doubled, spec)
+    assert first.other.other.x.item() == 4.0
+    assert first.other.one == [torch.tensor(2.0), 3]
+    assert third.pairs["b"][0].item() == 8.0
+    assert second is words
+    assert given[0].other.other.x.item() == 2.0  # these are others
+
+
+def test_objects_in_a_list_are_a_cache_of_the_models() -> None:
+    """As the keys and values of transformers, which each block adds to."""
+    cache = SimpleNamespace(layers=[SimpleNamespace(keys=torch.ones(1))])
+    given = Given((cache,), {})
+    cache.layers.append(SimpleNamespace(keys=torch.ones(1)))
+    assert not given.has_changed(None)
+    assert flatten(cache)[0] == [cache]
+
+
+class Table(dict[str, Any]):
+    size = 0
+
+
+class Row(list[Any]):
+    pass
+
+
+def test_dicts_and_lists_of_ones_own_are_opened_and_closed() -> None:
+    table = Table(x=torch.ones(1), y=[torch.ones(1), 3])
+    table.size = 2
+    row = Row([torch.ones(1), "word"])
+    leaves, spec = flatten((table, SimpleNamespace(row=row), Table(a=1)))
+    doubled = [each * 2 if isinstance(each, torch.Tensor) else each for each in leaves]
+    first, second, third = unflatten(doubled, spec)
+    assert first == Table(x=torch.tensor([2.0]), y=[torch.tensor([2.0]), 3])
+    assert (type(first), first.size, third) == (Table, 2, Table(a=1))
+    assert second.row == Row([torch.tensor([2.0]), "word"])
+    assert type(second.row) is Row
+    assert table["x"] == 1
+
+
+def test_an_object_that_is_there_twice_stays_one() -> None:
+    one = SimpleNamespace(x=torch.ones(1))
+    first, second, other = unflatten(*flatten((one, one, copy.copy(one))))
+    assert first is second
+    assert other is not first
+
+
+def test_what_a_module_puts_into_a_list_or_a_dict_is_found() -> None:
+    x: list[Any] = [torch.ones(1)]
+    for found in (features := [], table := Table()):
+        given = Given((x[0], found), {})
+        assert not given.has_changed(x[0])
+        features.append(torch.ones(1))
+        table["h"] = torch.ones(1)
+        assert given.has_changed(x[0])
+    given = Given((features,), {})
+    features.append(torch.ones(1))
+    assert not given.has_changed(features)
+
+
+def test_a_caller_gets_its_own_lists_and_objects_back() -> None:
+    mine = [torch.zeros(1)], {"x": 1}, SimpleNamespace(hidden=None), [5.0]
+    copies = copy.deepcopy(mine)
+    given = Given(copies, {})
+    more, table, state, _ = copies
+    more.append(torch.ones(1))
+    table["y"] = torch.ones(1)
+    state.hidden = torch.ones(1)
+    output = (more, torch.ones(2), [table, state])
+    assert not given.has_changed(output)
+    own, returned = holders_in(mine), holders_in(output)
+    places = given.returned_in(output)
+    found = hand_back([(own[n], returned[k]) for n, k in places], output)
+    assert found[0] is mine[0]
+    assert found[2][0] is mine[1]
+    assert len(mine[0]) == 2
+    assert mine[1] == table
+    assert mine[2].hidden is state.hidden
+    assert mine[3] == [5.0]
+    given = Given(copies, {})
+    state.hidden = torch.zeros(1)
+    assert given.returned_in(state) == [(2, 0)]
+    assert hand_back([(mine[2], state)], state) is mine[2]
+    assert mine[2].hidden is state.hidden
+
+
+class Output(OrderedDict[str, Any]):
+    """As transformers' ModelOutput."""
+
+    def update(self, *args: Any) -> None:  # type: ignore[override]
+        raise TypeError
+
+
+@dataclass(frozen=True)
+class Features:
+    hidden: Any
+    kept: list[Any]
+
+
+class Private:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.__hidden = hidden
+
+    def doubled(self) -> Any:
+        return 2 * self.__hidden
+
+
+def test_what_is_within_an_object_or_another_list_is_the_callers_own() -> None:
+    kept: list[Any] = [torch.ones(1)]
+    mine = Features(torch.ones(1), kept), {"kept": [kept[0]]}, Output(x=torch.ones(1))
+    leaves, spec = flatten(mine)
+    state, table, output = copies = unflatten(leaves, spec)
+    given = Given(copies, {})
+    state.kept.append(torch.ones(1))
+    assert given.has_changed(None)  # it is lost, unless it is returned
+    table["kept"].append(torch.ones(1))
+    output["x"] = torch.zeros(1)
+    found = replace(state, hidden=torch.zeros(1)), table, output
+    assert not given.has_changed(found)
+    own = holders_in(mine)
+    places = given.returned_in(found)
+    found = hand_back([(own[n], given.holders[n]) for n, _ in places], found)
+    assert found[0].kept is kept
+    assert len(kept) == 2
+    assert found[1] is mine[1]
+    assert len(mine[1]["kept"]) == 2
+    assert found[2] is mine[2]
+    assert mine[2]["x"] is output["x"]
+
+
+def test_a_list_that_is_given_twice_is_not_to_change() -> None:
+    mine: list[Any] = [torch.ones(1)]
+    first, second = [*mine], [*mine]
+    hand_back([(mine, first), (mine, second)], (first, second))
+    first.append(torch.ones(1))
+    with pytest.raises(UnsupportedLoopError, match="one list twice"):
+        hand_back([(mine, first), (mine, second)], (first, second))
+
+
+def test_slots_with_private_names_are_opened() -> None:
+    leaves, spec = flatten(Private(torch.ones(1)))
+    assert unflatten([leaves[0] * 2], spec).doubled().item() == 4.0
+
+
+LATER = """
+import torch.nn as nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x, kept, fails=False):
+        x = torch.tanh(self.linear(x))
+        if fails:
+            raise ValueError
+        if kept is not None:
+            kept.append(x)
+        return x, kept
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.kept = self.fails = False
+    def forward(self, x):
+        kept = [x] if self.kept else None
+        for number, block in enumerate(self.blocks):
+            x, _ = block(x, kept, self.fails and number == 2)
+        return x + sum(kept) if self.kept else x
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, loader = prepare(
+    model, optimizer, torch.randn(24, 4), batch_size=4, shuffle=False
+)
+{before}
+for number, x in enumerate(loader):
+    model.kept = number > {number}
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+FAILS = """
+model.kept = model.fails = True
+for x in loader:
+    try:
+        model(x)
+    except ValueError:
+        pass
+    break
+model.fails = False
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+@pytest.mark.parametrize(("before", "number"), [("", 3), (FAILS, -1)])
+def test_a_block_is_given_a_list_in_later_passes_alone_or_has_failed(
+    lab: Lab, strategy: str, before: str, number: int
+) -> None:
+    code = LATER.replace("{before}", before).replace("{number}", str(number))
+    for each in ("single", strategy):
+        lab.train(each, code, live=False, timeout=60)
+        found = lab.pull("model", full=True)
+        if each == "single":
+            expected = found
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_circle_of_objects_ends() -> None:
+    one = SimpleNamespace(x=torch.ones(1))
+    one.self = one
+    assert flatten(one)[0]
+
+
+def test_an_attribute_that_an_object_keeps_for_itself_is_no_result() -> None:
+    chances = torch.distributions.Bernoulli(logits=torch.zeros(2))
+    given = Given((chances,), {})
+    assert chances.probs.tolist() == [0.5, 0.5]  # it is computed, and kept
+    assert not given.has_changed(None)
+
+    state = SimpleNamespace(hidden=torch.zeros(2))
+    given = Given((state,), {})
+    state.hidden = torch.ones(2)
+    assert given.has_changed(None)
+    assert not given.has_changed(state)

@@ -95,7 +95,28 @@ USES = [
     "m, opt, loader = prepare(m, opt, data)\n"
     "clamp(opt)",
 ]
+FOLDS = (
+    "for fold in range(3):\n"
+    "    opt = SGD(m.parameters(), lr=0.1)\n"
+    "    for p in opt.param_groups[0]['params']:\n"
+    "        p.data.clamp_(0)\n"
+    "    m, opt, loader = prepare(m, opt, data)"
+)
+USES += [
+    FOLDS.replace("    opt = SGD(m.parameters(), lr=0.1)\n", ""),
+    FOLDS.replace("for fold in range(3)", "while True").replace("    opt =", "    o ="),
+    "for seed in range(2):\n"
+    "    opt = SGD(m.parameters(), lr=0.1)\n"
+    "    for fold in range(3):\n"
+    "        print(p in opt.param_groups[0]['params'])\n"
+    "        m, opt, loader = prepare(m, opt, data)",
+]
 USES_NONE = [
+    FOLDS,
+    "def main(opt):\n"
+    "    for p in opt.param_groups[0]['params']:\n"
+    "        nn.init.zeros_(p)\n"
+    "    model, opt, loader = prepare(net, opt, data)",
     *(READS[0], READS[2], READS[3], *READS_NONE[:2], *READS_NONE[3:]),
     "n = sum(p.numel() for g in opt.param_groups for p in g['params'])",
     "for g in opt.param_groups:\n    for p in g['params']:\n        print(p.shape)",

@@ -84,8 +84,8 @@ ROOMS = [
     [
         *("strategies.mesh", "strategies.autograd", "strategies.model"),
         *("strategies.communication", "strategies.relay", "strategies"),
-        *("strategies.zero", "strategies.tensor", "strategies.pipeline"),
-        "strategies.parameter_server",
+        *("strategies.fsdp", "strategies.zero", "strategies.tensor"),
+        *("strategies.pipeline", "strategies.parameter_server"),
     ],
 ]
 FRONT_END = {

@@ -711,6 +711,27 @@ def test_a_loader_has_what_the_loop_knows_of_its_own() -> None:
     assert type(of_batches.batch_sampler) is BySize
 
 
+def test_what_prepare_has_read_is_not_set_later() -> None:
+    [loader] = all_ranks(DataLoader(Squares(8), 4), 1)
+    with pytest.raises(UnsupportedLoopError, match=r"sets loader\.collate_fn"):
+        loader.collate_fn = collate_by_name
+    loader.batch_sampler.batch_size = 2
+    with pytest.raises(UnsupportedLoopError, match=r"batch_sampler\.batch_size"):
+        next(iter(loader))
+    share = loader.share(DataLoader(Squares(8), 4))
+    share.batch_sampler.drop_last = True
+    with pytest.raises(UnsupportedLoopError, match=r"batch_sampler\.drop_last"):
+        next(iter(share))
+
+
+def test_a_batch_sampler_of_the_loops_own_may_change() -> None:
+    sampler = BatchSampler(SequentialSampler(range(8)), 4, False)
+    loaders = all_ranks(DataLoader(Squares(8), batch_sampler=sampler), 2)
+    assert one_epoch(loaders) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    sampler.batch_size = 6
+    assert one_epoch(loaders) == [[[0, 1, 2], [3, 4, 5]], [[6], [7]]]
+
+
 # ---- where a pass goes on ----
 
 

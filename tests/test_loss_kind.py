@@ -36,6 +36,15 @@ Q = nn.Parameter(torch.ones(3))
 S = nn.Parameter(torch.zeros(3))
 
 
+def written(*losses: Tensor) -> Tensor:
+    """Losses in a tensor that was made for them; without any those of weights."""
+    losses = losses or (P.square().sum(), Q.square().sum())
+    found = torch.empty(len(losses))
+    for at, loss in enumerate(losses):
+        found[at] = loss
+    return found
+
+
 def of_each(x: Tensor, reduction: str = "mean") -> list[Tensor]:
     return [F.mse_loss(x[i], T[i], reduction=reduction) for i in range(len(x))]
 
@@ -162,6 +171,7 @@ RIGHT: dict[str, Loss] = {
     "temperature": lambda x: F.cross_entropy(x / Q[0].exp(), WHOLE),
     "squares of weights": lambda x: F.mse_loss(x, T) + 0.1 * P.square().sum(),
     "a mean of weights": lambda x: F.mse_loss(x, T) + 0.1 * P.abs().mean(),
+    "written squares of weights": lambda x: F.mse_loss(x, T) + written().sum(),
     "a root of weights": lambda x: F.mse_loss(x, T) + P.square().sum().sqrt(),
     "norms of weights": lambda x: F.mse_loss(x, T) + P.norm() + Q.norm(),
     "orthogonality": lambda x: F.mse_loss(x, T) + (P.T @ P - torch.eye(3)).norm(),
@@ -263,6 +273,7 @@ NOTED: dict[str, tuple[Loss, str]] = {
         PARTLY_SUM,
     ),
     "sum of means": (lambda x: x.square().mean(1).sum(), SUM),
+    "sum of written means": (lambda x: written(*of_each(x)).sum(), SUM),
     "sum of means of as many": (lambda x: x[:, :4].square().mean(1).sum(), SUM),
     "sum of a list's means": (lambda x: torch.stack([*(x * T)]).mean(1).sum(), SUM),
     "sum over all steps": (lambda x: steps(x).sum(), SUM),

@@ -79,6 +79,9 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%%dist_train zero7\n1", "choose one of: single, ddp, zero1, zero2, zero3"),
         ("%%dist_train ddp work\n1", "one word too many"),
         ("%%dist_train ddp --offload x\n1", "unrecognized arguments"),
+        ("%%dist_train ddp --acc 4\n1", "--acc 4 (did you mean --accumulate?); "),
+        ("%%dist_train ddp --grad-clip 1\n1", "(did you mean --clip?); %dist_train? "),
+        ("%%dist_train ddp --save-every 9\n1", "mean --average-every or --every?); "),
         ("%%dist_train ddp --seed x\n1", "invalid int value"),
         ("%%dist_train ddp --live movie\n1", "invalid choice: 'movie'"),
         ("%dist_train ddp", "takes a strategy and a function"),
@@ -316,7 +319,9 @@ def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
     reply = kernel.run("%%dist 1\nimport os\nos.kill(os.getpid(), 9)")
     assert "the process died" in reply.error["evalue"]
     assert "killed by SIGKILL" in reply.error["evalue"]
-    assert "dead" in kernel.run("%dist_status").result["text/plain"]
+    status = kernel.run("%dist_status").result["text/plain"]
+    assert "dead" in status
+    assert "NaN" not in status
     assert "%dist_restart" in usage_error(kernel, "%%dist\n1")
     assert kernel.run("%dist_restart").stdout.startswith(
         "rank 1 restarted: its variables are gone; Ready: "

@@ -621,7 +621,8 @@ def test_a_gradient_is_one_from_where_it_is_made(
         [WHOLE] * len(moments), rel=0.01
     )
     growing = moments.loc[moments["phase"] == "backward", "gradients"] / MIB
-    assert growing.nunique() > 8
+    # Where the rank was held up, a phase has eight moments, some of them equal.
+    assert growing.nunique() > 4
     # Within a pass one may be there twice, where it is copied.
     assert growing.diff().min() >= -1.1
     assert growing.iloc[-1] == pytest.approx(WHOLE, rel=0.01)
@@ -655,7 +656,7 @@ def test_a_loop_by_hand_is_measured(lab: Lab) -> None:
     assert run.theory == {}
     shown = to_read(lab.compare(run.name))
     assert shown["comm_seconds"].tolist() == ["-"], "not known, and not 0"
-    assert "wire (MiB)" in shown
+    assert "sent (MiB)" in shown
     assert "wire_bytes_theory" not in shown
     assert not any(run.collector.measurements[rank][0].models for rank in (0, 1))
 

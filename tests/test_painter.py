@@ -18,15 +18,18 @@ from kernels import wait_until
 from test_runs import make_run
 
 from labkit.notebook.live import live_view
+from labkit.notebook.live.live_view import NO_RECORDS
 from labkit.notebook.live.live_view import LiveView
 from labkit.notebook.live.render_process import NICENESS
 from labkit.notebook.live.render_process import SESSION_NICENESS
 from labkit.notebook.live.render_process import Painter
 from labkit.notebook.live.render_process import Picture
+from labkit.notebook.live.render_process import PictureRequest
 from labkit.notebook.live.render_process import paint
 from labkit.notebook.plots.run_plot import RunPlot
 from labkit.records import RECORD
 from labkit.records import Batch
+from labkit.timeouts import EMPTY_AFTER_S
 from labkit.timeouts import LAST_PICTURE_S
 
 LOOP = """%%dist_train raw
@@ -51,6 +54,15 @@ def loop_until(seen: str) -> str:
     """The loop; it ends once there is this file."""
     loop = LOOP.replace("range(300)", "range(10_000)").format(at_step_100="pass")
     return f"{loop}\n    if os.path.exists({seen!r}): break"
+
+
+class Painted:
+    """A painter in this process."""
+
+    def draw(self, request: PictureRequest) -> Future[Picture]:
+        found: Future[Picture] = Future()
+        found.set_result(Picture(paint(request, {}) or b"", cpu_s=0.0))
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +134,28 @@ def test_a_long_run_is_drawn_less_often_where_cores_are_few(
     view._picture.set_result(Picture(b"", cpu_s=1.0))
     view._take_picture()
     assert view._next_draw == pytest.approx(view._asked_at + wait_s)
+
+
+def test_a_run_that_has_taken_no_step_is_seen_to_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[bytes] = []
+    monkeypatch.setattr(live_view, "painter", Painted)
+    monkeypatch.setattr(live_view, "is_notebook", lambda: True)
+    monkeypatch.setattr(LiveView, "_show", lambda view, data: shown.append(data))
+    view = LiveView(run := make_run({0: [], 1: []}))
+    view._next_draw = 0.0
+    view.tick()
+    assert view._picture is None  # it has just begun
+    view._began -= EMPTY_AFTER_S
+    view.tick()
+    view.tick()
+    view.tick()
+    assert len(shown) == 1
+    assert view._picture is None  # nothing new
+    run.state = "finished"
+    view.close()
+    assert NO_RECORDS in capsys.readouterr().err
 
 
 @pytest.mark.long

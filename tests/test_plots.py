@@ -522,8 +522,9 @@ def test_a_component_is_drawn_beside_theory_with_the_range_of_the_ranks() -> Non
     assert bars == {8.0: None, 6.0: 0.4, 1.0: None}
     [[start, end]] = [path.vertices[:, 0] for path in axes.collections[0].get_paths()]
     assert (start, end) == (4, 8)
-    title = axes.get_title(loc="left")
-    assert title == "by component; pale: theory; line: all ranks"
+    assert axes.get_title(loc="left") == "by component"
+    [key] = [text.get_text() for text in axes.texts if ":" in text.get_text()]
+    assert key == "pale: theory, line: lowest to highest rank"
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
     assert labels == ["parameters", "older tensors"]
     assert axes.get_xlabel() == "MiB"

@@ -386,7 +386,7 @@ def test_a_rank_is_late_with_its_data() -> None:
     )
     [reason] = words(late, other)
     assert reason == (
-        "Rank 1 waits 49 % of the step for rank 0's data loading: its next batch takes "
+        "Rank 1 waits 49% of the step for rank 0's data loading: its next batch takes "
         "0.5 ms, that of rank 1 0.01 ms"
     )
 
@@ -417,7 +417,7 @@ def test_a_rank_is_late_for_a_cause(
     early = event("gloo:all_reduce", 400, 1_000, **DIMS)
     other = made(0, event("aten::mm", 0, 400), early, on_core=400_000)
     [reason, *_] = words(other, late)
-    assert reason.startswith("Rank 0 waits 50 % of the step for rank 1")
+    assert reason.startswith("Rank 0 waits 50% of the step for rank 1")
     assert cause in reason
 
 
@@ -453,7 +453,7 @@ def test_communication_that_is_not_hidden_is_named() -> None:
         )
 
     [reason] = words(rank(0), rank(1))
-    assert reason.startswith("Communication is not hidden: 50 % of the step")
+    assert reason.startswith("Communication is not hidden: 50% of the step")
     assert "all_reduce, 1 a step of up to 4 MiB: larger batches, --acc" in reason
 
 
@@ -467,8 +467,8 @@ def test_a_large_part_without_a_reason_is_named() -> None:
         return without_reason(parts)
 
     held = "No reason holds in every recorded step; the largest part"
-    assert said(200) == f"{held} is other (80 % on average)"
-    assert said(600) == f"{held} besides compute is other (40 % on average)"
+    assert said(200) == f"{held} is other (80% on average)"
+    assert said(600) == f"{held} besides compute is other (40% on average)"
     assert said(900) == NOTHING
 
 
@@ -539,7 +539,7 @@ def test_a_crowded_machine_is_named() -> None:
         for rank in range(2)
     ]
     [reason] = words(*ranks)
-    assert reason.startswith("Ranks wait 30 % of the step for a core")
+    assert reason.startswith("Ranks wait 30% of the step for a core")
 
 
 def test_a_sleep_is_not_called_python() -> None:
@@ -549,7 +549,7 @@ def test_a_sleep_is_not_called_python() -> None:
 
     assert reasons(100_000) == []
     [reason] = reasons(1_000_000)
-    assert reason.startswith("90 % of the step is Python outside of operators")
+    assert reason.startswith("90% of the step is Python outside of operators")
 
 
 def test_messages_are_waited_for() -> None:
@@ -564,7 +564,7 @@ def test_messages_are_waited_for() -> None:
 
     [reason] = words(rank(0), rank(1), strategy="pipeline")
     assert reason == (
-        "Ranks wait 40 % of the step for messages of other ranks: more --microbatches "
+        "Ranks wait 40% of the step for messages of other ranks: more --microbatches "
         "keep ranks busy"
     )
 
@@ -663,7 +663,7 @@ def profiled(lab: Lab, code: str, strategy: str = "ddp", **options: Any) -> Run:
 
 def test_slow_data_on_one_rank_is_named(lab: Lab) -> None:
     reasons = profiled(lab, "train(seconds=0.002 if rank == 1 else 0)").profile.reasons
-    assert re.match(r"Rank 0 waits \d+ % of the step for rank 1's data", reasons[0])
+    assert re.match(r"Rank 0 waits \d+% of the step for rank 1's data", reasons[0])
 
 
 def test_slow_computing_on_one_rank_is_named(lab: Lab) -> None:
@@ -678,7 +678,7 @@ train(more)
     reasons = profiled(lab, code).profile.reasons
     # On a busy machine they may wait for a core as well.
     [reason] = [each for each in reasons if each.startswith("Rank 1 waits ")]
-    assert " % of the step for rank 0, which computes " in reason
+    assert "% of the step for rank 0, which computes " in reason
     assert "more operators, most of it in aten::mm" in reason
 
 

@@ -73,7 +73,7 @@ def test_the_time_left_counts_what_lies_between_steps() -> None:
     collector = collect([1.0] * 11)
     collector.records(0)["seconds"][6:] += 5.0  # as a validation does
     line = Run("run-1", "ddp", "", collector).status_line()
-    assert "step 11/1000, 2 steps/s, 16 min 29 s left" in line
+    assert "step 11/1,000, 2 steps/s, 16 min 29 s left" in line
 
 
 def test_samples_and_tokens_of_all_ranks_are_counted() -> None:

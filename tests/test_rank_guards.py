@@ -1,5 +1,7 @@
 """What a cell has one rank do alone, read from its text."""
 
+from textwrap import indent
+
 import pytest
 
 from labkit.rank.loop.rank_guards import lonely_use
@@ -115,7 +117,28 @@ Trainer(net, data).fit()"""
         ("if rank == 0:\n    print(len(loader), loader.dataset[0])", False),
         ("if rank == 0:\n    evaluate(net)", False),
         ("next(iter(loader))", False),
+        ("if rank == 0:\n    print(max(loss for loader, loss in history))", False),
     ],
 )
 def test_batches_that_one_rank_takes(use: str, is_found: bool) -> None:
     assert (lonely_use(PREPARE + use, of_loader=True) is not None) is is_found
+
+
+LOOK = "if rank == 0:\n    net(next(iter(loader)))\n"
+
+
+@pytest.mark.parametrize("of_loader", [True, False])
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        (LOOK + PREPARE, False),
+        (PREPARE + LOOK, True),
+        ("def look():\n" + indent(LOOK, "    ") + PREPARE + "look()", True),
+        ("def main():\n" + indent(LOOK + PREPARE, "    "), False),
+        ("for _ in range(2):\n" + indent(LOOK + PREPARE, "    "), True),
+    ],
+)
+def test_what_one_rank_does_before_prepare_is_its_own(
+    code: str, of_loader: bool, is_found: bool
+) -> None:
+    assert (lonely_use(code, of_loader=of_loader) is not None) is is_found

@@ -5,6 +5,7 @@ import torch
 from marks import long_but
 
 from labkit import Lab
+from labkit import RankError
 from labkit.notebook.runs.run import Run
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.strategies.model.fingerprints import fingerprints
@@ -57,6 +58,20 @@ def test_values_that_one_rank_has_in_other_places_are_found(lab: Lab) -> None:
     change = f"if rank == 1 and step == 14: {weight}[[0, 1]] = {weight}[[1, 0]]"
     first, *_ = train(lab, "ddp", change).mismatches
     assert first.startswith("rank 1's copy of 1.weight differs from that of rank 0")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_layer_that_each_rank_has_put_in_is_found(lab: Lab, strategy: str) -> None:
+    put_in = "plain[-1] = torch.nn.Linear(64, 10)\nstep = 0\n"
+    code = CELL.format(then="pass").replace("step = 0\n", put_in)
+    first, *_ = lab.train(strategy, code, live=False).mismatches
+    assert "copy of 3." in first
+    assert "differs from that of rank 0" in first
+
+
+def test_a_layer_that_the_loop_replaces_between_steps_is_explained(lab: Lab) -> None:
+    with pytest.raises(RankError, match="a parameter that the model no longer has"):
+        train(lab, "ddp", "plain[-1] = torch.nn.Linear(64, 10)")
 
 
 def test_gradients_and_weights_of_which_a_step_takes_parts_are_compared(

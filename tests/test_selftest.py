@@ -370,7 +370,7 @@ def test_a_slow_all_reduce_is_worth_a_look() -> None:
     slow = judge_bandwidth(5e9, 400e9, 2**28, "nccl", 8)
     assert "5 GB/s on each rank's bus, for 256 MiB" in slow.text
     assert "a copy from GPU to GPU 400 GB/s" in slow.text
-    assert "1.2 % of the copy; NCCL_DEBUG=INFO" in slow.advice
+    assert "1.2% of the copy; NCCL_DEBUG=INFO" in slow.advice
     assert judge_bandwidth(1e9, 20e9, 2**24, "gloo", 0).advice == ""
     assert "fewer cores" in judge_bandwidth(1e7, 20e9, 2**24, "gloo", 0).advice
     shared = judge_bandwidth(1e9, 2e12, 2**28, "gloo", 1)

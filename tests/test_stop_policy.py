@@ -90,6 +90,26 @@ def test_these_leave_none(event: Event, is_in_grace: bool) -> None:
     assert policy.due(RANKS, 10.0) == Actions(ask=[0, 1])
 
 
+@pytest.mark.parametrize("event", [interrupt, time_out])
+def test_a_run_may_end_by_itself_for_a_while(event: Event) -> None:
+    policy = StopPolicy(patience_s=1.0)
+    event(policy, 10.0)
+    assert policy.due(RANKS, 10.0) == NOTHING
+    assert policy.is_patient(10.9)
+    policy.fail(10.5)  # as of a rank that has ended
+    assert policy.due(RANKS, 10.9) == NOTHING
+    assert not policy.is_patient(11.0)
+    assert policy.due(RANKS, 11.0) == Actions(ask=[0, 1])
+
+
+def test_a_second_interrupt_leaves_no_more_patience() -> None:
+    policy = StopPolicy(patience_s=1.0)
+    policy.interrupt(10.0)
+    assert policy.due(RANKS, 10.0) == NOTHING
+    policy.interrupt(10.1)
+    assert policy.due(RANKS, 10.1) == Actions(ask=[0, 1])
+
+
 def test_a_deadline_is_no_interrupt() -> None:
     policy = StopPolicy()
     policy.deadline = 10.0

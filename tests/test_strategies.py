@@ -571,6 +571,108 @@ def test_activation_checkpointing_computes_twice_and_gives_the_same(
     assert lab.pull("num_calls") == 2 * len(reference("gpt").losses)
 
 
+APPENDING = """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, features, *, kept):
+        features.append(torch.tanh(self.linear(features[-1])))
+        kept["h"] = kept["h"] * features[-1]
+        return features, kept
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x):
+        features, kept = [x], {"h": x}
+        for block in self.blocks:
+            block(features, kept=kept)
+        return sum(features) + kept["h"]
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, loader = prepare(model, optimizer, torch.randn(8, 4), batch_size=4)
+for x in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    found = model(torch.ones(1, 4))
+"""
+
+
+@pytest.mark.parametrize("strategy", [*WITH_SINGLE, "pipeline"])
+def test_activation_checkpointing_takes_blocks_that_append_to_what_they_are_given(
+    lab: Lab, strategy: str
+) -> None:
+    train(lab, "single", APPENDING)
+    expected = lab.pull("found")
+    train(lab, strategy, APPENDING, activation_checkpointing=True)
+    torch.testing.assert_close(lab.pull("found"), expected)
+
+
+KEEPING = """
+import random
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.num_calls = 0
+        self.register_buffer("mean", torch.zeros(4))
+        self.draws = random.Random(0)
+    def forward(self, x):
+        if self.training:
+            self.num_calls += 1
+            self.mean = 0.5 * self.mean + 0.5 * torch.arange(4.0) * self.num_calls
+        scale = 2.0 + self.draws.random()
+        return x + scale * torch.tanh(self.linear(x - self.mean) / self.num_calls)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(Block() for _ in range(3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, loader = prepare(model, optimizer, torch.randn(20, 4), batch_size=4)
+for x in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    found = model(torch.ones(1, 4))
+calls = [block.num_calls for block in model]
+"""
+
+
+@pytest.mark.parametrize("strategy", WITH_SINGLE)
+def test_activation_checkpointing_takes_blocks_that_count_and_draw(
+    lab: Lab, strategy: str
+) -> None:
+    train(lab, "single", KEEPING)
+    expected = lab.pull("found")
+    train(lab, strategy, KEEPING, activation_checkpointing=True)
+    torch.testing.assert_close(lab.pull("found"), expected)
+    assert lab.pull("calls") == [6, 6, 6]
+
+
+def test_activation_checkpointing_refuses_parameters_of_a_call(lab: Lab) -> None:
+    code = """
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, loader = prepare(
+            model, optimizer, torch.ones(8, 4), batch_size=2
+        )
+        for x in loader:
+            others = {n: 2 * p for n, p in model.named_parameters()}
+            found = torch.func.functional_call(model, others, x)
+            found.mean().backward()
+            optimizer.step()
+        """
+    with pytest.raises(RankError, match="functional_call gives the model other"):
+        train(lab, "single", code, activation_checkpointing=True)
+
+
 @pytest.mark.parametrize("strategy", release_but(["zero3", "fsdp"], "fsdp"))
 def test_activation_checkpointing_takes_blocks_of_a_single_layer(
     lab: Lab, strategy: str
@@ -739,7 +841,7 @@ import copy
 from torch.distributed.device_mesh import init_device_mesh
 from labkit.models import mlp
 from labkit.strategies.ddp import apply_ddp
-from labkit.strategies.fsdp import apply_fsdp
+from labkit.strategies.fsdp.sharding import apply_fsdp
 
 torch.manual_seed(rank)
 given = mlp()
@@ -814,6 +916,23 @@ weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=T
         torch.testing.assert_close(pull_weights(lab, strategy), expected)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tensor", "pipeline"])
+def test_a_model_may_have_parameters_of_its_own(lab: Lab, strategy: str) -> None:
+    code = cell("mlp", "no momentum").replace(
+        "model = mlp(num_hidden=16)",
+        """model = mlp(num_hidden=16)
+class Layer(torch.nn.Linear):
+    def parameters(self):
+        return torch.nn.ParameterList(super().parameters())
+for layer in model:
+    if isinstance(layer, torch.nn.Linear):
+        layer.__class__ = Layer""",
+    )
+    assert "class Layer" in code
+    run = train(lab, strategy, code)
+    assert_equals_reference(lab, run, reference("mlp", "no momentum"))
+
+
 @pytest.mark.parametrize("then", release_but(["ddp", "zero1", "zero2"], "ddp"))
 @pytest.mark.parametrize("strategy", release_but(["ddp", "zero1", "zero2"], "zero1"))
 def test_a_whole_model_of_an_earlier_run_is_trained_on(
@@ -841,7 +960,7 @@ def test_the_run_after_a_rank_has_failed_is_as_good_as_any(
     lab: Lab, strategy: str
 ) -> None:
     fail = "if rank == 1 and epoch == 1: raise ValueError('on purpose')"
-    with pytest.raises(RankError, match="rank 1: ValueError: on purpose"):
+    with pytest.raises(RankError, match=r"rank 1: failed .*ValueError: on purpose"):
         train(lab, strategy, cell("mlp", every_step=fail), **BOTH)
     run = train(lab, strategy, cell("mlp"), **BOTH)
     assert_equals_reference(lab, run, reference("mlp", **BOTH))

@@ -253,6 +253,39 @@ def test_a_sum_over_the_ranks_that_share_a_batch_has_each_sample_once(
     assert any(f"under {strategy} 2 ranks have the same" in n for n in run.notes)
 
 
+def test_a_state_that_begins_with_none_is_compared_from_there(lab: Lab) -> None:
+    first = "0.5 * (0.0 if self.center is None else self.center)"
+    code = CENTERED.replace("torch.zeros(4)", "None") + SUMS
+    code = code.replace("0.5 * self.center", first).replace(
+        "return z - self.center",
+        "self.calls = getattr(self, 'calls', 0) + 1\n"
+        "        return (z - self.center) / self.calls",
+    )
+    train(lab, "single", code)
+    expected = pull_weights(lab, "single")
+    train(lab, "tensor", code, config=SPLIT)
+    torch.testing.assert_close(
+        pull_weights(lab, "tensor"), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_model_that_the_loop_compiles_is_compared(lab: Lab) -> None:
+    code = """
+from labkit.data import digits
+from labkit.models import mlp
+
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, digits(), batch_size=64)
+compiled = torch.compile(model, backend="eager")
+for x, y in loader:
+    torch.nn.functional.cross_entropy(compiled(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert train(lab, "tensor", code).notes == []
+
+
 def test_a_collective_in_forward_is_refused(lab: Lab) -> None:
     code = CENTERED.replace(
         "self.center =", "dist.all_reduce(mean)\n            self.center ="

@@ -372,7 +372,7 @@ for x, y in loader:
 """
 GATHER = """
     from {} import {} as gather
-    one, other = (gather(each, 0, dist.group.WORLD) for each in (one, other))
+    one, other = (gather(each, 0, loader.group) for each in (one, other))
 """.format(*all_gather_with_gradients().rsplit(".", 1))
 
 
@@ -501,3 +501,22 @@ def test_run_names_are_unique(lab: Lab) -> None:
     assert train(lab, "raw", "1", name=name).name == name
     assert train(lab, "raw", "1", name=name).name == f"{name}-2"
     assert train(lab, "raw", "1", name=name).name == f"{name}-3"
+
+
+def test_an_optimizer_that_is_tried_logs_nothing(lab: Lab) -> None:
+    code = """
+class Mine(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        log(rate=self.param_groups[0]["lr"])
+model = torch.nn.Linear(2, 2)
+optimizer = Mine(model.parameters(), lr=0.5)
+model, optimizer, loader = prepare(model, optimizer, torch.zeros(8, 2), batch_size=4)
+for x in loader:
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+"""
+    history = lab.train("zero1", code, live=False).history
+    assert history["rate"].dropna().tolist() == [0.5] * 4
+    assert history["step"].max() == 2

@@ -143,12 +143,12 @@ def test_a_pull_that_fails_on_one_rank_leaves_nothing_for_the_next_push(
     lab: Lab, fixture: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(fixture)
-    lab.run("import threading\nlarge = {'taken': torch.zeros(2**10)}")
+    lab.run("import threading\nlarge = {'pulled': torch.zeros(2**10)}")
     lab.run("large['lock'] = threading.Lock()", ranks="1")
     with pytest.raises(ValueError, match="cannot pickle"):
         lab.pull("large", "all")
     lab.push(pushed=torch.arange(2**10))
-    lab.run("is_right = pushed.tolist() == [*range(2**10)] and 'taken' not in dir()")
+    lab.run("is_right = pushed.tolist() == [*range(2**10)] and 'pulled' not in dir()")
     assert lab.pull("is_right", "all") == [True, True]
     assert files_of(lab) == []
 

@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit.checks import UnsupportedLoopError
 from labkit.strategies import STRATEGIES
 from labkit.strategies.elementwise import check_elementwise
-from labkit.strategies.fsdp import called_ones
-from labkit.strategies.fsdp import check_calls
+from labkit.strategies.fsdp.sharding import called_ones
+from labkit.strategies.fsdp.sharding import check_calls
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import parameter_names
@@ -195,6 +195,7 @@ class Mine(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         global num_steps
         num_steps += 1
+        history["steps"].append(num_steps)
         self.num_steps += 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -208,6 +209,12 @@ class Mine(torch.optim.Optimizer):
 
 
 num_steps = 0
+history: dict[str, list[int]] = {"steps": []}
+
+
+class WarmingUp(Mine):
+    def direction(self, p: Any, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum * min(1.0, len(history["steps"]) / 100) * num_steps
 
 
 class ByMean(Mine):
@@ -286,6 +293,7 @@ MODEL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2))
         (ByStep(MODEL.parameters()), True, True),
         (ByStep([{"params": [p]} for p in MODEL.parameters()]), False, True),
         (Mine(MODEL.parameters()), True, True),
+        (WarmingUp(MODEL.parameters(), lr=1.0), True, True),
         (Plain(MODEL.parameters(), lr=torch.tensor(1e-9)), True, True),
         (Plain(MODEL.parameters(), foreach=True, amsgrad=True), True, True),
         (Plain(MODEL.parameters(), fused=True), True, True),
@@ -318,3 +326,4 @@ def test_optimizers_are_tried_on_parts(
     assert torch.equal(drawn, torch.get_rng_state())
     assert getattr(optimizer, "num_steps", 0) == 0
     assert num_steps == counted
+    assert history == {"steps": []}

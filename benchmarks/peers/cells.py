@@ -61,7 +61,7 @@ while step < {steps}:
         step += 1
         if step == {steps}:
             break
-note("rate", ({steps} - {first_timed}) / (time.perf_counter() - began))
+note("rate-{width}", ({steps} - {first_timed}) / (time.perf_counter() - began))
 """
 BY_THE_BATCH = """
 batches = BatchSampler(DistributedSampler(data), 64, drop_last=False)
@@ -82,6 +82,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr={lr})
 """
 ZERO2 = """
 import deepspeed
+# Or it compiles an op for inference, for a minute or more.
+ops = deepspeed.ops.__compatible_ops__
+deepspeed.ops.__compatible_ops__ = dict.fromkeys(ops, False)
 config = {{
     "train_micro_batch_size_per_gpu": 64,
     "zero_optimization": {{"stage": 2}},
@@ -149,7 +152,8 @@ def training(
     strategy: str = "",
     is_prepared: bool = False,
 ) -> str:
-    """A loop that notes its first step and its rate: by hand, or after `prepare`."""
+    """A loop that notes its first step, and its rate by `width`: by hand, or after
+    `prepare`."""
     by_hand = BY_HAND[strategy].format(lr=lr) + BY_THE_BATCH
     is_engine = strategy == "zero2" and not is_prepared
     text = TRAINING.format(

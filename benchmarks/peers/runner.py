@@ -60,8 +60,8 @@ class Plan:
     latency_s: int
 
 
-FULL = Plan(2, 3, 20, {2: 320, 10: 120}, tuple(cells.BY_HAND), 1, 10.0, (8, 16), 6)
-QUICK = Plan(1, 1, 10, {2: 320}, ("",), 1, 5.0, (), 3)
+FULL = Plan(2, 2, 20, {2: 200, 10: 80}, tuple(cells.BY_HAND), 1, 5.0, (8, 16), 6)
+QUICK = Plan(1, 1, 10, {2: 200}, ("",), 1, 5.0, (), 3)
 
 
 class Figures:
@@ -86,17 +86,20 @@ class Figures:
         self._of(row, peer)["hangs"] = limit_s
 
     @contextlib.contextmanager
-    def noting(self, row: str, peer: str) -> Iterator[None]:
-        """Keep for the table why a peer has no figure."""
+    def noting(self, peer: str, *rows: str) -> Iterator[None]:
+        """Keep for the table why a peer has no figure in these rows."""
         try:
             yield
         except NotThereError as error:
-            self.explain(row, peer, str(error))
+            reason = str(error)
         except TimeoutError as error:
-            self.explain(row, peer, f"did not end: {error}")
+            reason = f"did not end: {error}"
         except (RuntimeError, ValueError, OSError, psutil.Error) as error:
-            words = " ".join(str(error).split())[-160:]
-            self.explain(row, peer, f"failed: {words}")
+            reason = f"failed: {' '.join(str(error).split())[-160:]}"
+        else:
+            return
+        for row in rows:
+            self.explain(row, peer, reason)
 
     def _of(self, row: str, peer: str) -> dict[str, Any]:
         return self.rows.setdefault(row, {}).setdefault(peer, {})
@@ -137,6 +140,7 @@ class Bench:
             for size in self.plan.sizes:
                 self.say(f"{size} ranks")
                 for name in self.names:
+                    self.say(f"  {name}")
                     self.at_size(name, size)
             if num_gpus := int(machine.printed(sys.executable, gpu.COUNT)):
                 self.say("GPT-2 on GPUs")
@@ -167,6 +171,7 @@ class Bench:
             self.close()
             names = self.names if number % 2 == 0 else self.names[::-1]
             for name in names:
+                self.say(f"  {name}")
                 if session := self.started(name, 2):
                     self.sessions[name] = session
         ordered = {n: self.sessions[n] for n in self.names if n in self.sessions}
@@ -175,7 +180,7 @@ class Bench:
     def started(self, name: str, num_ranks: int) -> Session | None:
         session = SESSIONS[name](num_ranks)
         row = f"start_{num_ranks}"
-        with self.figures.noting(row, name):
+        with self.figures.noting(name, row):
             session.open()
             self.figures.add(row, name, session.start())
             return session
@@ -185,38 +190,48 @@ class Bench:
     def warm_up(self, session: Session) -> None:
         """Import what a training cell needs, where ranks stay: that is not edited."""
         if session.keeps_state:
-            with self.figures.noting("edit", session.name):
+            with self.figures.noting(session.name, "edit"):
                 edit(session, 0)
 
     def round(self, number: int) -> None:
         """A turn of every peer at every row of a warm session."""
+        self.say("  trivial cells")
         for session in self.turns(number):
             self.trivial(session, "cell_2")
+        self.say("  edit to first step")
         for session in self.turns(number):
-            with self.figures.noting("edit", session.name):
+            with self.figures.noting(session.name, "edit"):
                 self.figures.add("edit", session.name, edit(session, number + 1))
         for size in (1, 100):
+            self.say(f"  push and pull of {size} MB")
             for verb in ("push", "pull"):
                 for session in self.turns(number):
                     row = f"{verb}_{size}"
-                    with self.figures.noting(row, session.name):
+                    with self.figures.noting(session.name, row):
                         seconds = getattr(session, verb)(size, CELL_LIMIT_S)
                         self.figures.add(row, session.name, seconds)
-        for size, steps in self.plan.steps.items():
-            for strategy in self.plan.strategies:
-                row = f"{strategy or 'steps'}_{size}"
-                for session in self.turns(number):
-                    if strategy and not session.has_strategies:
-                        continue
-                    with self.figures.noting(row, session.name):
-                        rate = rate_of(session, cells.SIZES[size], steps, strategy)
-                        self.figures.add(row, session.name, rate)
+        for strategy in self.plan.strategies:
+            self.say(f"  training, {strategy or 'DDP by hand'}")
+            for session in self.turns(number):
+                if not strategy or session.has_strategies:
+                    self.train(session, strategy)
+
+    def train(self, session: Session, strategy: str) -> None:
+        """Loops with steps of all sizes, each in a cell. Where a cell starts ranks of
+        its own they are all in one: a start takes longer than a loop."""
+        sizes = list(self.plan.steps)
+        for some in [[size] for size in sizes] if session.keeps_state else [sizes]:
+            rows = [f"{strategy or 'steps'}_{size}" for size in some]
+            steps = {cells.SIZES[size]: self.plan.steps[size] for size in some}
+            with self.figures.noting(session.name, *rows):
+                rates = rates_of(session, steps, strategy)
+                for row, rate in zip(rows, rates, strict=True):
+                    self.figures.add(row, session.name, rate)
 
     def trivial(self, session: Session, row: str) -> None:
-        """A cell that does nothing. A script that does nothing is run once."""
-        is_script = session.driver_pid is None
-        with self.figures.noting(row, session.name):
-            for _ in range(1 if is_script else self.plan.cells):
+        """A cell that does nothing; one where it starts ranks of its own."""
+        with self.figures.noting(session.name, row):
+            for _ in range(self.plan.cells if session.keeps_state else 1):
                 began = time.time()
                 ended = session.run("x = 1", CELL_LIMIT_S)
                 if ended.is_error:
@@ -224,7 +239,7 @@ class Bench:
                 self.figures.add(row, session.name, ended.at - began)
 
     def memory(self, session: Session) -> None:
-        with self.figures.noting("memory_rank", session.name):
+        with self.figures.noting(session.name, "memory_rank"):
             session.forget()
             go = session.folder / "go"
             go.unlink(missing_ok=True)
@@ -250,7 +265,7 @@ class Bench:
         session = self.sessions.get("labkit")
         if not isinstance(session, Labkit):
             return
-        with self.figures.noting("log_cost", session.name):
+        with self.figures.noting(session.name, "log_cost"):
             session.forget()
             note = cells.NOTE.format(folder=str(session.folder))
             code = log.CELL.format(calls=2000)
@@ -261,7 +276,7 @@ class Bench:
                 raise RuntimeError(ended.text)
             for cost in session.noted("cost", 1):
                 self.figures.add("log_cost", session.name, cost / 1e6)
-        with self.figures.noting("log_latency", session.name):
+        with self.figures.noting(session.name, "log_latency"):
             assert isinstance(session.kernel, Kernel)
             found = latency.latencies(session.kernel, 2, self.plan.latency_s)
             for each in found:
@@ -285,7 +300,7 @@ class Bench:
             for kind in gpu.SESSIONS[:: 1 if number % 2 == 0 else -1]:
                 session = kind(num_gpus)
                 try:
-                    with self.figures.noting("gpt2_tokens", session.name):
+                    with self.figures.noting(session.name, "gpt2_tokens"):
                         session.open()
                         session.start()
                         rate, by_median = gpu.tokens_per_s(session)
@@ -303,7 +318,7 @@ class Bench:
         """A cell goes wrong: to the prompt, from there to a cell that works, and what
         is left."""
         name, figures, limit_s = session.name, self.figures, self.plan.limit_s
-        with figures.noting(f"{kind}_prompt", name):
+        with figures.noting(name, f"{kind}_prompt"):
             try:
                 failed_at, request = cause(session, kind)
             except TimeoutError:  # what the failure before has left does not work
@@ -316,7 +331,7 @@ class Bench:
             except TimeoutError:
                 figures.hangs(f"{kind}_prompt", name, limit_s)
             began = ended.at if ended else time.time()
-            with figures.noting(f"{kind}_next", name):
+            with figures.noting(name, f"{kind}_next"):
                 if not (ended and works_again(session, kind)):
                     began = time.time()  # a user would not have waited in vain
                     renew(session)
@@ -344,17 +359,20 @@ def edit(session: Session, number: int) -> float:
     return max(session.noted("first-step", 1)) - began
 
 
-def rate_of(session: Session, width: int, steps: int, strategy: str) -> float:
-    """Steps per second of the slower rank."""
+def rates_of(session: Session, steps: dict[int, int], strategy: str) -> list[float]:
+    """Steps per second of the slower rank, for each width of the layers."""
     session.forget()
     is_prepared = bool(strategy) and isinstance(session, Labkit)
-    code = cells.training(
-        session.folder, width, steps, strategy=strategy, is_prepared=is_prepared
+    code = "".join(
+        cells.training(
+            session.folder, width, count, strategy=strategy, is_prepared=is_prepared
+        )
+        for width, count in steps.items()
     )
     ended = session.run(code, CELL_LIMIT_S, strategy=strategy)
     if ended.is_error:
         raise RuntimeError(ended.text)
-    return min(session.noted("rate", 1))
+    return [min(session.noted(f"rate-{width}", 1)) for width in steps]
 
 
 def cause(session: Session, kind: str) -> tuple[float, Any]:

@@ -1,7 +1,9 @@
 """What labkit takes of DDP and FSDP2 that is private: the state of a step."""
 
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.compat.gate import Gate
 from labkit.compat.torch import call_after_backward
+from labkit.compat.torch import is_transformed
 
 GATE = Gate("torch")
 _DDP = "torch.nn.parallel:DistributedDataParallel"
@@ -101,6 +104,31 @@ def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@GATE.needs(f"{_STATE}._register_pre_backward_hook")
+def choose_hooked(
+    module: FSDPModule, choose: Callable[[Any], list[torch.Tensor]]
+) -> Callable[[], None]:
+    """Have `choose` say which tensors in an FSDP module's output get the hook that
+    gathers its parameters for the backward pass; returns the way back."""
+    state: Any = module._get_fsdp_state()
+    register = state._register_pre_backward_hook
+
+    def register_chosen(output: Any) -> Any:
+        if is_transformed():
+            return register(output)  # the hooks are functions of their own then
+        register(choose(output))
+        return output
+
+    state._register_pre_backward_hook = register_chosen
+    return partial(delattr, state, "_register_pre_backward_hook")
+
+
+@GATE.needs(f"{_STATE}._register_root_post_backward_final_callback")
+def reduce_at_end(root: FSDPModule) -> None:
+    """Within a backward pass: reduce at its end, whichever hooks are called."""
+    root._get_fsdp_state()._register_root_post_backward_final_callback()
 
 
 @GATE.needs(f"{_GROUP}.reduce_grads", f"{_GROUP}.all_reduce_grads")

@@ -52,6 +52,20 @@ ATTRIBUTES = (
     "deepspeed.ops:_probe_compatible_ops",  # of what a look at it would compile for 4 s
 )
 
+_OF_A_PASS = {"applied_pre_backward_ref_cnt", "_parameters"}
+
+
+def is_of_deepspeed(attribute: Any) -> bool:
+    """Whether stage 3 has this attribute of a module for itself, as what its passes
+    count."""
+    return isinstance(attribute, str) and (
+        attribute.startswith("ds_") or attribute in _OF_A_PASS
+    )
+
+
+MAX_DEPTH = 3
+"""Of objects within objects that stage 3 looks into."""
+
 
 def load() -> Any:
     """Import DeepSpeed without torch's inductor.
@@ -100,6 +114,45 @@ def look_at_numa_once() -> None:
     numa: Any = importlib.import_module("deepspeed.utils.numa")
     if not hasattr(numa.get_numa_cores, "cache_info"):
         numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+
+
+@GATE.needs(f"{_OFFLOAD}:apply_to_tensors_only", f"{_UTILS}:apply_to_tensors_only")
+def look_into_objects(
+    has_tensors: Callable[[Any], bool],
+    map_attributes: Callable[[Callable[[Any], Any], Any], None],
+) -> None:
+    """Have stage 3 find the tensors of any object that a module takes or returns, as
+    it does those of a dict: when their gradients come, it gathers and frees the
+    module's parameters. And have a list stay the one that the model's forward has, to
+    which a module may append. What the loop itself gives the model is left as it is."""
+    utils: Any = importlib.import_module(_UTILS)
+    offload: Any = importlib.import_module(_OFFLOAD)
+    plain = utils.apply_to_tensors_only
+    if hasattr(plain, "__wrapped__"):
+        return
+    under_way: list[Any] = []
+
+    @functools.wraps(plain)
+    def apply(function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = getattr(getattr(function, "__self__", None), "__name__", "")
+        of_inputs = kind.startswith("PostBackward")
+        is_of_loop = of_inputs and len(offload.FWD_MODULE_STACK) < 2
+        if isinstance(value, list) and not is_of_loop:
+            value[:] = [apply(function, each) for each in value]
+            return value
+        is_known = isinstance(value, torch.Tensor | nn.Module | tuple | list | dict)
+        if is_known or is_of_loop or not has_tensors(value):
+            return plain(function, value, *args, **kwargs)
+        is_circle = any(each is value for each in under_way)
+        if not is_circle and len(under_way) < MAX_DEPTH:
+            under_way.append(value)
+            try:
+                map_attributes(functools.partial(apply, function), value)
+            finally:
+                under_way.pop()
+        return value
+
+    utils.apply_to_tensors_only = offload.apply_to_tensors_only = apply
 
 
 @GATE.needs(*ATTRIBUTES)

@@ -104,6 +104,7 @@ class ThreadSettings:
         }
         self._nesting = _autocast_nesting()
         self._num_modes = [len(stack()) for stack, _ in _MODES]
+        self._hooks = [frozenset(each) for each in global_hooks()]
 
     def restore(self) -> None:
         """Set what has been left, as it was."""
@@ -121,6 +122,17 @@ class ThreadSettings:
             while len(modes := stack()) > before:
                 # Not its own, which may do more: print what it has counted.
                 kind.__exit__(modes[-1], None, None, None)
+        for hooks, known in zip(global_hooks(), self._hooks, strict=True):
+            for key in hooks.keys() - known:
+                _leave(hooks.get(key))
+
+
+def _leave(hook: Any) -> None:
+    """End the context whose method the hook is, as FlopCounterMode's ModuleTracker."""
+    owner = getattr(hook, "__self__", None)
+    if isinstance(owner, contextlib.AbstractContextManager):
+        with contextlib.suppress(Exception):  # it may have ended in part
+            owner.__exit__(None, None, None)
 
 
 def _autocast_nesting() -> int:
@@ -177,6 +189,24 @@ def _set_values(config: Any, before: dict[str, Any]) -> None:
     for name, value in _values(config).items():
         if value != before[name]:
             setattr(config, name, before[name])
+
+
+@GATE.needs("torch.nn.utils.parametrize:_cache_enabled")
+@contextlib.contextmanager
+def without_cached_weights() -> Iterator[None]:
+    """Within it weights are computed where they are used. In a cache, of autocast or of
+    `parametrize.cached()`, those of a pass under no_grad would be used later, without
+    a graph."""
+    parametrize: Any = importlib.import_module("torch.nn.utils.parametrize")
+    num_entered = parametrize._cache_enabled
+    has_cache = torch.is_autocast_cache_enabled()
+    parametrize._cache_enabled = 0
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = num_entered
+        torch.set_autocast_cache_enabled(has_cache)
 
 
 # ---- processes ----
@@ -257,6 +287,13 @@ def refusing_profilers(error: Callable[[], Exception]) -> Iterator[None]:
             setattr(kind, name, plain[name])
 
 
+@GATE.needs("torch._C:_are_functorch_transforms_active")
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs in this thread, as vmap or grad."""
+    is_active: bool = torch._C._are_functorch_transforms_active()
+    return is_active
+
+
 @GATE.needs("torch._C:_current_graph_task_id")
 def is_within_backward() -> bool:
     """Whether a backward pass runs in this thread: torch tells its hooks alone."""
@@ -290,8 +327,30 @@ def num_hooks(module: Any) -> int:
     return sum(len(getattr(module, n)) for n in (*names, "_backward_pre_hooks"))
 
 
+@GATE.needs("torch.nn:Module._parameters")
+def held_by(module: Any) -> Iterator[Any]:
+    """What a module has in its attributes, also in lists and dicts, besides its
+    parameters, which recurrent layers have in a list, too."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_flat_weights"):
+            continue
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
 BOOKKEEPING = ("_backward_hooks", "_version")
 """Attributes of a tensor that autograd reads, and no user computes with."""
+
+
+@GATE.needs("torch:Tensor._base")
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, if an operation has computed that; or itself."""
+    base = tensor._base
+    return tensor if base is None or base.grad_fn is None else base
 
 
 @GATE.needs("torch:Tensor._version")

@@ -27,6 +27,7 @@ from labkit.estimate.advice import what_would_fit
 from labkit.estimate.arguments import batch_of
 from labkit.estimate.arguments import check
 from labkit.estimate.arguments import check_input
+from labkit.estimate.arguments import check_model
 from labkit.estimate.arguments import cross_entropy
 from labkit.estimate.arguments import guessed_input
 from labkit.estimate.arguments import inputs_of
@@ -221,10 +222,7 @@ def forecast(
     ValueError
         For what cannot be estimated.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model is {type(model).__name__}; an estimate needs a torch.nn.Module"
-        )
+    check_model(model)
     if x is not None:
         check_input(x)
         batch_size = batch_of(x) if batch_size is None else batch_size

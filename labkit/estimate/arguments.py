@@ -25,6 +25,17 @@ from labkit.train_options import PRECISIONS
 DEVICES = ("cpu", "cuda")
 
 
+def check_model(model: Any) -> None:
+    """ValueError unless it is a module."""
+    if isinstance(model, nn.Module):
+        return
+    text = f"the model is of type {type(model).__name__}; an estimate needs a "
+    text += "torch.nn.Module"
+    if name := getattr(model, "__name__", None):
+        text += f": give what {name} makes, as in model = {name}()"
+    raise ValueError(text)
+
+
 def check(
     model: Any,
     x: Any,
@@ -39,10 +50,7 @@ def check(
 ) -> None:
     """ValueError with what to do, unless `estimate` can use these arguments;
     UntraceableError where it can without `x`."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model is {type(model).__name__}; an estimate needs a torch.nn.Module"
-        )
+    check_model(model)
     if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
             "the model is sharded already, by a run or by the cell; build it again and "
@@ -207,7 +215,7 @@ def guessed_input(
     size = layer.in_features
     return torch.empty(1, size, device="meta"), (
         f"Input of shape ({batch_size}, {size}) is assumed, because the model begins "
-        "with Linear; give other input by --input NAME."
+        "with Linear; give other input with --input NAME."
     )
 
 

@@ -113,7 +113,7 @@ class Plan:
         self.units = [places.get(id(parameter), 0) for parameter in parameters]
         self.num_units = 1 + len(blocks(model))
         self.largest_module = max(
-            sum(p.numel() for p in module.parameters(recurse=False))
+            sum(p.numel() for _, p in module.named_parameters(recurse=False))
             for module in model.modules()
         )
         """Elements of the module that has most parameters of its own."""

@@ -27,7 +27,7 @@ from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map_only
 from labkit.records import shorten
-from labkit.strategies.options import checkpoint_activations
+from labkit.strategies.checkpointing import checkpoint_activations
 from labkit.strategies.prepared import blocks
 from labkit.strategies.prepared import cast_floats
 from labkit.strategies.prepared import optimizer_tensors

@@ -332,6 +332,8 @@ class LabMagics(Magics):
 
         table = current_lab().status()
         print_causes(table)
+        # A dead rank does not say where it is.
+        table = table.fillna({"host": "", "model": "", "bus": ""})
         for column in ("memory_used", "memory_total"):
             table[column] = [
                 "" if value is pd.NA else format_bytes(value) for value in table[column]
@@ -484,8 +486,8 @@ class LabMagics(Magics):
     @line_magic
     @parsed
     def dist_restart(self, args: Args) -> None:
-        """Bring dead ranks back in their places, or have more, fewer, or other hosts;
-        the other ranks keep their variables."""
+        """Bring dead ranks back, or change the number of ranks or their hosts; the
+        other ranks keep their variables."""
         lab = current_lab()
         before = lab.world_size
         started = lab.restart(
@@ -584,11 +586,12 @@ def to_read(table: "pd.DataFrame") -> "pd.DataFrame":
         unit, called = memory_unit(float(table[name].max()))
         shown[name] = [three_digits(value / unit) for value in table[name]]
         shown = shown.rename(
-            columns={name: name.replace("_bytes", "") + f" ({called})"}
+            columns={name: name.replace("wire_bytes", "sent") + f" ({called})"}
         )
     for name in ("last_loss", "steps_per_s", "seconds", "comm_seconds"):
         if name in shown:
             shown[name] = [three_digits(value) for value in table[name]]
+    shown["steps"] = [f"{num_steps:,}" for num_steps in table["steps"]]
     return shown
 
 

@@ -8,9 +8,11 @@ import re
 import shlex
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import MISSING
 from dataclasses import Field
 from dataclasses import fields
+from itertools import takewhile
 from typing import Any
 from typing import get_args
 
@@ -130,9 +132,8 @@ def what_it_takes(parser: Any, error: str) -> str:
         return ""
     flags = [flag for each in actions for flag in each.option_strings]
     unknown = re.search(r"--[\w-]+", error)
-    near = difflib.get_close_matches(unknown[0], flags, 1, 0.8) if unknown else []
-    if near:
-        return f" (did you mean {near[0]}?)"
+    if unknown and (near := alike(unknown[0], flags)):
+        return f" (did you mean {' or '.join(near)}?)"
     takes = [
         [*action.option_strings, action.metavar or action.dest.upper()]
         for action in actions
@@ -140,6 +141,26 @@ def what_it_takes(parser: Any, error: str) -> str:
     return f"; %{parser.prog} takes " + (
         ", ".join(words[0] for words in takes) or "no arguments"
     )
+
+
+def alike(unknown: str, flags: Sequence[str]) -> list[str]:
+    """The flags that someone who wrote `unknown` may have meant, three at most: those
+    that are written almost so, have one of its words, or begin as one does."""
+    found = difflib.get_close_matches(unknown, flags, 1, 0.8)
+    words = [word for word in unknown.strip("-").split("-") if word != "num"]
+    for flag in flags:
+        theirs = flag.strip("-").split("-")
+        has_word = any(word in theirs and len(word) > 2 for word in words)
+        if has_word or any(begins_as(word, theirs[0]) for word in words):
+            found.append(flag)
+    return [*dict.fromkeys(found)][:3]
+
+
+def begins_as(word: str, other: str) -> bool:
+    """Whether most of `word` is the beginning of `other`."""
+    pairs = zip(word, other, strict=False)
+    num_alike = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    return num_alike >= max(3, 0.75 * len(word))
 
 
 def rest_of(parser: Any) -> Any:

@@ -135,7 +135,7 @@ def judge_bandwidth(
         what = "NCCL_DEBUG=INFO says which links it uses"
     elif num_gpus:
         what = "gloo goes through the host's memory, and nccl needs a GPU for each rank"
-    return Measured(text, f"that is {100 * rate / link:.2g} % of the copy; {what}")
+    return Measured(text, f"that is {100 * rate / link:.2g}% of the copy; {what}")
 
 
 def train(bench: Bench, strategy: str, code: str) -> list[float]:

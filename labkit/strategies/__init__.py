@@ -143,7 +143,7 @@ def _fully_sharded(name: str, description: str, *axes: str) -> Strategy:
     return Strategy(
         name,
         description,
-        "fsdp:FSDP",
+        "fsdp.technique:FSDP",
         axes=axes,
         options=("mesh",),
         theory=formulas.FULLY_SHARDED,
@@ -207,7 +207,7 @@ STRATEGIES = {
             axes=("tp",),
             outer_axes=("dp_replicate", "dp_shard"),
             divide="tensor.split:Split",
-            across="fsdp:FSDP",
+            across="fsdp.technique:FSDP",
             options=("mesh",),
             theory=formulas.SPLIT,
             forecast="tensor",

@@ -162,7 +162,7 @@ class DDP(Prepared):
             self._ddp.register_comm_hook(None, self._hook.send)
         for state, hook in self._comm_hooks:
             self._ddp.register_comm_hook(state, hook)
-        self._reduced = {id(p) for p in self.given_parameters if p.requires_grad}
+        self._reduced = self.accumulators()  # those that it has, with their nodes
 
     def _register_comm_hook(self, state: Any, hook: Any) -> None:
         """`DistributedDataParallel.register_comm_hook`, of the model in a run."""
@@ -193,8 +193,8 @@ class DDP(Prepared):
             self._make_reducer()  # or it would take these gradients, too, for its own
         if not self.is_last or self._is_local:
             return
-        if self._ddp is None or self._followed != self._reduced:
-            # The loop has frozen some, or unfrozen; or gone back to an earlier step.
+        if self._ddp is None or self._accumulators is not self._reduced:
+            # The loop has frozen some, or moved them; or gone back to an earlier step.
             self._make_reducer()
         if not self._has_agreed:
             self._agree_on_unused(len(used) < len(self._reduced))
@@ -212,12 +212,10 @@ class DDP(Prepared):
             ddp.reducer.prepare_for_backward([r for r in roots if is_tensor(r)])
             return
         if len(used) < len(self._reduced) and not ddp.static_graph:
-            ours = {id(parameter) for parameter in used}
-            name = next(
-                name
-                for name, p in self.module.named_parameters()
-                if id(p) in self._reduced and id(p) not in ours
-            )
+            unused = {id(p) for p, _ in self._reduced} - {id(p) for p in used}
+            named = self.module.named_parameters()
+            names = (name for name, p in named if id(p) in unused)
+            name = next(names, "a parameter that the model no longer has")
             raise UnsupportedLoopError(
                 f"{name} gets no gradient in this backward pass but did in the first "
                 "one, so ddp would wait for it on every rank. Define options = "
@@ -286,12 +284,23 @@ class DDP(Prepared):
             self._averaging.step()
         if was_local:
             return norm
-        if self._ddp.will_sync_module_buffers():
-            # Of BatchNorm: here, for a forward pass may be one rank's alone.
-            broadcast_buffers(self._ddp)
+        self._share_buffers()
         if self._averaging is not None:
             self._drop_reducer_if_alone()
         return norm
+
+    def begin_own_step(self, kind: str) -> None:
+        options = self.options
+        is_plain = options.accumulate == 1 and options.clip is None
+        if not is_plain or self.scaler is not None or self._averaging is not None:
+            super().begin_own_step(kind)
+        self.course.step()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """As of BatchNorm: with a step, for a forward pass may be one rank's alone."""
+        if self._ddp.will_sync_module_buffers():
+            broadcast_buffers(self._ddp)
 
     @property
     def is_one_model(self) -> bool:
@@ -329,10 +338,11 @@ class DDP(Prepared):
     def facts(self) -> ModelFacts:
         if self._ddp is None:
             return super().facts()
+        reduced = {id(parameter) for parameter, _ in self._reduced}
         trained = {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if id(parameter) in self._reduced  # they may be frozen at the moment
+            if id(parameter) in reduced  # they may be frozen at the moment
         }
         names, tensors = list(trained), list(trained.values())
         buckets = [

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 import io
 import random
 import sys
@@ -22,6 +21,7 @@ from labkit.compat.torch import HOOKS_OF_STEP
 from labkit.compat.torch import global_hooks
 from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.model.states import plain_shape
+from labkit.strategies.own_state import OwnState
 
 WHOLE_PARAMETER_OPTIMIZERS = ("ADAFACTOR", "LAMB", "LARS", "MUON", "SHAMPOO", "SOAP")
 
@@ -100,26 +100,28 @@ def is_elementwise(
         ]
         for scale in (0.1, *SCALES)
     ]
-    with set_aside(kind, device):
+
+    def tried(start: Groups, gradients: list[Groups], **how: bool) -> list[Update]:
+        with set_aside(kind, device):
+            return updates(optimizer, chosen, start, gradients, device, **how)
+
+    try:
+        whole = tried(start, gradients)
+    except Exception:
+        return True  # the loop will say why, or it takes a closure
+    for number in range(2):
+
+        def part(groups: Groups, number: int = number) -> Groups:
+            return part_of(groups, number, is_by_group)
+
         try:
-            whole = updates(optimizer, chosen, start, gradients, device)
+            gradients_of_part = [*map(part, gradients)]
+            found = tried(part(start), gradients_of_part, is_by_group=is_by_group)
         except Exception:
-            return True  # the loop will say why, or it takes a closure
-        for number in range(2):
-
-            def part(groups: Groups, number: int = number) -> Groups:
-                return part_of(groups, number, is_by_group)
-
-            try:
-                found = updates(
-                    *(optimizer, chosen, part(start), [*map(part, gradients)], device),
-                    is_by_group=is_by_group,
-                )
-            except Exception:
-                return False
-            expected = [(part(groups), settings) for groups, settings in whole]
-            if not all(map(are_same, found, expected)):
-                return False
+            return False
+        expected = [(part(groups), settings) for groups, settings in whole]
+        if not all(map(are_same, found, expected)):
+            return False
     return True
 
 
@@ -290,12 +292,9 @@ def no_collectives() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def set_aside(kind: type[Any], device: torch.device) -> Iterator[None]:
     """Leave as they are: random numbers, hooks of all optimizers, what is printed, and
-    numbers that a step counts in its module or its class."""
-    counted = numbers_beside(kind)
+    what a step counts or keeps in its module or its class."""
+    state = OwnState(kind)
     hooks = [(each, dict(each)) for each in global_hooks()]
-    numpy: Any = sys.modules.get("numpy")
-    drawn = random.getstate(), numpy and numpy.random.get_state()
-    of_class = {k: v for k, v in vars(kind).items() if isinstance(v, int | float)}
     devices = [device] if device.type == "cuda" else []
     try:
         for each, _ in hooks:
@@ -310,20 +309,4 @@ def set_aside(kind: type[Any], device: torch.device) -> Iterator[None]:
     finally:
         for each, before in hooks:
             each.update(before)
-        random.setstate(drawn[0])
-        if numpy:
-            numpy.random.set_state(drawn[1])
-        for name, value in of_class.items():
-            setattr(kind, name, value)
-        for names, values in counted:
-            names.update(values)
-
-
-def numbers_beside(kind: type[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The global names of what takes the steps, and those that are numbers."""
-    steps = [vars(each)["step"] for each in kind.__mro__ if "step" in vars(each)]
-    found = [getattr(inspect.unwrap(step), "__globals__", {}) for step in steps]
-    return [
-        (names, {k: v for k, v in names.items() if type(v) in (int, float)})
-        for names in found
-    ]
+        state.set_back()

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import BatchNormBase
@@ -24,37 +23,6 @@ from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.prepared import blocks
 
 Undo = Callable[[], None]
-
-
-def checkpoint_activations(model: nn.Module) -> list[Undo]:
-    """Keep only the inputs of the model's blocks; compute the rest again in backward.
-
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost";
-    `torch.utils.checkpoint`.
-    """
-    return [wrap_forward(block, _checkpointed) for block in blocks(model) or [model]]
-
-
-def _checkpointed(plain: Forward) -> Forward:
-    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, torch.Tensor) and each.is_meta for each in args):
-            return plain(block, *args, **kwargs)  # for its shapes: nothing is kept
-
-        def compute(*args: Any) -> Any:  # no `partial`: dynamo skips them
-            return plain(block, *args, **kwargs)
-
-        options: dict[str, Any] = {"use_reentrant": False}
-        if any(map(has_running_statistics, block.modules())):
-            # Only there, for dynamo compiles no checkpoint that has it.
-            options["context_fn"] = partial(_contexts, block)
-        return checkpoint(compute, *args, **options)
-
-    return forward
-
-
-def _contexts(block: nn.Module) -> tuple[Any, Any]:
-    """Contexts of a block's forward pass, and of its second one."""
-    return contextlib.nullcontext(), without_running_statistics(block)
 
 
 @contextlib.contextmanager
@@ -249,6 +217,20 @@ def has_own_statistics(model: nn.Module, *, synchronize: bool) -> bool:
         and not (synchronize or wants_all_ranks(module))
         for module in model.modules()
     )
+
+
+def watch_plain_batchnorm(see: Callable[[], None]) -> Undo:
+    """Call `see` where one that `replace_batchnorm` has not had takes the statistics of
+    a batch."""
+    plain = BatchNormBase.forward
+
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if module.training:
+            see()
+        return plain(module, x)
+
+    BatchNormBase.forward = forward  # type: ignore[assignment,method-assign]
+    return lambda: setattr(BatchNormBase, "forward", plain)
 
 
 def keep_stand_ins_out(model: nn.Module) -> list[Undo]:

@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.strategies import Strategy
 from labkit.strategies import load
+from labkit.strategies.checkpointing import checkpoint_activations
 from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.model.alike import check_states
 from labkit.strategies.model.states import move_states
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import Undo
-from labkit.strategies.options import checkpoint_activations
 from labkit.strategies.options import compile_blocks
 from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import Prepared

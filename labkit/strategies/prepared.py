@@ -1,6 +1,7 @@
 """What every strategy makes of a model and its optimizer; on its own, `single`."""
 
 import contextlib
+import inspect
 import zlib
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from labkit.compat.torch import Unscale
 from labkit.compat.torch import forget_unscaling
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map_only
+from labkit.compat.torch import without_modes
 from labkit.records import Averages
 from labkit.records import ModelFacts
 from labkit.strategies import Strategy
@@ -34,6 +36,7 @@ from labkit.strategies.autograd.agreement import Course
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
 from labkit.strategies.autograd.agreement import agree
+from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
@@ -84,6 +87,11 @@ class Division(Protocol):
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+OWN_STEP = (
+    "the loop steps {kind}, which {outer} has, without the step() of the optimizer "
+    "that prepare returned. That is for single and ddp, and without --accumulate, "
+    "--clip, --average-every and --precision fp16, of which {kind} knows nothing"
+)
 DROPPED = (
     "a backward pass failed half-way, with the gradients of some parameters averaged "
     "over the ranks and others not, so all gradients of that step are dropped. Call "
@@ -144,8 +152,10 @@ class Prepared:
         self.is_reached = False
         """Whether a backward pass has given gradients to this model since its last
         step; only of what follows them."""
+        self.step_arguments: dict[str, Any] = {}
+        """Of the step at hand, which an optimizer of the user's own takes besides."""
         self.returned: Any = None
-        """By the optimizer's last step that had a closure."""
+        """By the optimizer's last step, of a class of the loop's own as well."""
         self.steps_to_measure: list[int] = []
         """Steps of the run that send another number of bytes than those before."""
         self.note: Callable[[str], None] = lambda text: None
@@ -155,6 +165,8 @@ class Prepared:
         pass: see `labkit.rank.data.dealing.Share`."""
         self._num_steps = self._stepped_with = 0
         self._optimizer_settings = Settings(optimizer)
+        self._zero_takes_setting = takes(optimizer.zero_grad, "set_to_none")
+        """That of a class of the loop's own may take nothing."""
         self.course = Course(self.team)
         """Of the loop, where it may be another on each rank."""
         self.route = Route(self.course.forward)
@@ -166,8 +178,9 @@ class Prepared:
         self.given_parameters = parameters
         self._pattern: list[bool] = []
         self._accumulators: list[tuple[nn.Parameter, Any]] = []
-        self._followed: set[int] = set()
-        """Ids of the parameters in it."""
+        self._last_used: tuple[tuple[int, ...], Accumulators] = (0,), []
+        """How many the pass before has reached, and the first and the last of them,
+        where it has not reached all."""
         # Of layers that are split those of this rank's parts.
         self._sizes = {n: local_part(p).numel() for n, p in module.named_parameters()}
         self._num_parameters = sum(self._sizes.values())
@@ -222,15 +235,39 @@ class Prepared:
         if pattern != self._pattern:
             self._pattern = pattern
             self._accumulators = self._find_accumulators()
-            self._followed = {id(parameter) for parameter, _ in self._accumulators}
         return self._accumulators
 
+    def have_moved(self, used: Accumulators, unused: Accumulators) -> bool:
+        """Whether autograd has other nodes for some of `unused` by now: it makes new
+        ones for what has moved to another device or dtype, also if it has come back.
+
+        To ask takes time, and most often another model is trained, or a part of this
+        one: all are asked where other ones were used in the pass before.
+        """
+        ends = [*used[:1], *used[-1:]]
+        key = len(used), *(id(node) for _, node in ends)
+        some = [unused[0], unused[-1]]
+        if not used:
+            some += self._last_used[1]
+        elif self._last_used[0] != key:
+            some = [*unused]
+        with without_modes():  # to ask takes a view, which is no part of the loop
+            found = self._with_nodes([parameter for parameter, _ in some])
+        if all(new[1] is old[1] for new, old in zip(found, some, strict=True)):
+            if used:
+                self._last_used = key, ends
+            return False
+        self._accumulators = self._find_accumulators()
+        self._last_used = (0,), []
+        return True
+
     def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
-        return [
-            (parameter, get_gradient_edge(parameter).node)
-            for parameter in self.given_parameters
-            if parameter.requires_grad
-        ]
+        return self._with_nodes([p for p in self.given_parameters if p.requires_grad])
+
+    def _with_nodes(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> list[tuple[nn.Parameter, Any]]:
+        return [(each, get_gradient_edge(each).node) for each in parameters]
 
     def check_ranks(self) -> None:
         """UnsupportedLoopError where those that it was prepared for are no more."""
@@ -358,18 +395,25 @@ class Prepared:
         `closure` is for an optimizer that evaluates the loss several times in a step.
         """
         if closure is not None:
-            self.returned = self.optimizer.step(closure)
+            self.returned = self.optimizer.step(closure, **self.step_arguments)
             return None
         norm = None
         if self.options.clip is not None:
             norm = self.clip(self.options.clip)
         if self.scaler is None:
-            self.optimizer.step()
+            self.returned = self.optimizer.step(**self.step_arguments)
         elif self._is_unscaled:
-            self.scaler.step(self.optimizer)
+            self.returned = self.scaler.step(self.optimizer, **self.step_arguments)
             self.scaler.update()
             self._is_unscaled = False
         return norm
+
+    def begin_own_step(self, kind: str) -> None:
+        """The user's optimizer is to step one of this `kind` that it has, in a method
+        of its own, as second_step() of SAM. UnsupportedLoopError where that would not
+        be the step of one process. Collective."""
+        outer = type(self.optimizer).__name__
+        raise UnsupportedLoopError(OWN_STEP.format(outer=outer, kind=kind))
 
     def clip(self, max_norm: float) -> Norm:
         """Scale all gradients so that their norm is `max_norm` at most.
@@ -394,7 +438,18 @@ class Prepared:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forget_unscaling()
-        self.optimizer.zero_grad(set_to_none)
+        if self._zero_takes_setting:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            self.optimizer.zero_grad()
+
+    def drop_gradients(self) -> None:
+        """As zero_grad, without what a class of the loop's own may do there besides:
+        for what the loop has zeroed already, or labkit does by itself."""
+        self._forget_unscaling()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def stepping_groups(self) -> contextlib.AbstractContextManager[None]:
         """Within it the optimizer's groups hold what it has state of."""
@@ -596,6 +651,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
                 yield from (x for x in tree_leaves(value) if torch.is_tensor(x))
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether it has an argument of this name."""
+    found = inspect.signature(function).parameters
+    return name in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+
+
 def check_keys(config: Mapping[str, Any], known: Iterable[str], taker: str) -> None:
     """ValueError that lists the keys `taker` knows, if `config` has others."""
     known = list(known)
@@ -640,7 +701,7 @@ def units(model: nn.Module) -> list[nn.Module]:
     parameter with what is outside of them."""
     holders: dict[int, set[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        for _, parameter in module.named_parameters(recurse=False):
             holders.setdefault(id(parameter), set()).add(module)
     return [
         block

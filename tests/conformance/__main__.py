@@ -46,7 +46,7 @@ def main() -> None:
     ]
     with runs_in_memory(), Lab(num_ranks=given.ranks, group_timeout_s=60) as lab:
         warm_up(lab)
-        print(head(given.strategies), flush=True)
+        print(head(dict.fromkeys(strategy for strategy, _ in places)), flush=True)
         for loop in given.loops:
             found = list(run_cells(lab, loop, places))
             cells += found

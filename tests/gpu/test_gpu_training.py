@@ -68,6 +68,7 @@ ON_GPU = START + "model.to(device)\n" + ADAMW + STEPS_BEFORE.format(where="devic
 FUSED = START + ADAMW.replace("1e-2", "1e-2, fused=True") + PREPARE + LOOP
 CAPTURABLE = START + ADAMW.replace("1e-2", "1e-2, capturable=True") + PREPARE + LOOP
 COMPILED = START + ADAMW + PREPARE + "model = torch.compile(model)\n" + LOOP
+TO_THE_CPU = PLAIN + "    model.cpu()\n    model.to(device)\n"
 CHECKPOINTED = (
     START.replace("model = ", "from torch.utils.checkpoint import checkpoint\nbody = ")
     + """
@@ -132,6 +133,7 @@ LOOPS = {
     "capturable": CAPTURABLE,
     "compiled": COMPILED,
     "activation checkpointing": CHECKPOINTED,
+    "to the CPU and back": TO_THE_CPU,
     "logged": ITEM,
     "a GradScaler of its own": AMP,
 }
@@ -284,7 +286,7 @@ def test_a_profile_has_kernels_and_collectives(lab: Lab) -> None:
     print(run.profile)
     text = str(run.profile)
     assert "rank 1: data" in text
-    assert "communication 0 %" not in text
+    assert "communication 0%" not in text
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

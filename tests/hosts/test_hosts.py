@@ -109,7 +109,7 @@ def test_large_values_go_to_and_from_every_host(lab: Lab) -> None:
 
 def test_a_rank_that_fails_on_one_host_frees_those_on_others(lab: Lab) -> None:
     lab.run("kept = rank")
-    with pytest.raises(RankError, match="rank 3: ZeroDivisionError"):
+    with pytest.raises(RankError, match=r"rank 3: failed .*ZeroDivisionError"):
         lab.run("if rank == 3: 1 / 0\nelse: dist.barrier()")
     lab.run("dist.barrier()")
     assert lab.pull("kept", "all") == [0, 1, 2, 3]

@@ -33,7 +33,7 @@ def draw_cluster(num_ranks: int) -> RunFigure:
     middle = (bottom + top) / 2
     axes = _canvas(8.4, top + 0.75)
     _write(axes, 0.2, top + 0.45, "this notebook", weight="bold")
-    _write(axes, 4.2, top + 0.45, "engines: a process each", weight="bold")
+    _write(axes, 4.2, top + 0.45, "engines: one process each", weight="bold")
     _write(axes, 6.85, top + 0.45, "process group", weight="bold")
     draw_box(axes, 0.2, middle - 0.42, 1.8, 0.84, "kernel\nyour variables", INK)
     for rank in range(num_ranks):

@@ -98,7 +98,8 @@ class CellExecution:
         other_codes: Mapping[int, str] | None = None,
     ) -> None:
         """`other_codes` are those of ranks that run something in the cell's place."""
-        self.stop_policy = StopPolicy()
+        is_run = spec.strategy is not None
+        self.stop_policy = StopPolicy(timeouts.ALIKE_S if is_run else 0.0)
         self.is_stopping = False
         """Whether the ranks were asked to stop at the same step: no failure."""
         self.had_sigint = False
@@ -153,6 +154,8 @@ class CellExecution:
         )
         # Another queue: what comes late is of the cell before.
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._held: list[Future[Any]] | None = None
+        """The steps that the ranks say they have taken, while they are to end alike."""
         self.stop_policy.start_over()
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
@@ -252,13 +255,33 @@ class CellExecution:
     def _stop_where_due(self) -> None:
         # What a rank is not asked it is not killed for: its host may be found lost.
         reached = [r for r in self._tally.running if not self._cluster.is_cut_off(r)]
-        actions = self.stop_policy.due(reached, time.monotonic())
+        now = time.monotonic()
+        actions = self.stop_policy.due(reached, now)
+        if self.stop_policy.is_patient(now):
+            self._end_alike(now)
         for rank in actions.ask:
             self._ask_to_stop(rank)
         for rank in actions.signal:
             self._cluster.signal(rank)
         for rank in actions.kill:
             self._cluster.kill(rank)
+
+    def _end_alike(self, now: float) -> None:
+        """Have the ranks end after the same optimizer step, as `stop_at_a_step` does,
+        without waiting for their answers; or have them interrupted at once, where one
+        has ended or none takes steps."""
+        running = self._tally.running
+        if self._held is None:
+            self._held = [self._cluster.ask(rank, "hold") for rank in running]
+        elif self._held and all(answer.done() for answer in self._held):
+            answers, self._held = self._held, []
+            came = [each for each in answers if not each.cancelled()]
+            steps = [each.result() for each in came if each.exception() is None]
+            if len(running) < len(self._ranks) or not any(steps):
+                self.stop_policy.stop(now)
+                return
+            for rank in running:
+                self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 
     def _ask_to_stop(self, rank: int) -> None:
         def hear(answer: "Future[Any]") -> None:

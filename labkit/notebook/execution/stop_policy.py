@@ -31,7 +31,10 @@ class StopPolicy:
     clock. `interrupt` and `answered` may be called in any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 0.0) -> None:
+        """`patience_s` is how long the ranks may take to end by themselves, once the
+        user or the time limit wants that."""
+        self._patience_s = patience_s
         self.was_interrupted = False
         self.timed_out = False
         self.deadline: float | None = None
@@ -42,6 +45,7 @@ class StopPolicy:
     def start_over(self) -> None:
         """The cell is run again: a request to end it stays."""
         self.killed: set[int] = set()
+        self._is_ending = False
         self._stop_at: float | None = None
         self._next_look = 0.0
         self._asked_at: dict[int, float] = {}
@@ -92,6 +96,10 @@ class StopPolicy:
         """Whether ranks are asked to stop, or will be after the grace."""
         return self._stop_at is not None
 
+    def is_patient(self, now: float) -> bool:
+        """Whether the ranks may still end by themselves."""
+        return self._is_ending and self._stop_at is not None and now < self._stop_at
+
     def should_end(self, now: float) -> bool:
         """Whether the user, or the time limit, wants the cell to end."""
         if self.deadline is not None and now > self.deadline:
@@ -100,7 +108,10 @@ class StopPolicy:
 
     def due(self, running: Collection[int], now: float) -> Actions:
         """What to do now to the ranks that still run the cell."""
-        if self.should_end(now):
+        if self.should_end(now) and not self._is_ending:
+            self._is_ending = True
+            self._stop_from(now + self._patience_s)
+        if self._kill_at is not None:
             self._stop_from(now)
         if self._stop_at is None or now < self._stop_at:
             return Actions()

@@ -344,7 +344,7 @@ def _check_lines(tree: ast.Module, loop: ast.For) -> None:
     for block in (tree.body, loop.body):
         ends = [node.end_lineno for node in block]
         if len(set(ends)) != len(ends):
-            raise NotPlainError("two statements of the cell are in one line")
+            raise NotPlainError("two statements of the cell are on one line")
     if loop.body[0].lineno <= (loop.iter.end_lineno or 0):
         raise NotPlainError("the loop is in one line")
 

@@ -235,9 +235,9 @@ def notes_of(run: RunFacts, earlier: Sequence[Statement]) -> Iterable[str]:
     if made:
         names = sorted(frozenset().union(*(each.names.binds for each in made)))
         yield (
-            f"{', '.join(names)}: made again, as an earlier cell made it; the losses "
-            "are those of the notebook if that cell seeds what it draws, and no run "
-            "before this one has trained it"
+            f"{', '.join(names)}: made again, as in an earlier cell; the losses are "
+            "those of the notebook only if that cell seeds its random numbers, and no "
+            "earlier run has trained what it makes"
         )
     if run.resumed_from is not None:
         yield (

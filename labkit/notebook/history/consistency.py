@@ -179,4 +179,4 @@ def seed_mismatches(
 def _since(steps: list[int], row: int) -> str:
     if row and steps[row - 1] < steps[row] - 1:
         return f"since a step between {steps[row - 1] + 1} and {steps[row]}"
-    return f"from step {steps[row]} on"
+    return f"from step {steps[row]:,} on"

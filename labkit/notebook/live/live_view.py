@@ -13,6 +13,7 @@ from labkit import timeouts
 from labkit.host.devices import num_cores
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
+from labkit.notebook.kernel.output import say
 from labkit.notebook.live.render_process import GONE
 from labkit.notebook.live.render_process import Picture
 from labkit.notebook.live.render_process import PictureRequest
@@ -27,6 +28,11 @@ from labkit.notebook.runs.run import Run
 from labkit.records import shorten
 
 REFRESH_S = 0.5
+NO_RECORDS = (
+    "no optimizer step was taken and nothing was logged, so nothing is plotted. A "
+    "training cell calls optimizer.step() or log(loss=...); %%dist runs any other code "
+    "on the ranks"
+)
 MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
 LASTING_LOAD = 0.01
@@ -83,6 +89,8 @@ class LiveView:
         self._try(self._refresh)
         if self._line_width:
             print()
+        if self.run.state == "finished" and not self._num_records:
+            say(NO_RECORDS)
 
     def clear_line(self) -> None:
         """Take the line of text away: something else is about to be printed."""
@@ -108,8 +116,11 @@ class LiveView:
             print(f"labkit: the live picture stopped: {error!r}", file=sys.stderr)
 
     def _refresh(self) -> None:
-        num_records = sum(self.run.collector.num_records.values())
-        if not num_records or num_records == self._num_drawn:
+        num_records = self._num_records
+        is_there = num_records or self._handle is not None or self._line_width
+        is_late = time.monotonic() - self._began > timeouts.EMPTY_AFTER_S
+        is_late &= self.run.state == "running"
+        if not (is_there or is_late) or num_records == self._num_drawn:
             return
         self._num_drawn = num_records
         self._next_draw = time.monotonic() + self.refresh_s
@@ -117,6 +128,10 @@ class LiveView:
             self._draw()
         elif self._in_terminal:
             self._write_line()
+
+    @property
+    def _num_records(self) -> int:
+        return sum(self.run.collector.num_records.values())
 
     def _write_line(self) -> None:
         line = self.run.status_line()

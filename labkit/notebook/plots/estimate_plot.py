@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from labkit.notebook.plots.figure import RunFigure
 
 MODEL_STATES = COMPONENTS[:4]
-REST = "activations, buffers"
+REST = "activations, buffers,\ntemporary tensors"
 SLANTED: Any = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
 """Labels that end at their bars."""
 COLUMNS = {

@@ -36,7 +36,7 @@ def draw_moments(axes: Axes, moments: pd.DataFrame, theory: pd.Series | None) ->
     unit, name = memory_unit(peak)
     rank, step = moments["rank"].iloc[0], moments["step"].iloc[0]
     style_axes(axes, "ms within the step", f"held by tensors ({name})")
-    use_title(axes, f"step {step} of rank {rank}", pad=17)
+    use_title(axes, f"step {step:,} of rank {rank}", pad=17)
     bottom = np.zeros(len(total))
     for part, values in zip(PARTS, held / unit, strict=True):
         if values.max() > WORTH_DRAWING * peak / unit:
@@ -130,8 +130,15 @@ def draw_components(
         for part, (high, low) in rows.items()
         if high - low > 0.01 * greatest
     }
-    said_by = "; pale: theory" * any(expected.values())
-    use_title(axes, "by component" + said_by + "; line: all ranks" * bool(ranges))
+    use_title(axes, "by component", pad=17)
+    keys = ["pale: theory"] * any(expected.values())
+    keys += ["line: lowest to highest rank"] * bool(ranges)
+    axes.text(
+        *(0.0, 1.02, ", ".join(keys)),
+        transform=axes.transAxes,
+        fontsize=SMALL,
+        color=INK,
+    )
     for place, (part, (high, _)) in enumerate(rows.items()):
         colour, said = PART_COLOURS[part], expected[part]
         thickness, centre = (0.4, place + 0.2) if said else (0.6, place)

@@ -34,8 +34,8 @@ PIXELS = 1600
 HEAD, FOOT = 0.95, 0.55
 """Inches above the lanes, for the title and two rows of a legend that can be read where
 a page shows the picture at half its width; and below."""
-TITLE, MEMORY, LEGEND = 0.65, 1.5, 0.3
-"""Inches of what tensors hold, above it and below."""
+TITLE, MEMORY, LEGEND = 0.65, 1.5, 0.5
+"""Inches of what tensors hold, above it and below, where the legend has two rows."""
 
 
 def draw_lanes(
@@ -61,12 +61,12 @@ def draw_lanes(
         moments = of_peak_rank(memory)
         draw_moments(axes, moments, None)
         step, rank = (moments[each].iloc[0] for each in ("step", "rank"))
-        title = f"memory of rank {rank} in step {step}, which measuring slows down"
+        title = f"memory of rank {rank} in step {step:,}, which measuring slows down"
         use_title(axes, title, pad=17)
         axes.legend(
             loc="upper left",
             bbox_to_anchor=(0.0, -0.27),
-            ncols=6,
+            ncols=4,
             frameon=False,
             fontsize=SMALL,
             columnspacing=1.0,
@@ -97,7 +97,7 @@ def _draw_parts(
         axes.broken_barh(bars, (lane + 0.24, 0.12), color="#333333", lw=0)
     style_axes(axes, "ms from the start of the step", "")
     number = next(iter(chosen.values())).step.number
-    use_title(axes, f"{name}: step {number}", pad=44)
+    use_title(axes, f"{name}: step {number:,}", pad=44)
     axes.set_xlim(0, span / 1e3)
     axes.set_yticks(range(len(chosen)), [f"rank {rank}" for rank in chosen])
     axes.set_ylim(len(chosen) - 0.4, -0.6)

@@ -101,7 +101,7 @@ def mean(steps: Sequence[StepParts], of: Callable[[StepParts], float]) -> float:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f}%"
 
 
 def ms(microseconds: float) -> str:
@@ -373,7 +373,7 @@ def memory_held(moments: pd.DataFrame) -> list[str]:
         for part, held in shares.items()
     )
     return [
-        f"memory: at most {size(total)} in step {at['step']}, in the "
+        f"memory: at most {size(total)} in step {at['step']:,}, in the "
         f"{PASSES[at['phase']]} of rank {at['rank']}: {named}"
     ]
 

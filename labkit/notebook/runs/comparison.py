@@ -89,6 +89,7 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     style_axes(by_step, "optimizer step", "loss")
     use_title(by_step, "loss by step")
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    by_step.xaxis.set_major_formatter("{x:,.0f}")
     style_axes(by_time, "seconds since the first step", "")
     use_title(by_time, "loss by time")
     by_time.xaxis.set_major_locator(MaxNLocator(5))

@@ -33,7 +33,7 @@ def progress_line(run: RunRecord) -> str:
     if not is_running:
         parts.append(run.state)
     if run.resumed_from is not None:
-        parts.append(f"resumed from step {run.resumed_from}")
+        parts.append(f"resumed from step {run.resumed_from:,}")
     if restarts := len(run.restarts):
         parts.append(f"{restarts} restart{'s' * (restarts > 1)}")
     progress = run.collector.progress[run.collector.ranks[0]]
@@ -42,12 +42,12 @@ def progress_line(run: RunRecord) -> str:
         of = f"/{progress.epochs}" if progress.epochs else ""
         parts.append(f"epoch {progress.epoch}{of}")
     if total:
-        parts.append(f"step {step}/{total}")
+        parts.append(f"step {step:,}/{total:,}")
     elif progress.steps_per_epoch:
         in_epoch = step - (progress.epoch - 1) * progress.steps_per_epoch
-        parts.append(f"step {in_epoch}/{progress.steps_per_epoch} of the epoch")
+        parts.append(f"step {in_epoch:,}/{progress.steps_per_epoch:,} of the epoch")
     else:
-        parts.append(f"step {step}")
+        parts.append(f"step {step:,}")
     parts += rates(run, RECENT_STEPS if is_running else None)
     if not is_running:
         parts.append(duration(run.seconds, digits=1))
@@ -66,7 +66,7 @@ def remarks(run: RunRecord) -> list[str]:
         rank, lag = straggler
         others = [other for other in run.collector.ranks if other != rank]
         whom = "the median" if len(others) > 1 else format_ranks(others)
-        found.append(f"rank {rank} is slowest: {100 * lag:.0f} % behind {whom}")
+        found.append(f"rank {rank} is slowest: {100 * lag:.0f}% behind {whom}")
     found += troubles(run.collector)[:MAX_TROUBLES]
     if run.collector.num_lost:
         found.append(f"{run.collector.num_lost} records lost")
@@ -78,7 +78,7 @@ def marks(run: RunRecord) -> list[Mark]:
     found: dict[Mark, None] = {}
     for restart in run.restarts:
         found[Mark(restart.died_at, f"{format_ranks(restart.ranks)} died", True)] = None
-        found[Mark(restart.step, f"resumed from\nstep {restart.step}")] = None
+        found[Mark(restart.step, f"resumed from\nstep {restart.step:,}")] = None
     return list(found)
 
 
@@ -136,12 +136,11 @@ def troubles(collector: Collector) -> list[str]:
         first = min(ranks.values(), key=lambda key: key[0])
         step, word, lasts = first
         where = format_ranks(rank for rank, key in ranks.items() if key == first)
-        when = (
-            f"is {word} from step {step} on" if lasts else f"was {word} at step {step}"
-        )
+        verb = "is" if lasts else "was"
+        when = f"from step {step:,} on" if lasts else f"at step {step:,}"
         later = sum(key != first for key in ranks.values())
         then = f", later {later} more rank{'s' * (later > 1)}" if later else ""
-        found.append(f"{where}: {metric} {when}{then}")
+        found.append(f"{where}: {metric} {verb} {word} {when}{then}")
     return found
 
 

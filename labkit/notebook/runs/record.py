@@ -52,7 +52,7 @@ class Restart:
     """Of the restart, in seconds since the epoch."""
 
     def __str__(self) -> str:
-        return f"{format_ranks(self.ranks)} died; resumed from step {self.step}"
+        return f"{format_ranks(self.ranks)} died; resumed from step {self.step:,}"
 
 
 @dataclass(eq=False, repr=False)
@@ -78,7 +78,7 @@ class RunRecord:
     def __repr__(self) -> str:
         # Nothing here may differ from one run of the notebook to the next.
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        steps = f", {self.num_steps} step{'s' * (self.num_steps != 1)}"
+        steps = f", {self.num_steps:,} step{'s' * (self.num_steps != 1)}"
         return (
             f"<Run {self.name!r}: {self.strategy} on {ranks}, {self.state}"
             f"{steps if self.state != 'running' else ''}>"

@@ -98,7 +98,7 @@ class StudyDrawing:
         if any(line.points for line in self.lines):
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+            axes.xaxis.set_major_formatter("{x:,.10g}")
             axes.xaxis.set_minor_locator(NullLocator())
 
     def _draw_values(self, axes: Any) -> None:

@@ -14,6 +14,7 @@ from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import shard_dataset
 from labkit.rank.data.loader import RankLoader
+from labkit.rank.data.sharing import as_given
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.prepared import Prepared
 
@@ -79,6 +80,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over the whole of `source`, as `val_<name>`. Collective: each rank
     evaluates its share."""
+    source = as_given(source)
     loader, batches = shard_dataset(
         source,
         Dealer(peers),

@@ -1,11 +1,13 @@
 """Yields this rank's part of every global batch, on its device."""
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +107,9 @@ class RankLoader(AsGiven):
         """Called before each pass through a share of another dataset."""
         self.on_evaluated: Callable[[], None] = lambda: None
         """Called after each pass through a share of another dataset."""
+        self.while_shared: Callable[[], AbstractContextManager[None]]
+        self.while_shared = contextlib.nullcontext
+        """Entered as long as the loop has a batch of such a share."""
         self.refuse: Callable[[UnsupportedLoopError], None] = lambda refusal: None
         """Called in a thread of the cell's, to end the cell with this error."""
         self.on_twice: Callable[[], None] = lambda: None
@@ -162,7 +167,8 @@ class RankLoader(AsGiven):
         Every sample is on one rank, in the order of the dataset: rank 0 has the first
         ones. Every rank gets the same number of batches, so that a model under any
         strategy can be called on them. Sums over them, added up with
-        `dist.all_reduce` over `loader.group`, are those over the dataset.
+        `dist.all_reduce` over `loader.group`, are those over the dataset. Its batches
+        are others than those of one process, so a loop that trains on them gets a note.
 
         Parameters
         ----------
@@ -195,7 +201,12 @@ class RankLoader(AsGiven):
         peers = self.batches.dealer.peers
         peers.check(LOADER)
         return ShareLoader(
-            dataset, batch_size, peers, self.before_evaluation, self.on_evaluated
+            dataset,
+            batch_size,
+            peers,
+            self.before_evaluation,
+            self.on_evaluated,
+            self.while_shared,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -203,6 +214,7 @@ class RankLoader(AsGiven):
             self.refuse(UnsupportedLoopError(DRAWN_BY_A_THREAD))
             return
         self.batches.dealer.peers.check(LOADER)
+        self.check_batches()
         self.batches.epoch = self.num_epochs
         self.num_epochs += 1
         epoch, self._is_twice = self.num_epochs, False

@@ -1,9 +1,12 @@
 """A loader over this rank's share of a dataset, for evaluation."""
 
+import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.utils.data import BatchSampler
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 from torch.utils.data import Sampler
@@ -19,6 +22,35 @@ from labkit.rank.data.devices import to_device
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.worlds import SHARE
 
+BATCHES_SET = (
+    "the loop sets loader.batch_sampler.{name}, and prepare has divided the samples "
+    "among the ranks by what it was. Give prepare a DataLoader with a batch sampler of "
+    "the loop's own, DataLoader(dataset, batch_sampler=BatchSampler(sampler, 16, "
+    "False)): what is set of that between two epochs counts in the next"
+)
+LOADER_SET = (
+    "the loop sets loader.{name}, and prepare has made each rank's loader of what it "
+    "was. Set it of the DataLoader before prepare; what is to change between epochs "
+    "can be an attribute of a dataset, a batch sampler or a collate_fn of the loop's "
+    "own (an object with __call__)"
+)
+
+
+class GivenAttribute:
+    """An attribute of the DataLoader that the loop gave, for reading."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: Any, owner: type | None = None) -> Any:
+        return self if loader is None else getattr(loader.source, self._name)
+
+    def __set__(self, loader: Any, value: Any) -> None:
+        raise UnsupportedLoopError(LOADER_SET.format(name=self._name))
+
 
 class AsGiven:
     """What a DataLoader says of itself, of the one that the loop gave: for a dataset,
@@ -27,40 +59,27 @@ class AsGiven:
 
     source: DataLoader[Any]
 
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """What the samples come from."""
-        return self.source.dataset
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of this DataLoader, for `isinstance`."""
+        return type(self.source)
 
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of a batch on all ranks together. None with a batch sampler."""
-        return self.source.batch_size
+    dataset = GivenAttribute("What the samples come from.")
+    batch_size = GivenAttribute("Of all ranks together; None with a batch sampler.")
+    drop_last = GivenAttribute("Whether a last batch that is too small is left out.")
+    num_workers = GivenAttribute("Processes of each rank that load its samples.")
+    sampler = GivenAttribute("What numbers the samples of all ranks.")
+    batch_sampler = GivenAttribute("What numbers those of each batch.")
+    collate_fn = GivenAttribute("What makes a batch of a rank's samples.")
 
-    @property
-    def drop_last(self) -> bool:
-        """Whether a last batch that is too small is left out."""
-        return self.source.drop_last
-
-    @property
-    def num_workers(self) -> int:
-        """Processes of each rank that load its samples."""
-        return self.source.num_workers
-
-    @property
-    def sampler(self) -> Any:
-        """What numbers the samples of all ranks."""
-        return self.source.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """What numbers the samples of each batch of all ranks."""
-        return self.source.batch_sampler
-
-    @property
-    def collate_fn(self) -> Any:
-        """What makes a batch of a rank's samples."""
-        return self.source.collate_fn
+    def check_batches(self) -> None:
+        """UnsupportedLoopError where the loop has set how batches are made."""
+        found = self.source.batch_sampler
+        if self.source.batch_size is None or not isinstance(found, BatchSampler):
+            return  # it is the loop's own, which may change
+        for name in ("batch_size", "drop_last", "sampler"):
+            if getattr(found, name) != getattr(self.source, name):
+                raise UnsupportedLoopError(BATCHES_SET.format(name=name))
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
@@ -95,6 +114,11 @@ class OwnBatches(Sampler[list[int]]):
             yield list(self.indices[part])
 
 
+def as_given(source: Any) -> Any:
+    """What the loop gave, of a loader that an earlier run has made of it."""
+    return source.source if isinstance(source, AsGiven) else source
+
+
 class ShareLoader(AsGiven):
     """Yields this rank's share of a dataset, on its device: see
     `labkit.rank.data.loader.RankLoader.share`."""
@@ -106,9 +130,11 @@ class ShareLoader(AsGiven):
         peers: Peers,
         on_begin: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
+        while_had: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """`on_begin()` is called before each pass and `on_end()` after it, on every
-        rank."""
+        rank; `while_had()` is entered as long as the loop has a batch."""
+        source = as_given(source)
         if isinstance(source, DataLoader):
             check_loader(source, batch_size)
         else:
@@ -133,6 +159,7 @@ class ShareLoader(AsGiven):
         self._peers = peers
         self._on_begin = on_begin
         self._on_end = on_end
+        self._while_had = while_had
         self._loader = DataLoader(
             dataset,
             batch_sampler=OwnBatches(len(dataset), source.batch_size, peers),
@@ -144,8 +171,10 @@ class ShareLoader(AsGiven):
 
     def __iter__(self) -> Iterator[Any]:
         self._peers.check(SHARE)
+        self.check_batches()
         self._on_begin()
         for batch in self._loader:
             self._peers.check(SHARE)  # also in the midst of a pass
-            yield to_device(batch, self._peers.device)
+            with self._while_had():
+                yield to_device(batch, self._peers.device)
         self._on_end()

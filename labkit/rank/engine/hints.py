@@ -33,14 +33,15 @@ MIXED_LIST = (
 )
 PARTIAL_SUMS = (
     "if this is parameter.grad: with --accumulate it is None between the microbatches "
-    "of a step, because it is not complete yet. Skip parameters whose grad is None, or "
-    "clip with --clip NORM"
+    "of a step, and comes with the last one. Skip parameters whose grad is None, clip "
+    "with --clip NORM, or leave out --accumulate"
 )
 NO_GRADIENT = (
-    "if this is parameter.grad: no backward pass has reached that parameter. Under "
-    "pipeline that is so in a copy of the model (copy.deepcopy), too, on ranks that "
-    "have other layers: compute gradients with the model that prepare returns, or use "
-    "single"
+    "if this is parameter.grad: no backward pass has reached that parameter since its "
+    "gradient was cleared, which under ZeRO the step itself does: read it before "
+    "optimizer.step(), or use ddp, under which it stays. Under pipeline a copy of the "
+    "model (copy.deepcopy) has none on ranks that have other layers: compute gradients "
+    "with the model that prepare returns, or use single"
 )
 """Without --accumulate."""
 OTHER_PRECISION = (
@@ -51,7 +52,14 @@ OTHER_PRECISION = (
 TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
     "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
-    "or zero2"
+    "or zero2. The same goes for a layer that hands on what it computes without "
+    "returning it, as an attribute of its own or in a dict that it is given: have it "
+    "return that"
+)
+RETURNED_PARAMETER = (
+    "if forward returns a parameter: under zero3 it is in parts when its gradient "
+    "comes. Compute in forward what the loss needs of it, or take it from "
+    "model.parameters() in the loop"
 )
 WITHIN_A_PASS = (
     "if this is torch.autograd.grad for parameters within a backward pass, as in the "
@@ -111,10 +119,28 @@ PACKED = (
     "whose stage computes it, so no layer there takes a PackedSequence. Give it padded "
     "sequences, and read its output at the last step of each; or use ddp"
 )
+EXPERTS = (
+    "if the model is prepared under pipeline: ranks that have other stages run a layer "
+    "for the shapes of its output alone, and the grouped matrix product of a mixture "
+    "of experts has none in float32. Give transformers' config "
+    'experts_implementation="eager", or use ddp'
+)
+PICKLED = (
+    "if this pickles a model that prepare has returned: with it goes what prepare has "
+    "put into it for the run, which no file can hold. Pickle model.state_dict(), or "
+    "call save_checkpoint(folder)"
+)
 UNFROZEN = (
     "if the loop has unfrozen a parameter that was frozen in prepare: this strategy "
     "does not support that in bf16 or fp16. Unfreeze before prepare, in a "
-    "%%dist_train cell of its own, or use fp32 or ddp"
+    "%%dist_train cell of its own, or use fp32 or ddp. If it has changed the model's "
+    "dtype, as by model.double(): do that before prepare, or use ddp"
+)
+OTHER_DTYPE = (
+    "if the loop has changed the dtype of the model after prepare, as by "
+    "model.float(): ZeRO computes in the dtype of --precision alone. Leave the model "
+    "as it is; to save its weights in another dtype, convert those of "
+    "model.state_dict(). Or use ddp or fsdp"
 )
 SHARED_MEMORY = (
     "a DataLoader's workers send their batches through shared memory, and /dev/shm has "
@@ -127,6 +153,18 @@ FORMER_GROUP = (
     "before %dist_restart: make it again on all ranks, and load its values from what "
     "save_checkpoint or --checkpoint saved"
 )
+HALF_WRITTEN = (
+    "if several ranks write this file: one may read it while another has written only "
+    "a part of it. torch.save(state, path), with a path and not an open file, replaces "
+    "it at once; or write it on rank 0 alone, and have all ranks wait for that, with "
+    "dist.barrier(), before they read it"
+)
+UNKNOWN_OUTPUT = (
+    "if this is in forward: under zero3 DeepSpeed looks for tensors in what each "
+    "module returns, and cannot look into a number, a string, a set, a generator or an "
+    "object with __slots__. Return a tensor, a tuple, a dict or another object, or use "
+    "fsdp or ddp"
+)
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
     "is not initialized in the world group map": FORMER_GROUP,
@@ -135,6 +173,8 @@ HINTS = {
     r"unable to \w+ (shared memory|.*file </?torch_)|out of shared memory": (
         SHARED_MEMORY
     ),
+    "PytorchStreamReader failed|Ran out of input|unexpected EOF, expected|"
+    "load persistent id instruction": HALF_WRITTEN,
     r"aten\.(_foreach_\w+|stack)\S* got mixed torch.Tensor and DTensor": MIXED_LIST,
     "All operands in aten.* must have the same mesh": MIXED_LIST,
     r"aten\.(?!_foreach_|stack)\S+ got mixed torch.Tensor and DTensor": IN_PARTS,
@@ -146,13 +186,17 @@ HINTS = {
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|shape|square|sum|view)'": PARTIAL_SUMS,
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
+    "stack expects a non-empty TensorList": PARTIAL_SUMS,
+    "Tensor list must have at least one tensor": PARTIAL_SUMS,
     r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
     "mat2 must be a matrix": TWICE,
+    "PreBackwardFunctionForModuleBackward returned an invalid": RETURNED_PARAMETER,
     "ForZeroStage3Backward returned an invalid gradient": WITHIN_A_PASS,
     "appears to not have been used in the graph": WITHIN_A_PASS,
     r"unsupported operand type\(s\) for .*'NoneType'": PARTIAL_SUMS,
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
+    r"vars\(\) argument must have __dict__ attribute": UNKNOWN_OUTPUT,
     "attempting to assign a gradient with dtype": UNFROZEN,
     r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
     "Can't detach views in-place": IN_BUCKETS,
@@ -163,13 +207,18 @@ HINTS = {
     ),
     "You must implement the jvp function": FORWARD_MODE,
     r"in-place operation \(aten::copy_\) that would mutate": FORWARD_MODE,
+    r"call Tensor.requires_grad_\(\) .* being transformed by a functorch": FORWARD_MODE,
     "nested_tensor_from_mask": NESTED,
     "but its data is not allocated yet": PACKED,
+    "Expected inputs of BF16 type but got": EXPERTS,
+    r"an't pickle (local object .*(Session|DeepSpeed)|.*_fsdp_init)": PICKLED,
+    "cannot pickle 'weakref": PICKLED,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
+    r"must have the same dtype, but got (Double|BFloat16|Half) and": OTHER_DTYPE,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
     "expected device .* but got meta": ON_OTHER_STAGES,
     "[Tt]ensor on device meta is not on the expected device": ON_OTHER_STAGES,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import os
 import pickle
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from labkit.checkpoint.atomic_file import replacing
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
 from labkit.compat.torch import tree_leaves
@@ -22,6 +25,7 @@ from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.own_gradients import gradient_use
 from labkit.rank.loop.own_gradients import group_gradient_use
 from labkit.rank.loop.own_gradients import group_value_use
+from labkit.rank.loop.own_gradients import step_value_use
 from labkit.rank.loop.rank_guards import lonely_use
 from labkit.rank.loss.gradient_hooks import OF_A_PART
 from labkit.rank.loss.gradient_hooks import TOO_LATE
@@ -71,30 +75,50 @@ class LoopChecks:
         *,
         world_size: int,
         prepared: Callable[[], Sequence[Prepared]],
+        batch: Callable[[], int | None],
         note: Callable[[str], None],
     ) -> None:
-        """`prepared()` are the models of the run so far."""
+        """`prepared()` are the models of the run so far; `batch()` is the number of the
+        global batch that the loop has, None in one over data of its own."""
         self._strategy = strategy
         self._options = options
         self._world_size = world_size
         self._prepared = prepared
+        self._batch = batch
+        self._first_batch: Any = WeakTensorKeyDictionary()
+        """In which one a parameter was first stepped by an optimizer that `prepare` did
+        not return, by the first parameter of each."""
         self._note = note
         self._has_noted_hook = False
 
     def install(self, hooks: LossHooks) -> None:
-        """Have `hooks` call them, where several ranks or microbatches share a step."""
-        is_plain = self._strategy.is_single and self._options.accumulate == 1
-        if self._strategy.is_by_hand or is_plain:
+        """Have `hooks` call them, where several ranks or microbatches share a step, or
+        a step is more than the optimizer's."""
+        options = self._options
+        if self._strategy.is_by_hand:
             return
-        hooks.check_optimizer = self.check_optimizer
+        if (
+            not self._is_alone
+            or options.clip is not None
+            or options.precision == "fp16"
+        ):
+            hooks.check_optimizer = self.check_optimizer
+        if self._is_alone:
+            return
         hooks.check_gradients_of = self.check_gradients_of
         hooks.check_inputs = self.check_inputs
         hooks.check_graph = self.check_graph
         hooks.check_scaler = self.check_scaler
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether each batch is one process's, and gives a step."""
+        return self._strategy.is_single and self._options.accumulate == 1
+
     @contextlib.contextmanager
     def watching_saves(self) -> Iterator[None]:
-        """Check what the cell gives to `torch.save`."""
+        """Check what the cell gives to `torch.save`, and write a file that several
+        ranks may write so that none reads a part of it."""
         save = torch.save
 
         @functools.wraps(save)
@@ -109,8 +133,11 @@ class LoopChecks:
             )
             if has_ours and self._strategy.is_sharded:
                 raise UnsupportedLoopError(SAVED_MODULE)
+            is_path = isinstance(f, str | os.PathLike)
+            is_shared = is_path and self._world_size > 1
             try:
-                save(obj, f, *args, **options)
+                with replacing(f) if is_shared else contextlib.nullcontext(f) as target:
+                    save(obj, target, *args, **options)
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 if has_ours:
                     raise UnsupportedLoopError(SAVED_MODULE) from error
@@ -148,6 +175,7 @@ class LoopChecks:
         self.check_ownership(model, optimizer)
         self.check_rank_guards(code)
         self.check_groups(code)
+        self.check_step_value(optimizer, code)
         if self._strategy.server and self._world_size > 1:
             self._note_gradients(code)
 
@@ -242,6 +270,19 @@ class LoopChecks:
                 "model.parameters(), or use ddp"
             )
 
+    def check_step_value(self, optimizer: torch.optim.Optimizer, code: str) -> None:
+        """UnsupportedLoopError where `code` uses what a step of the loop's own class
+        returns, and the step is taken elsewhere, or part by part."""
+        kind, strategy = type(optimizer), self._strategy
+        is_elsewhere = strategy.has_own_gradients or strategy.server is not None
+        is_torchs = kind.__module__.startswith("torch.optim")
+        if is_elsewhere and not is_torchs and (use := step_value_use(code)):
+            raise UnsupportedLoopError(
+                f"{use} uses what {kind.__name__}.step returns, and under "
+                f"{strategy.name} it is not the loop that calls that, and nothing "
+                "comes back. Compute it in the loop, or use ddp"
+            )
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that `prepare` did not return is about to step."""
         kind, strategy = type(optimizer).__name__, self._strategy.name
@@ -261,6 +302,12 @@ class LoopChecks:
                 "optimizer that prepare returned; write model, optimizer, loader = "
                 "prepare(model, optimizer, ...) and call step() on that optimizer"
             )
+        for each in self._prepared():
+            if any(optimizer is own for own in vars(each.optimizer).values()):
+                each.begin_own_step(kind)
+                return
+        if self._is_alone:
+            return
         ours = self._prepared_ids()
         if any(id(parameter) in ours for parameter in parameters_of(optimizer)):
             raise UnsupportedLoopError(
@@ -274,6 +321,11 @@ class LoopChecks:
         )
         if is_whole and self._options.accumulate == 1:
             return  # every rank has whole batches
+        batch = self._batch()
+        parameter = next(iter(parameters_of(optimizer)))
+        first = self._first_batch.setdefault(parameter, batch)
+        if batch is not None and batch == first:
+            return  # so far it is of this batch alone, as that of an attack's noise
         self._note(
             f"{kind} was not passed to prepare, so {strategy} does not synchronize its "
             "parameters: every rank trains its own copy, with the data that it has. "

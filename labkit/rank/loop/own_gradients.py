@@ -57,6 +57,33 @@ def group_value_use(code: str) -> str | None:
     return first_line(code, [*GroupUse(tree).value_lines()])
 
 
+def step_value_use(code: str) -> str | None:
+    """The first line that uses what `optimizer.step()` returns; None without one."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return None
+    parents = parents_in(tree)
+    names = {
+        getattr(target.elts[1], "id", "")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and prepares(node)
+        for target in node.targets
+        if isinstance(target, ast.Tuple) and len(target.elts) > 1
+    }
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "step"
+        and root_of(node.func.value) in names
+        and not (node.args or node.keywords)
+        and not isinstance(parents[id(node)], ast.Expr | ast.Lambda)
+    ]
+    return first_line(code, found)
+
+
 def first_line(code: str, numbers: list[int]) -> str | None:
     """The first of these lines, with its number; None without any."""
     if not numbers:
@@ -189,17 +216,16 @@ class GroupUse:
         return around.attr != "grad"
 
     def _once_prepared(self, node: Any) -> Iterator[int]:
-        """Its line, unless this runs before `prepare`."""
-        calls = [
-            each.lineno
-            for each in self._nodes
-            if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "prepare"
-        ]
-        around = node
-        while (around := self._parents.get(id(around))) is not None:
-            if isinstance(around, ast.FunctionDef | ast.Lambda):
-                break
-        if around is not None or not calls or node.lineno >= min(calls):
+        """Its line, unless its function, or the cell, calls `prepare` only after it,
+        also where a loop does so several times."""
+        scope, loops = node, []
+        while not isinstance(scope, ast.FunctionDef | ast.Lambda | ast.Module):
+            scope = self._parents[id(scope)]
+            if isinstance(scope, ast.For | ast.While) and prepares(scope):
+                loops.append(scope)
+        calls = prepares(scope)
+        is_first = bool(calls) and node.lineno < min(calls)
+        if not (is_first and all(makes_its_own(each, node.lineno) for each in loops)):
             yield node.lineno
 
     def _is_list(self, node: ast.expr) -> bool:
@@ -224,6 +250,42 @@ class GroupUse:
                 or getattr(node.value, "id", "") in self._groups
             )
         )
+
+
+def prepares(scope: ast.AST) -> list[int]:
+    """The lines that call `prepare`."""
+    return [
+        each.lineno
+        for each in ast.walk(scope)
+        if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "prepare"
+    ]
+
+
+def makes_its_own(loop: ast.AST, line: int) -> bool:
+    """Whether each round of a loop makes the optimizers, of which it uses the groups up
+    to this line: they are none of those that an earlier round has prepared."""
+    inside = [*ast.walk(loop)]
+    used = {
+        root_of(each)
+        for each in inside
+        if isinstance(each, ast.Attribute)
+        and each.attr == "param_groups"
+        and each.lineno <= line
+    }
+    return used <= {
+        each.id
+        for each in inside
+        if isinstance(each, ast.Name)
+        and isinstance(each.ctx, ast.Store)
+        and each.lineno < line
+    }
+
+
+def root_of(node: Any) -> str:
+    """The name that an expression such as `a.b[0].c` begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return getattr(node, "id", "")
 
 
 def call_it_self(node: ast.ClassDef) -> None:

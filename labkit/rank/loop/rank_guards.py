@@ -51,9 +51,9 @@ def lonely_use(
     cell = Cell(tree, of_loader=of_loader)
     for node in cell.nodes:
         for part in cell.parts_of_some_ranks(node):
-            if cell.uses(part) and not (
-                gradients_alone and not mentions_gradients(part)
-            ):
+            if gradients_alone and not mentions_gradients(part):
+                continue
+            if cell.uses(part) and not cell.is_before_prepare(part):
                 first = ast.unparse(part).splitlines()[0]
                 return f"line {part.lineno}: {first}"
     return None
@@ -65,6 +65,7 @@ class Cell:
     def __init__(self, tree: ast.Module, *, of_loader: bool) -> None:
         """Of what `prepare` gives, its models are followed, or its loaders."""
         self._of_loader = of_loader
+        self._tree = tree
         self.nodes = [*ast.walk(tree)]
         self._function: dict[int, Any] = {}
         """The function that a node is in, by the node's id."""
@@ -313,6 +314,21 @@ class Cell:
                 if is_left and self.is_about_rank(each.test):
                     yield from statements[number:]
 
+    def is_before_prepare(self, part: ast.stmt | ast.expr) -> bool:
+        """Whether its function, or the cell, calls `prepare` only after it, so that a
+        name stands for what `prepare` will be given."""
+        scope = self._function.get(id(part)) or self._tree
+        inside: list[Any] = [*ast.iter_child_nodes(scope)]
+        first = next(
+            (
+                statement.lineno
+                for statement in inside
+                if any(any(prepared_ones(each, 0)) for each in ast.walk(statement))
+            ),
+            0,
+        )
+        return part.lineno < first
+
     def uses(self, node: ast.AST) -> bool:
         """Whether something in it needs the values of a model: calls it, is given it,
         or reads what it is made of; or takes a loader's batches; or calls a function
@@ -362,9 +378,11 @@ def taken_from(node: ast.AST) -> list[ast.expr]:
 
 
 def names_in(node: ast.AST) -> Iterator[ast.AST]:
-    """Names and attributes that stand for a thing itself, and not for one of it."""
+    """Names and attributes that stand for a thing itself, and not for one of it, and
+    are not set here."""
     if isinstance(node, ast.Attribute | ast.Name):
-        yield node
+        if isinstance(node.ctx, ast.Load):
+            yield node
     elif not (isinstance(node, ast.Call) and name_of(node.func) in HARMLESS):
         for child in ast.iter_child_nodes(node):
             yield from names_in(child)

@@ -78,7 +78,11 @@ class StepData:
         self._hooks = hooks
         self._hooks.check_loss = self._check_loss
         self._loss_watch: LossWatch | None = None
-        """Until it has found something to note."""
+        """Until something that it has found is noted."""
+        self._found: str | None = None
+        """On a loss whose gradients the next step would take."""
+        self._found_zeroed: str | None = None
+        """On one whose gradients the loop has set to zero since."""
         self._is_added_up = False
         """Whether losses of several ranks are added up."""
         self._accumulate = accumulate
@@ -130,8 +134,24 @@ class StepData:
         if num_samples == 0:  # a stand-in
             return
         if text := self._loss_watch.look(loss, num_samples, number, seed):
+            self._found = self._found or text
+            if self.share is None:
+                self._note_loss(text)
+
+    def _note_loss(self, text: str | None) -> None:
+        if text is not None and self._loss_watch is not None:
             self._note(text)
             self._loss_watch = None
+        self._found = self._found_zeroed = None
+
+    def take_gradients(self) -> None:
+        """A step of an optimizer of `prepare` has taken them."""
+        self._note_loss(self._found)
+
+    def zero_gradients(self) -> None:
+        """The loop has set them to zero: without a step, as of an attack on the model,
+        or after an update by hand, and it goes on with the next batch."""
+        self._found_zeroed, self._found = self._found_zeroed or self._found, None
 
     def begin_epoch(self) -> None:
         if self._loss_watch is not None:
@@ -142,6 +162,7 @@ class StepData:
 
     def ask(self, loader: RankLoader) -> None:
         """The loop asks a loader for a batch."""
+        self._note_loss(self._found or self._found_zeroed)
         self._num_samples = self._num_samples or 0
         if self._is_new and loader is self._loader and self.share is not None:
             stored = loader.given

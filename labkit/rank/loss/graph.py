@@ -464,7 +464,9 @@ class Terms:
                 return True
             self._left_below -= 1
             inputs = [each for each in node.next_functions if each[0] is not None]
-            if len(inputs) < len(node.next_functions):
+            # A tensor without gradient that losses are written into is no data.
+            is_written = kind_of(node).endswith("CopySlices")
+            if len(inputs) < len(node.next_functions) and not is_written:
                 # Not with a constant that is a number, or as large as a parameter.
                 mine = prod(_shape(node, output) or ())
                 if all(prod(_shape(*each) or ()) != mine for each in inputs):

@@ -107,10 +107,15 @@ class LoopEvents:
     def take_step(self, optimizer: PreparedOptimizer, closure: Closure | None) -> None:
         step = optimizer.prepared.step
         norm = self._hooks.step(optimizer, lambda: step(closure))
+        self._data.take_gradients()
         if norm is not None:
             self._records.put("gradient_norm", norm)
         for name, value in optimizer.prepared.metrics().items():
             self._records.put(name, value)
+
+    def zero_gradients(self) -> None:
+        if len(self._optimizers) == 1:  # or others may be about to take them
+            self._data.zero_gradients()
 
     # ---- of any loop ----
 

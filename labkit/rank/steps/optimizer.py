@@ -5,7 +5,10 @@ import copy
 import functools
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import MutableMapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
+from labkit.checks import short_repr
 from labkit.compat.torch import unscaled_before_step
 from labkit.rank.steps.forward_state import ForwardState
 from labkit.rank.steps.forward_state import differing
@@ -36,6 +40,29 @@ STATE_OF_STAGE = (
     "with its state. optimizer.state.clear() resets all states, and a loop over "
     "optimizer.state.values() changes those that this rank has; to read one use ddp"
 )
+OWN_OF_PARTS = (
+    "{name} expects whole parameters, and under {strategy} a rank has only a part of "
+    "them; write what it does into the loop, or use ddp"
+)
+OWN_OF_STAGE = (
+    "{name} expects all parameters, and under {strategy} a rank updates those of its "
+    "own stage alone; write what it does into the loop, or use ddp"
+)
+OWN_OF_SERVER = (
+    "{name} is the optimizer's own, and under {strategy} the optimizer that steps is "
+    "the servers': what it counts or keeps is not here, and what is set here does not "
+    "reach it. Set it before prepare, keep what changes in optimizer.param_groups, or "
+    "use ddp"
+)
+STEP_OF_OTHERS = (
+    "the loop gives {kind}.step {names}, and under {strategy} {who} the step, without "
+    "it. Have the class read it from optimizer.param_groups, where the loop sets it "
+    "before the step, or use ddp"
+)
+UNNAMED = (
+    "the loop calls {kind}.step with {found}, which is no closure; give it by name, as "
+    "in optimizer.step(scale=0.5)"
+)
 
 TakeStep = Callable[["PreparedOptimizer", Closure | None], Any]
 
@@ -53,23 +80,35 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __init__(self, prepared: Prepared, take_step: TakeStep) -> None:
         # Not the base's __init__: groups and state are the inner optimizer's.
         self.prepared = prepared
-        self.held_back = False
-        """Whether the last `step()` waits for further microbatches."""
         self.take_step = take_step
         self.mean_loss: Callable[[Any], Any] = lambda loss: loss
         """The mean over all ranks of a loss that a closure returns."""
+        self.on_zero_grad: Callable[[], None] = lambda: None
+        """Called where the loop sets all gradients to zero."""
         self.num_ranks = 1
         """That train this model together."""
         self.forward_state = ForwardState(prepared)
-        self._is_fresh = True
-        """Whether there can be no gradients of the step before."""
-        self._is_last = True
-        self._num_held = 0
-        self._has_passed = False
-        """Whether there was a backward pass since the last `step()`."""
+        self._progress = StepProgress()
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters whose gradients the loop does not see yet, and the gradients."""
+        self._is_made = True
+        """Whether what the loop sets is the user's optimizer's."""
         self.begin_microbatch()
+
+    @classmethod
+    def named_as(cls, kind: type) -> "type[PreparedOptimizer]":
+        """For a loop that asks for `type(optimizer).__name__`."""
+        return type(kind.__name__, (cls,), {})
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of the user's optimizer, for `isinstance`."""
+        return type(self.prepared.optimizer)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether the last `step()` waits for further microbatches."""
+        return self._progress.is_held_back
 
     def is_of(self, scheduler: LRScheduler) -> bool:
         """Whether a scheduler sets the rates of this optimizer, or of the user's own,
@@ -80,8 +119,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Whether the step is complete after the next backward pass; a loop over data
         of its own has `--accumulate` backward passes a step."""
         if is_last is None:
-            is_last = self._num_held >= self.prepared.options.accumulate - 1
-        self._is_last = is_last
+            is_last = self._progress.num_held >= self.prepared.options.accumulate - 1
+        self._progress.is_last = is_last
         self.prepared.begin_microbatch(is_last=is_last)
 
     # ---- around every backward pass, of this or another model ----
@@ -94,8 +133,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.prepared.scale_gradients()
 
     def end_backward(self, *, has_failed: bool) -> None:
-        self._has_passed = True
-        if self._is_last:
+        self._progress.has_passed = True
+        if self._progress.is_last:
             if not has_failed:  # or ranks would wait for one that has an error to raise
                 self.prepared.unscale_gradients()
             return
@@ -106,16 +145,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def drop_held(self) -> None:
         """Forget the microbatches of a step that the loop has broken off."""
-        if self._num_held:
-            self._num_held = 0
-            self._has_passed = False
+        if self.is_held:
+            self._progress.num_held = 0
+            self._progress.has_passed = False
             self._hidden.clear()
             self.prepared.zero_grad()
 
     # ---- the step ----
 
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(
+        self, closure: Closure | None = None, *unnamed: Any, **arguments: Any
+    ) -> Any:
         self.prepared.check_ranks()
+        self._check_arguments(closure, unnamed, arguments)
+        self.prepared.step_arguments = arguments
         loss = None
         if closure is not None and not steps_once(self.prepared.optimizer):
             return self._step_with(closure)
@@ -124,16 +167,38 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.prepared.course.step()
         self._check_gradients()
-        self._has_passed = self._is_fresh = self.prepared.is_reached = False
-        self.forward_state.look(num_ranks=self.num_ranks, is_last=self._is_last)
-        self.held_back = not self._is_last
-        if self.held_back:
-            self._num_held += 1
+        self.prepared.is_reached = False
+        progress = self._progress
+        progress.has_passed = progress.is_fresh = False
+        self.forward_state.look(num_ranks=self.num_ranks, is_last=progress.is_last)
+        progress.is_held_back = not progress.is_last
+        if progress.is_held_back:
+            progress.num_held += 1
         else:
-            self._num_held = 0
+            progress.num_held = 0
             self.take_step(self, None)
         self.begin_microbatch()
-        return loss
+        return self._take_returned() if closure is None else loss
+
+    def _check_arguments(
+        self, closure: Any, unnamed: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> None:
+        """UnsupportedLoopError for what would not reach a step of the user's own."""
+        kind, strategy = type(self.prepared.optimizer).__name__, self.prepared.strategy
+        if closure is not None and not callable(closure):
+            unnamed = (closure, *unnamed)
+        if unnamed:
+            found = short_repr(unnamed[0])
+            raise UnsupportedLoopError(UNNAMED.format(kind=kind, found=found))
+        if not arguments or not (strategy.has_own_gradients or strategy.server):
+            return
+        who = "the servers take" if strategy.server else "DeepSpeed takes"
+        names = ", ".join(arguments)
+        raise UnsupportedLoopError(
+            STEP_OF_OTHERS.format(
+                kind=kind, names=names, strategy=strategy.name, who=who
+            )
+        )
 
     def _check_gradients(self) -> None:
         """UnsupportedLoopError for gradients that no backward pass through the model
@@ -145,7 +210,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return
         found = prepared.gradients()
         if prepared.strategy.is_sharded:
-            is_own = self._is_fresh and bool(found)
+            is_own = self._progress.is_fresh and bool(found)
         elif has_microbatches:
             is_own = any(bool(each.count_nonzero()) for each in found)
         else:  # they may be made equal, or be those of the last step
@@ -187,16 +252,19 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return self.mean_loss(loss)
 
         self.take_step(self, mean_loss)
+        return self._take_returned()
+
+    def _take_returned(self) -> Any:
         returned, self.prepared.returned = self.prepared.returned, None
         return returned
 
     @property
     def is_held(self) -> bool:
         """Whether some microbatches of a step have been, and not the last."""
-        return self._num_held > 0
+        return self._progress.num_held > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._num_held and self._has_passed:
+        if self.is_held and self._progress.has_passed:
             raise UnsupportedLoopError(
                 "the loop calls zero_grad() between a backward pass and its step; with "
                 "--accumulate this would discard the gradients of the step's earlier "
@@ -204,8 +272,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             )
         if not self.is_held:
             self._hidden.clear()
-            self._is_fresh |= set_to_none
+            self._progress.is_fresh |= set_to_none
             self.prepared.zero_grad(set_to_none)
+            self.on_zero_grad()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -263,17 +332,40 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if name in ("prepared", "__setstate__"):
             raise AttributeError(name)
         found = getattr(self.prepared.optimizer, name)
-        if (
-            callable(found)
-            and self.prepared.strategy.is_partitioned
-            and not name.startswith("_")
-        ):
-            raise UnsupportedMethodError(
-                f"{type(self.prepared.optimizer).__name__}.{name} expects whole "
-                "parameters, and under this strategy a rank has only a part of them; "
-                "write what it does into the loop, or use ddp"
-            )
+        self._check_own(name, is_method=callable(found))
         return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not of this class, as `optimizer.scale = 0.5`, goes to the user's
+        optimizer; a scheduler's wrapper of `step` stays here."""
+        if "_is_made" not in vars(self) or self._has(name):
+            super().__setattr__(name, value)
+        else:
+            self._check_own(name)
+            setattr(self.prepared.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._has(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.prepared.optimizer, name)
+
+    def _has(self, name: str) -> bool:
+        return name in vars(self) or hasattr(PreparedOptimizer, name)
+
+    def _check_own(self, name: str, *, is_method: bool = False) -> None:
+        """UnsupportedMethodError for what the user's optimizer has besides, where it
+        is not here as in one process. What begins with _ is torch's."""
+        strategy = self.prepared.strategy
+        if strategy.server is not None:
+            why = OWN_OF_SERVER
+        elif is_method and strategy.is_partitioned:
+            why = OWN_OF_STAGE if strategy.has_whole_parameters else OWN_OF_PARTS
+        else:
+            return
+        if not name.startswith("_"):
+            name = f"{type(self.prepared.optimizer).__name__}.{name}"
+            raise UnsupportedMethodError(why.format(name=name, strategy=strategy.name))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's; of this rank's part of the states alone where a
@@ -311,6 +403,23 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """How far the loop is with a step; each step sets this, so it is no attribute of
+    the optimizer itself, which asks whose an attribute is."""
+
+    is_last: bool = True
+    """Whether the next backward pass is of the step's last microbatch."""
+    num_held: int = 0
+    """Calls of `step()` that wait for it."""
+    is_held_back: bool = False
+    """Whether the last one does."""
+    has_passed: bool = False
+    """Whether there was a backward pass since then."""
+    is_fresh: bool = True
+    """Whether there can be no gradients of the step before."""
 
 
 class StateInParts(MutableMapping[Any, Any]):

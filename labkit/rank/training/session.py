@@ -39,6 +39,7 @@ from labkit.rank.data.loader import TWICE_AT_ONCE
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
+from labkit.rank.data.sharing import as_given
 from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
 from labkit.rank.loop.early_stop import EarlyStop
@@ -46,10 +47,6 @@ from labkit.rank.loop.early_stop import EarlyStops
 from labkit.rank.loop.early_stop import StopRule
 from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
-from labkit.rank.loop.loop_body import extra_work
-from labkit.rank.loop.loop_body import sum_over_all
-from labkit.rank.loop.loop_body import update_by_batch_size
-from labkit.rank.loop.loop_body import use_of_batch_size
 from labkit.rank.loop.loop_checks import LoopChecks
 from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
@@ -69,6 +66,7 @@ from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.rank.steps.optimizer import watching_zero_grad
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
+from labkit.rank.training import notes
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
@@ -93,40 +91,12 @@ from labkit.strategies.model.writes import watch_forward
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.options import has_own_statistics
 from labkit.strategies.options import keep_stand_ins_out
+from labkit.strategies.options import watch_plain_batchnorm
 from labkit.strategies.parallelize import change_layers
 from labkit.strategies.parallelize import parallelize
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
-
-SIZE_OF_PART = (
-    "{use}: the size of a batch in the loop is that of this rank's part, where one "
-    "process has the whole batch. To train with it, sum it over the ranks first: "
-    "size = torch.tensor(len(x)); dist.all_reduce(size, group=loader.group)"
-)
-SUM_OF_SAME = (
-    "{use}: under {strategy} {same} ranks have the same samples, and over all ranks "
-    "this has each of them {same} times. Take it over the ranks that share a batch, "
-    "which is right under any strategy: group=loader.group"
-)
-NO_STEPS = (
-    "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
-    "there are no steps by which to plot its losses and measure its memory. "
-    "log(loss=loss.item()) plots what it is given"
-)
-WRITES = (
-    "the model's forward changes its parameter {name}: with --accumulate {count} it "
-    "does so for each of the {count} parts of a batch, where one process with whole "
-    "batches does it once. Unless it comes to the same, leave out --accumulate, or "
-    "make that change in the loop, after optimizer.step(), under "
-    "`if not optimizer.held_back:`"
-)
-EXTRA_WORK = (
-    "{work}: with --accumulate {count} the loop body runs {count} times per step and "
-    "does this each time, where one process with whole batches does it once. Put what "
-    "is to be done once per step after optimizer.step(), under "
-    "`if not optimizer.held_back:` (but clip gradients before the step)"
-)
 
 
 class Session:
@@ -200,6 +170,7 @@ class Session:
             options,
             world_size=world_size,
             prepared=self.prepared,
+            batch=lambda: None if self._data.share is None else self._loss_hooks.batch,
             note=self.note,
         )
         self._checks.install(self._loss_hooks)
@@ -227,6 +198,8 @@ class Session:
             stop=self._stop_between_steps,
         )
         self._undo: list[Callable[[], None]] = []
+        self._is_preparing = False
+        """Whether code of the cell's runs to be tried: what it logs is of no step."""
         self._noted: set[str] = set()
         self.has_failed = False
         """Whether the cell has ended with an error."""
@@ -264,7 +237,7 @@ class Session:
         """
         has_records = self._records.num_steps or self._records.has_logged
         if self._events.has_passed and not has_records:
-            self.note(NO_STEPS)
+            self.note(notes.NO_STEPS)
         for each in self._prepared:
             each.course.finish()
         self._unite(with_optimizer=True)
@@ -421,6 +394,7 @@ class Session:
         """
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
+        dataset = as_given(dataset)
         self._checks.check_prepare(model, optimizer, unnamed, self.code)
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
@@ -441,9 +415,15 @@ class Session:
         self._loss_hooks.scale = prepared.scale
         self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
-        is_added_up = dealer.is_sum and self.peers.size > 1
-        if is_added_up and (use := update_by_batch_size(self.code)):
-            self.note(SIZE_OF_PART.format(use=use))
+        for text in notes.of_text(
+            self.code,
+            self.strategy,
+            self.options,
+            num_ranks=self.peers.size,
+            num_alike=team_on(self.mesh, self.device).size // self.peers.size,
+            is_sum=dealer.is_sum,
+        ):
+            self.note(text)
         # From here on ranks with samples of their own differ: dropout falls on other
         # units on each.
         seed_everything(self.seed + self.peers.rank)
@@ -682,8 +662,8 @@ class Session:
                 f"log({min(taken)}=...): that column of a run's history is labkit's "
                 "own; choose another name"
             )
-        if self._checkpointer.is_replaying:
-            return  # it was logged when it happened
+        if self._is_preparing or self._checkpointer.is_replaying:
+            return  # nothing has happened, or it was logged when it did
         self._records.log(metrics, step)
 
     def _mean_of_run(self, value: float, weight: float) -> float:
@@ -727,19 +707,25 @@ class Session:
             seed_everything(self.seed + len(self._optimizers))
             self.note(FROM_META)
         change_layers(model, self.options, note=self.note, undo=self._undo)
+        if self.options.sync_batchnorm and self.peers.size > 1:
+            self._undo.append(watch_plain_batchnorm(self._note_statistics))
         release_former(model.parameters())
         hooked = hooked_parameters(model)  # and not those that a strategy hooks to
-        prepared = parallelize(
-            self.strategy,
-            model,
-            optimizer,
-            self.mesh,
-            self.device,
-            self.options,
-            note=self.note,
-            undo=self._undo,
-            roles=self._roles,
-        )
+        self._is_preparing = True
+        try:
+            prepared = parallelize(
+                self.strategy,
+                model,
+                optimizer,
+                self.mesh,
+                self.device,
+                self.options,
+                note=self.note,
+                undo=self._undo,
+                roles=self._roles,
+            )
+        finally:
+            self._is_preparing = False
         for name, parameter in hooked:
             is_of_part = prepared.gives_part_of_gradient(parameter)
             self._checks.note_hook(name, is_of_part=is_of_part)
@@ -751,7 +737,8 @@ class Session:
         if unset:
             check = model.register_forward_pre_hook(until_set(model, unset))
             self._undo.append(check.remove)
-        note = model.register_forward_pre_hook(step.note_input)
+        # Not the method itself, which a copy of the model, or a file, would have, too.
+        note = model.register_forward_pre_hook(lambda *call: step.note_input(*call))
         self._undo.append(note.remove)
         self._undo += keep_stand_ins_out(model)
         name, is_in_parts = self.strategy.name, prepared.has_parts
@@ -760,23 +747,16 @@ class Session:
 
     def _stepping(self, model: nn.Module, prepared: Prepared) -> PreparedOptimizer:
         """The optimizer that the loop sees."""
-        stepping = PreparedOptimizer(prepared, self._events.take_step)
+        kind = PreparedOptimizer.named_as(type(prepared.optimizer))
+        stepping = kind(prepared, self._events.take_step)
         stepping.mean_loss = self._mean_over_ranks
+        stepping.on_zero_grad = self._events.zero_gradients
         stepping.num_ranks = self.peers.size
         self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
         self._prepared = [*self._prepared, prepared]
         speak_as_ddp(model)
-        if self.peers.size > 1 and (use := use_of_batch_size(self.code)):
-            self.note(SIZE_OF_PART.format(use=use.removesuffix(":")))
-        same = team_on(self.mesh, self.device).size // self.peers.size
-        if same > 1 and (use := sum_over_all(self.code)):
-            name = self.strategy.name
-            self.note(SUM_OF_SAME.format(use=use, strategy=name, same=same))
         if self.options.accumulate > 1:
-            if work := extra_work(self.code):
-                count = self.options.accumulate
-                self.note(EXTRA_WORK.format(work=work.removesuffix(":"), count=count))
             if not prepared.refuses_writes:
                 self._undo.append(watch_forward(model, self._note_write))
             # Not the method itself, which a copy of the model would copy, with us.
@@ -785,7 +765,7 @@ class Session:
         return stepping
 
     def _note_write(self, name: str) -> None:
-        self.note(WRITES.format(name=name, count=self.options.accumulate))
+        self.note(notes.WRITES.format(name=name, count=self.options.accumulate))
 
     def _rank_loader(
         self,
@@ -807,6 +787,8 @@ class Session:
         )
         rank_loader.before_evaluation = self._unite
         rank_loader.on_evaluated = self._agree
+        if self.peers.size > 1:
+            rank_loader.while_shared = self._noting_steps
         rank_loader.refuse = self._refuse
         if not batches.is_by_seed:
             rank_loader.on_twice = lambda: self.note(TWICE_AT_ONCE)
@@ -831,6 +813,19 @@ class Session:
             return
         for each in self.prepared():
             each.agree()
+
+    def _note_statistics(self) -> None:
+        """A BatchNorm that is not of a prepared model has a batch."""
+        if self._data.share is not None:
+            self.note(notes.OWN_STATISTICS)
+
+    @contextlib.contextmanager
+    def _noting_steps(self) -> Iterator[None]:
+        """While the loop has a batch of `loader.share`: is it trained on?"""
+        is_trained_on, before = torch.is_grad_enabled(), self.num_steps
+        yield
+        if is_trained_on and self.num_steps > before:
+            self.note(notes.TRAINED_ON_SHARE)
 
     def _mean_over_ranks(self, loss: Any) -> Any:
         """The loss of the whole batch, of this rank's: the weights of all ranks add up

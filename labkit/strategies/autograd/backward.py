@@ -29,6 +29,9 @@ Roots = Sequence[Any]
 Seeds = tuple[torch.Tensor | None, ...]
 """Their gradients."""
 
+Accumulators = Sequence[tuple[nn.Parameter, Any]]
+"""Parameters, each with the node of autograd that adds to its gradient."""
+
 
 class Follower(Protocol):
     """What wants to know of backward passes that reach its parameters."""
@@ -50,9 +53,13 @@ class Follower(Protocol):
     def release(self) -> None:
         """Let go of them, and follow no more."""
 
-    def accumulators(self) -> Iterable[tuple[nn.Parameter, Any]]:
+    def accumulators(self) -> Accumulators:
         """The parameters that may be given gradients, each with the node of autograd
         that adds to its gradient."""
+
+    def have_moved(self, used: Accumulators, unused: Accumulators) -> bool:
+        """Whether autograd has other nodes for some by now, which `accumulators` then
+        gives: the pass under way has reached those of `used`, and not of `unused`."""
 
     def check_ranks(self) -> None:
         """UnsupportedLoopError where those that it was prepared for are no more."""
@@ -254,7 +261,7 @@ class _Reach:
             return
         self._is_done = True
         for follower in self._followers:
-            used = [p for p, node in follower.accumulators() if will_execute(node)]
+            used = _used_of(follower)
             if used:
                 follower.check_ranks()
                 follower.is_reached = True
@@ -262,6 +269,17 @@ class _Reach:
                     follower.course.backward()
                 follower.begin_backward(self._roots, used)
                 self._reached.append(follower)
+
+
+def _used_of(follower: Follower) -> list[nn.Parameter]:
+    """Those of its parameters that the pass under way gives gradients to."""
+    accumulators = follower.accumulators()
+    used = [each for each in accumulators if will_execute(each[1])]
+    if len(used) < len(accumulators):
+        unused = [each for each in accumulators if not will_execute(each[1])]
+        if follower.have_moved(used, unused):
+            return _used_of(follower)
+    return [parameter for parameter, _ in used]
 
 
 def _node_of(root: Any) -> Any:

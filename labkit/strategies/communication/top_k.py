@@ -48,9 +48,9 @@ class TopK(Hook):
     @property
     def note(self) -> str:
         return (
-            f"--comm topk: a rank sends {100 * self.share:g} % of each gradient, the "
+            f"--comm topk: a rank sends {100 * self.share:g}% of each gradient, the "
             "largest entries, and adds the rest to its next one, so weights differ "
-            'from those of one process. --config {"topk": 0.1} sends 10 %'
+            'from those of one process. --config {"topk": 0.1} sends 10%'
         )
 
     def send(self, state: Any, bucket: dist.GradBucket) -> Future:

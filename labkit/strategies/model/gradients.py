@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
@@ -11,10 +12,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import BOOKKEEPING
 from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import is_plain
+from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.model.states import plain_shape
+
+FREED = (
+    "{name} is read as a forward pass of the model had it, kept in a module or given "
+    "back by forward, and fully_shard has freed that since. Keep or return a copy, "
+    "{name}.clone(), or read the model's own; or use ddp, zero1 or zero2"
+)
 
 _grad: Any = torch.Tensor.grad
 
@@ -213,6 +223,55 @@ class ShardedParameter(PartitionedParameter):
             return func(*args, **kwargs)
 
 
+class Freed(torch.Tensor):
+    """A tensor in the memory of a parameter that is gathered for passes alone. To read
+    it when that is freed would be the end of the process."""
+
+    of: str
+    """The parameter's name."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            kept: dict[int, str] = {}
+            for leaf in leaves_of((*args, *kwargs.values())):
+                if type(leaf) in _KEPT.values():
+                    memory = leaf.untyped_storage()
+                    if memory.nbytes() == 0 and func not in _WITHOUT_VALUES:
+                        raise UnsupportedLoopError(FREED.format(name=leaf.of))
+                    kept[storage_key(memory)] = leaf.of
+            found = func(*args, **kwargs)
+            mark_kept(tree_leaves(found), kept)
+            return found
+
+
+class FreedParameter(nn.Parameter):
+    """`Freed`, of a parameter itself."""
+
+    of: str
+    __torch_function__ = Freed.__torch_function__
+
+
+_KEPT: dict[type, Any] = {torch.Tensor: Freed, nn.Parameter: FreedParameter}
+
+
+def mark_kept(values: Iterable[Any], names: Mapping[int, str]) -> bool:
+    """Have those tensors that are in the memory of a parameter, by its storage, say so
+    in words where they are read without it. Whether there are any."""
+    is_any = False
+    for value in values:
+        if is_plain(value):
+            name = names.get(storage_key(value.untyped_storage()))
+            if name is not None:
+                is_any = True
+                value.__class__ = _KEPT[type(value)]
+                value.of = name
+    return is_any
+
+
 _tensor: Any = torch.Tensor
 _HARMLESS = {
     _tensor.requires_grad_,
@@ -237,6 +296,14 @@ _SHAPES = {
     _tensor.__len__,
     _tensor.ndim.__get__,
     _tensor.shape.__get__,
+}
+_WITHOUT_VALUES = {
+    *_HARMLESS,
+    *_SHAPES,
+    _tensor.nbytes.__get__,
+    _tensor.element_size,
+    _tensor.stride,
+    _tensor.untyped_storage,
 }
 
 

@@ -238,7 +238,8 @@ def own_names(module: nn.Module) -> list[str]:
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
     """A module's parameters and buffers, without those of its children."""
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    named = (module.named_parameters, module.named_buffers)
+    return [tensor for each in named for _, tensor in each(recurse=False)]
 
 
 def empty_copy(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@ and the norm of what is in parts."""
 
 import contextlib
 import functools
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -166,3 +167,50 @@ def norm_of_parts(tensors: Sequence[Any], device: torch.device) -> torch.Tensor:
                 dist.all_reduce(here, group=mesh.get_group(dim))
         square += here
     return square.sqrt().to(norm.dtype)
+
+
+def patch_dtensor() -> None:
+    """Have `item()`, `numpy()` and the like of a DTensor be of the whole: torch's own
+    takes this rank's part of a sum or a norm, without a word, or raises. And have
+    `parameter.data = value` set its values, which torch's own drops, and `deepcopy`
+    copy this rank's part."""
+
+    def of_whole(method: Callable[..., Any]) -> Callable[..., Any]:
+        def take(self: DTensor, **kwargs: Any) -> Any:
+            return method(self.full_tensor(), **kwargs)
+
+        return take
+
+    plain: Any = torch.Tensor.data
+    plain_deepcopy: Any = torch.Tensor.__deepcopy__
+
+    def set_data(tensor: DTensor, value: torch.Tensor) -> None:
+        is_alike = value.shape == tensor.shape and value.dtype == tensor.dtype
+        if not is_alike or value.device != tensor.device:
+            plain.__set__(tensor, value)
+            return
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if isinstance(value, DTensor):
+            value = value.redistribute(mesh, placements)
+        else:
+            value = distribute_tensor(value.detach(), mesh, placements)
+        with torch.no_grad():
+            local_part(tensor).copy_(local_part(value))
+
+    def formatted(self: DTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), spec)
+
+    def deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(self, nn.Parameter):
+            return plain_deepcopy(self, memo)
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    if "item" not in vars(DTensor):
+        names = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
+        own = {name: of_whole(getattr(torch.Tensor, name)) for name in names}
+        own |= {"__format__": formatted, "__deepcopy__": deepcopy}
+        for name, method in own.items():
+            setattr(DTensor, name, method)
+        setattr(DTensor, "data", property(plain.__get__, set_data))  # noqa: B010

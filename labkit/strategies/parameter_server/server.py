@@ -317,7 +317,8 @@ class Server:
         norm = self._clip(served) if has_clip else None
         before = settings_of(served.optimizer)
         served.optimizer.step()
-        served.optimizer.zero_grad()
+        for parameter in served.parameters:
+            parameter.grad = None  # a zero_grad() of its own is the loop's to call
         served.version += 1
         return norm, changes(before, settings_of(served.optimizer))
 

@@ -320,7 +320,16 @@ class Worker(Prepared):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._gradients.clear()
+        own = own_values(self.optimizer)
         super().zero_grad(set_to_none)
+        for name, value in own_values(self.optimizer).items():
+            if name not in own or own[name] != value:
+                raise UnsupportedLoopError(
+                    f"{type(self.optimizer).__name__}.zero_grad() sets its {name}, and "
+                    f"under {self.strategy.name} the optimizer that steps is the "
+                    "servers', which does not see it. Have it in param_groups, or use "
+                    "ddp"
+                )
 
     # ---- the optimizer's state ----
 
@@ -521,3 +530,11 @@ class Remote(dict[Any, Any]):
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
     __contains__ = get = items = keys = values = clear = update = _refuse
     pop = popitem = setdefault = _refuse
+
+
+def own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer with a zero_grad of its own keeps besides groups and state."""
+    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+        return {}
+    values = vars(optimizer).items()
+    return {name: value for name, value in values if isinstance(value, int | float)}

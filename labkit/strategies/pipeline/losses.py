@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from labkit.compat.torch import tree_unflatten
+from labkit.strategies.autograd.structures import flatten
+from labkit.strategies.autograd.structures import unflatten
 from labkit.strategies.pipeline.microbatches import are_other
 from labkit.strategies.pipeline.microbatches import is_batch
 from labkit.strategies.pipeline.microbatches import joined
 from labkit.strategies.prepared import Score
 from labkit.strategies.relay.elsewhere import plain
 from labkit.strategies.relay.relay import FAILURES
-from labkit.strategies.relay.structures import flatten
-from labkit.strategies.relay.structures import unflatten
 
 NUM_SAMPLES = 2
 """Of a microbatch: of one alone much is not defined, as a deviation."""

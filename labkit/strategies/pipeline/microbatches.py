@@ -1,7 +1,6 @@
 """Cuts batches into microbatches, and tells where that would change a result."""
 
 import contextlib
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from labkit.compat.torch import DisableTorchFunctionSubclass
-from labkit.compat.torch import buffers_of
 from labkit.strategies.relay.elsewhere import Elsewhere
-from labkit.strategies.relay.parameters import is_absent
 
 MICROBATCHES_A_STAGE = 4
 """Of a batch, where the magic line does not say: a bubble of (p-1) in (5p-1)."""
@@ -37,7 +33,9 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
 
 
 def is_batch(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+    """Whether it can be cut: a sparse tensor cannot."""
+    is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return is_dense and leaf.dim() > 0
 
 
 def kind_of(leaf: Any) -> Any:
@@ -82,59 +80,18 @@ def are_other(one: Any, other: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Run `model` within it without dropout: buffers, counts and parameters that change
-    are set back. It gives what tells whether any has."""
-    with DisableTorchFunctionSubclass():
-        parameters = [
-            (parameter, parameter.data, parameter.data.clone())
-            for parameter in model.parameters()
-            if not (parameter.is_meta or is_absent(parameter))
-        ]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in buffers_of(module).items()
-        if buffer is not None
-    ]
-    numbers = [
-        (module, {k: v for k, v in vars(module).items() if isinstance(v, int | float)})
-        for module in model.modules()
-    ]
-
-    def has_changed() -> bool:
-        with DisableTorchFunctionSubclass():
-            if any(not torch.equal(p.data, value) for p, _, value in parameters):
-                return True
-        return any(
-            buffers_of(module)[name] is not buffer
-            or type(buffer) is not torch.Tensor
-            or not torch.equal(buffer, value)
-            for module, name, buffer, value in buffers
-        ) or any(
-            vars(module).get(name) != value
-            for module, found in numbers
-            for name, value in found.items()
-            if name != "training"
-        )
-
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):  # theirs is within a kernel
-            module.training = False
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Run `model` within it: nothing is dropped."""
+    kernels = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    modes = [each.training for each in kernels]  # of those that drop within one
+    for each in kernels:
+        each.training = False
     try:
         with _WithoutDropout():
-            yield has_changed
+            yield
     finally:
-        with DisableTorchFunctionSubclass():
-            for parameter, data, value in parameters:
-                data.copy_(value)
-                parameter.data = data
-        for module, values in numbers:
-            vars(module).update(values)
-        for module, name, buffer, value in buffers:
-            buffer.__class__ = torch.Tensor
-            buffers_of(module)[name] = buffer
-            buffer.copy_(value)
+        for each, mode in zip(kernels, modes, strict=True):
+            each.training = mode
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import Overflows
@@ -26,6 +25,8 @@ from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import keeping_seeds
 from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.structures import flatten
+from labkit.strategies.autograd.structures import unflatten
 from labkit.strategies.mesh.device_mesh import broadcast
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.mesh.peers import team_on
@@ -39,6 +40,8 @@ from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
+from labkit.strategies.own_state import is_other
+from labkit.strategies.own_state import unchanged
 from labkit.strategies.pipeline.losses import Means
 from labkit.strategies.pipeline.microbatches import MICROBATCHES_A_STAGE
 from labkit.strategies.pipeline.microbatches import are_other
@@ -47,13 +50,15 @@ from labkit.strategies.pipeline.microbatches import is_batch
 from labkit.strategies.pipeline.microbatches import joined
 from labkit.strategies.pipeline.microbatches import kind_of
 from labkit.strategies.pipeline.microbatches import split
-from labkit.strategies.pipeline.microbatches import unchanged
+from labkit.strategies.pipeline.microbatches import without_dropout
 from labkit.strategies.pipeline.placement import Placement
 from labkit.strategies.pipeline.placement import add_up
 from labkit.strategies.pipeline.placement import leave
 from labkit.strategies.pipeline.schedules import STAGES_A_RANK
 from labkit.strategies.pipeline.schedules import Compute
 from labkit.strategies.pipeline.schedules import Schedule
+from labkit.strategies.pipeline.shared_state import SHARED_GENERATOR
+from labkit.strategies.pipeline.shared_state import SharedState
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared
@@ -67,8 +72,6 @@ from labkit.strategies.relay.parameters import is_absent
 from labkit.strategies.relay.relay import Relay
 from labkit.strategies.relay.stages import CUTS
 from labkit.strategies.relay.stages import cut
-from labkit.strategies.relay.structures import flatten
-from labkit.strategies.relay.structures import unflatten
 from labkit.theory import ring
 
 NUM_CHECKED = 3
@@ -98,9 +101,18 @@ KEEPS_STATE = (
     "a forward pass changes the model's state, as BatchNorm's statistics, a count of "
     "passes, or its parameters"
 )
+ITERATES = (
+    "the model, or a function that it calls, has an iterator, of which a trial of "
+    "forward would use up values"
+)
 OTHER_OUTPUT = (
     "the model's output for a sample is another one with other samples in its batch, "
     "or is no output of single samples, as a loss"
+)
+ANOMALIES = (
+    "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient, and "
+    "under pipeline a rank has those of its own stage alone. It stays on in later "
+    "cells until it is set to False; to look for NaN, use ddp or single"
 )
 NO_MEAN = "the loss of a batch is not the mean of those of its microbatches"
 NUM_PASSES = "num_passes"
@@ -177,6 +189,7 @@ class Pipeline(Prepared):
         self.autocast()  # within what follows: outputs are broadcast as fp32
         self.relay = Relay(self.module, self._stages, self.mesh, self.device)
         self.relay.run_whole = self._run_in_microbatches
+        self.relay.watch_layer = SharedState(self.module, self._stages).watching
         _ = self.relay.channel  # all ranks make its groups, and here all come along
         own = self._placement.own
         self._num_parameters = sum(p.numel() for p in own)
@@ -232,6 +245,9 @@ class Pipeline(Prepared):
     def _run_in_microbatches(self, function: Forward, args: Any, kwargs: Any) -> Any:
         """What the model returns for a batch, in microbatches where its samples are
         independent of each other. Collective."""
+        looks_for_nan = torch.is_anomaly_check_nan_enabled()
+        if torch.is_anomaly_enabled() and looks_for_nan and torch.is_grad_enabled():
+            raise UnsupportedLoopError(ANOMALIES)
         relay = self.relay
         leaves, spec = tree_flatten((args, kwargs))
         if self._num_checked < NUM_CHECKED:
@@ -293,14 +309,21 @@ class Pipeline(Prepared):
             without_modes(),
             torch.no_grad(),
             self.relay.uncounted(),
-            unchanged(self.module) as has_changed,
+            without_dropout(self.module),
         ):
             args, kwargs = tree_unflatten(leaves, spec)
-            with self.relay.passing():
-                whole, whole_spec = flatten(function(*args, **kwargs))
-            keeps_state = has_changed()
+            shared = SharedState(self.module, self._stages)
+            self.relay.watch_layer = shared.watching  # also what is new since prepare
+            drawn = shared.contents_of_generators()
+            with unchanged(self.module) as state:
+                if state.has_iterators:
+                    return ITERATES
+                with self.relay.passing():
+                    whole, whole_spec = flatten(function(*args, **kwargs))
+                keeps_state = state.has_changed()
+                draws = is_other(drawn, shared.contents_of_generators())
             try:
-                with self.relay.surviving():
+                with unchanged(self.module), self.relay.surviving():
                     outputs, out_spec = self._run_chunks(function, leaves, spec)
             except UnsupportedLoopError:
                 raise
@@ -312,11 +335,13 @@ class Pipeline(Prepared):
                     or out_spec[0] != whole_spec[0]
                     or any(map(are_other, whole, outputs))
                 )
-            flags = torch.tensor([keeps_state, differs], dtype=torch.int64)
+            flags = torch.tensor([keeps_state, differs, draws], dtype=torch.int64)
             flags = flags.to(self.device)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.relay.group)
             self.relay.flush()
-        keeps_state, differs = flags.tolist()
+        keeps_state, differs, draws = flags.tolist()
+        if draws:
+            raise UnsupportedLoopError(SHARED_GENERATOR)
         if keeps_state:
             return KEEPS_STATE
         return OTHER_OUTPUT if differs else ""
@@ -455,7 +480,7 @@ class Pipeline(Prepared):
         trained = [
             p for p in (*self._placement.own, self.relay.anchor) if p.requires_grad
         ]
-        return [(p, get_gradient_edge(p).node) for p in trained]
+        return self._with_nodes(trained)
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         if self._is_scheduled:
@@ -464,7 +489,7 @@ class Pipeline(Prepared):
             assert self.mesh is not None
             check_roots(roots, self.mesh["pp"])
         if not self._gradients.hand_back():
-            self.zero_grad()
+            self.drop_gradients()
         if self._are_summed:
             self._are_summed = False
             self._summed = [p.grad for p in self._placement.shared]
@@ -510,12 +535,12 @@ class Pipeline(Prepared):
 
     def unscale(self, take: Unscale) -> Overflows:
         if not self._gradients.hand_back():  # what the loop has made of them counts
-            self.zero_grad()
+            self.drop_gradients()
         return super().unscale(take)
 
     def step(self, closure: Closure | None = None) -> Norm | None:
         if not self._gradients.hand_back():
-            self.zero_grad()
+            self.drop_gradients()
         self.note_step()
         norm = super().step(closure)
         self._gradients.forget()
@@ -527,6 +552,11 @@ class Pipeline(Prepared):
         self._gradients.forget()
         self._summed = []
         super().zero_grad(set_to_none)
+
+    def drop_gradients(self) -> None:
+        self._gradients.forget()
+        self._summed = []
+        super().drop_gradients()
 
     def updated(self) -> Iterable[torch.Tensor]:
         own = self._placement.own_ids

@@ -67,6 +67,11 @@ class StagedParameter(PartitionedParameter):
                     )
             return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        if id(self) not in memo and (owner := owner_of(self)) is not None:
+            owner.gather([self])
+        return super().__deepcopy__(memo)
+
     @property
     def grad(self) -> torch.Tensor | None:
         if is_of_cell(sys._getframe(1)) and not is_within_backward():

@@ -28,11 +28,20 @@ from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import no_dispatch
+from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.autograd.structures import Given
+from labkit.strategies.autograd.structures import Places
+from labkit.strategies.autograd.structures import flatten
+from labkit.strategies.autograd.structures import hand_back
+from labkit.strategies.autograd.structures import holders_in
+from labkit.strategies.autograd.structures import holders_of
+from labkit.strategies.autograd.structures import may_hold
+from labkit.strategies.autograd.structures import unflatten
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.mesh.device_mesh import another_group
@@ -58,8 +67,6 @@ from labkit.strategies.relay.functions import Shapes
 from labkit.strategies.relay.functions import inputs_used
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.stages import Stages
-from labkit.strategies.relay.structures import flatten
-from labkit.strategies.relay.structures import unflatten
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -114,6 +121,21 @@ WRITES_BY_MASK = (
     "under pipeline other ranks do not have those values. Write torch.where(mask, "
     "value, x), or use ddp"
 )
+NOT_RETURNED = (
+    "{name} gets what a layer has computed and not returned, as an attribute that it "
+    "keeps or in a set; under pipeline other ranks do not see that. Have the layer "
+    "return it, by itself or in a tuple, a dict or an object; or use ddp"
+)
+WRITES_BUFFER = (
+    "the model's forward writes what a layer has computed into the buffer {name}, and "
+    "under pipeline the rank that has this layer would alone have it. Return it, and "
+    "write it in the loop: what the model returns is on every rank; or use ddp"
+)
+CHANGES_INPUT = (
+    "{name} changes a list, a dict or an object that it is given, and under pipeline "
+    "a layer gets a copy: what forward does with its own would go on without the "
+    "change. Have the layer return what it has computed, or use ddp"
+)
 OTHER_WAY = (
     "{name} gets what another stage computes, and did not in the first batch: in fit "
     "the stages agree once on what they hand on. Write the loop yourself, with prepare "
@@ -146,6 +168,9 @@ class Known:
     """The leaves that all ranks have."""
 
 
+Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
 class Relay:
     """A model whose layers are on several ranks, as one of them runs it."""
 
@@ -176,6 +201,8 @@ class Relay:
         """Bytes of the model's outputs, which are broadcast."""
         self.run_whole: Callable[..., Any] = self.run
         """What a call of the model does: see `Pipeline`."""
+        self.watch_layer: Watch = lambda name: contextlib.nullcontext()
+        """Entered where a layer of this name runs for the first time."""
         self._model = model
         self._in_layer = False
         self._stage: int | None = None
@@ -315,6 +342,8 @@ class Relay:
         stage = max(stages)
         if name == "__setitem__" and any(is_mask(each) for each in leaves_of(args[1])):
             raise UnsupportedLoopError(WRITES_BY_MASK)
+        if changes(func, name):
+            self._check_written(args[0] if args else kwargs.get("out"))
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
@@ -347,6 +376,16 @@ class Relay:
         if self._is_loss and isinstance(result, torch.Tensor):
             self._kept.append(weakref.ref(result))
         return result
+
+    def _check_written(self, tensor: Any) -> None:
+        """UnsupportedLoopError on all ranks where it is a buffer of the model: one rank
+        would have what is written."""
+        if not isinstance(tensor, torch.Tensor) or stage_of(tensor) is not None:
+            return
+        place = storage_key(tensor.untyped_storage())
+        for name, buffer in self._model.named_buffers():
+            if storage_key(buffer.untyped_storage()) == place:
+                raise UnsupportedLoopError(WRITES_BUFFER.format(name=name))
 
     def _pass_on(self, known: Known, leaves: list[Any], owner: int) -> None:
         """Have rank `owner` get those of `leaves` that it lacks."""
@@ -422,7 +461,7 @@ class Relay:
 
     def _layer_of_stage(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
-    ) -> Any:
+    ) -> tuple[Any, Places]:
         """Run a layer where one stage alone is run, or none."""
         stage, count = self.stages.stage_of[number], self._calls[number]
         crossing = self._crossings.get(stage, [])
@@ -535,20 +574,28 @@ class Relay:
         self, number: int, owner: int, call: Forward, args: Any, kwargs: Any
     ) -> Any:
         """Run a layer that rank `owner` has: there, or for the shapes of its output."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
+        own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
         count = self._calls[number] = self._calls.get(number, 0) + 1
         if self._stage is not None:
-            return self._layer_of_stage(number, call, leaves, spec)
-        key = (number, count, *self._mode())
-        name = self.stages.names[number]
-        known = self._agree(key, leaves, owner=owner, name=name)
-        self._pass_on(known, leaves, owner)
-        return self._call(number, call, leaves, spec, is_here=self.rank == owner)
+            found, places = self._layer_of_stage(number, call, leaves, spec)
+        else:
+            key = (number, count, *self._mode())
+            name = self.stages.names[number]
+            known = self._agree(key, leaves, owner=owner, name=name)
+            self._pass_on(known, leaves, owner)
+            is_here = self.rank == owner
+            found, places = self._call(number, call, leaves, spec, is_here=is_here)
+        if not places:
+            return found
+        copies = holders_in(found)
+        return hand_back([(own[n], copies[k]) for n, k in places], found)
 
     def _call(
         self, number: int, call: Forward, leaves: list[Any], spec: Any, *, is_here: bool
-    ) -> Any:
-        """Run a layer: with values if it is to run here, else for its shapes."""
+    ) -> tuple[Any, Places]:
+        """Run a layer: with values if it is to run here, else for its shapes. What it
+        returns, and where in that it hands back what it is given."""
         leaves = [plain(leaf) for leaf in leaves]
 
         def run_for_shapes() -> Any:
@@ -556,17 +603,17 @@ class Relay:
             return self._shapes_of(number, call, as_shapes, spec)
 
         if is_here:
-            found, out_spec = self._surviving(
+            found, (out_spec, places) = self._surviving(
                 lambda: self._run_layer(number, call, leaves, spec), run_for_shapes
             )
         else:
-            found, out_spec = run_for_shapes()
+            found, (out_spec, places) = run_for_shapes()
         stage = self.stages.stage_of[number]
         found = [
             of_stage(leaf, stage, self) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in found
         ]
-        return tree_unflatten(found, out_spec)
+        return unflatten(found, out_spec), places
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -596,21 +643,32 @@ class Relay:
 
     def _run_layer(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
-    ) -> Any:
-        args, kwargs = tree_unflatten(leaves, spec)
+    ) -> tuple[list[Any], tuple[Any, Places]]:
+        args, kwargs = unflatten(leaves, spec)
         # To see every operator takes its time, so the first time alone.
         key = number, *self._mode()
-        watch: Any = contextlib.nullcontext()
-        if key not in self._watched:
-            self._watched.add(key)
+        watch = contextlib.ExitStack()
+        is_first = key not in self._watched
+        given = Given(args, kwargs) if may_hold(args, kwargs) else None
+        if is_first:
             others = set(ranks_of(self.group)) - {dist.get_rank()}
-            watch = NoCollectives(others, COLLECTIVE)
+            watch.enter_context(self.watch_layer(self.stages.names[number]))
+            watch.enter_context(NoCollectives(others, COLLECTIVE))
         self._in_layer = True
         try:
             with self._own_numbers(number, self._calls.get(number, 0)), watch:
-                return tree_flatten(call(*args, **kwargs))
+                found = call(*args, **kwargs)
         finally:
             self._in_layer = False
+        self._watched.add(key)
+        places: Places = []
+        if given is not None:
+            if given.has_changed(found):
+                name = self.stages.names[number]
+                raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
+            places = given.returned_in(found)
+        output, out_spec = flatten(found)
+        return output, (out_spec, places)
 
     def _shapes_of(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
@@ -631,14 +689,14 @@ class Relay:
         trained = tuple(p.requires_grad for p in module.parameters())
         key = (number, kinds, trained, module.training, *self._mode())
         known = self._shapes.get(key)
-        if known is None or known[0] != spec:
+        if known is None or known[0] != spec[0]:
             found, out_spec = self._run_layer(number, call, leaves, spec)
             found = [as_elsewhere(t) if is_tensor(t) else t for t in found]
             outputs = [t for t in found if is_tensor(t)]
             used = inputs_used(outputs, tensors)
             with DisableTorchFunctionSubclass():
                 kept = [t.detach() if is_tensor(t) else t for t in found]
-            self._shapes[key] = spec, Shapes.of(outputs), used, kept, out_spec
+            self._shapes[key] = spec[0], Shapes.of(outputs), used, kept, out_spec
             return found, out_spec
         _, shapes, used, found, out_spec = known
         inputs = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
@@ -662,7 +720,11 @@ class Relay:
         pattern = [code_of(leaf) for leaf in leaves]
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._exchange(key, pattern, owner, name)
+            known = self._exchange(key, pattern, owner, name)
+            sent = [leaves[each.leaf] for each in known.transfers if owner is not None]
+            if any(stage_of(leaf) is None for leaf in sent):
+                raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
+            self._known[key] = known
         elif known.pattern != pattern:
             raise UnsupportedLoopError(OTHER_PATTERN.format(name=name))
         return known

@@ -72,7 +72,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def has_own(module: nn.Module) -> bool:
     return is_parametrized(module) or any(
-        True for _ in module.parameters(recurse=False)
+        True for _ in module.named_parameters(recurse=False)
     )
 
 
@@ -137,7 +137,7 @@ def cost_of(module: nn.Module) -> int:
         parameter.numel()
         for each in module.modules()
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag)
-        for parameter in each.parameters(recurse=False)
+        for _, parameter in each.named_parameters(recurse=False)
     )
 
 

@@ -26,6 +26,7 @@ from labkit.compat.torch import without_modes
 from labkit.strategies.mesh.collectives import NoCollectiveCalls
 from labkit.strategies.model.alike import check_inputs
 from labkit.strategies.model.materialize import empty_copy
+from labkit.strategies.own_state import unchanged
 from labkit.strategies.prepared import blocks
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}
@@ -40,6 +41,10 @@ FAILS = (
 )
 
 
+ITERATES = (
+    "it, or a function that it calls, has an iterator, of which a trial would use up "
+    "values"
+)
 COLLECTIVE = (
     "the model's forward calls a collective of torch.distributed, and under tensor the "
     "ranks that share its layers have the same samples: what it gathers or sums has "
@@ -72,6 +77,7 @@ class Comparison:
         self._tolerance = TOLERANCE[precision]
         self._parameters: dict[str, Any] = dict(model.named_parameters())
 
+    @torch.compiler.disable  # of a model that the loop has compiled, it is no part
     def run_once(self, args: Any, kwargs: Any) -> None:
         """Compare what the model computes of these arguments, the first time only. A
         failure is not tried again. Collective."""
@@ -85,7 +91,11 @@ class Comparison:
             contexts.enter_context(torch.no_grad())
             contexts.enter_context(without_fast_path())
             check_inputs(tree_leaves((args, kwargs)), self._mesh)
-            with unchanged(model):
+            contexts.enter_context(evaluating(model))
+            with unchanged(model) as state:
+                if state.has_iterators:
+                    self.hindrance = ITERATES
+                    return
                 found, ours, error = self._outputs(model, args, kwargs)
             # Both from the same state: forward may change it.
             contexts.enter_context(unchanged(model))
@@ -98,7 +108,7 @@ class Comparison:
                     FAILS.format(what=f"{type(error).__name__}: {error}")
                 ) from error
             if own is not None:  # the whole model's, if the other fails as well
-                self.hindrance = f"{type(own).__name__}: {own}"
+                self.hindrance = f"a copy of it fails: {type(own).__name__}: {own}"
                 return
             self._check_outputs(tree_leaves(found), tree_leaves(expected))
         self.in_parts = [name for name in ours if ours[name] != theirs.get(name)]
@@ -185,6 +195,19 @@ class Comparison:
 
 
 @contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model` is in eval mode within it."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
 def without_fast_path() -> Iterator[None]:
     """Attention and encoder layers of torch read, in eval mode, the weights of layers
     that they do not call."""
@@ -257,33 +280,3 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [each for each in names.values() if len(each) > 1]
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluate `model` within it, and take back what that changes: parameters, buffers,
-    counters, and whether it is training."""
-    parameters = [local_part(each.detach()) for each in model.parameters()]
-    values = [each.clone() for each in parameters]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in buffers_of(module).items()
-        if buffer is not None
-    ]
-    numbers = [
-        (module, {k: v for k, v in vars(module).items() if isinstance(v, int | float)})
-        for module in model.modules()
-    ]
-    for module in model.modules():
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, counts in numbers:
-            vars(module).update(counts)
-        for parameter, data in zip(parameters, values, strict=True):
-            parameter.copy_(data)
-        for module, name, buffer, before in buffers:
-            buffers_of(module)[name] = buffer
-            buffer.copy_(before)

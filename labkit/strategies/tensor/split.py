@@ -53,7 +53,7 @@ UNCOMPARED = (
 )
 NOT_COMPARED = (
     "what the model computes when split was not compared with what the whole model "
-    "does, of which a copy fails: {because}"
+    "does: {because}"
 )
 OTHER_LOSS = (
     "ranks that share the layers of one model have another loss on each, and each "
@@ -246,8 +246,11 @@ class Split:
                     raise UnsupportedLoopError(HOOK.format(name=name))
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            step.remove()
-            check_gradients(whole, self._mesh)
+            # The first time alone: no hook can be removed while hooks are called.
+            compared = dict(whole)
+            whole.clear()
+            if compared:
+                check_gradients(compared, self._mesh)
 
         # Before what gathers the parameters of the outermost module.
         forward = prepared.module.register_forward_pre_hook(

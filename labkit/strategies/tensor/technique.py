@@ -14,6 +14,7 @@ from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.model.shards import check_parts
+from labkit.strategies.model.shards import patch_dtensor
 from labkit.strategies.model.shards import shapes_of_parts
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
@@ -40,6 +41,7 @@ class TensorParallel(Prepared):
     def wrap(self) -> None:
         check_keys(self.options.config, [], self.strategy.name)
         check_elementwise(self.optimizer)
+        patch_dtensor()
         self._parameters = dict(self.module.named_parameters())
         self._shapes = shapes_of_parts(self._parameters)
         follow(self)

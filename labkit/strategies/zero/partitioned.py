@@ -227,7 +227,7 @@ class ZeRO(Prepared):
             self.note(DROPPED)
         self._check_trained(only_new=True)
         if not self._gradients.hand_back():
-            self.zero_grad()
+            self.drop_gradients()
         elif self._is_reduced:
             self._carry()
         self._agree_on_used(used)
@@ -411,7 +411,7 @@ class ZeRO(Prepared):
 
     def _step(self) -> Norm | None:
         if not self._gradients.hand_back():
-            self.zero_grad()
+            self.drop_gradients()
         if not self._has_gradients:
             return None  # as an optimizer that finds no gradient
         self._reduce()
@@ -434,6 +434,11 @@ class ZeRO(Prepared):
         return read_if_here(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.drop_gradients()
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            super().zero_grad(set_to_none)  # which may do more
+
+    def drop_gradients(self) -> None:
         self.note_zeroed()
         self._clear()
 

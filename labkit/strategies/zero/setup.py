@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import wrap_torch_function
 
 from labkit.compat import deepspeed as deepspeed_compat
 from labkit.strategies.mesh.peers import Peers
@@ -74,11 +75,23 @@ def build_partitioner(deepspeed: Any, config: dict[str, Any], sharing: Any) -> A
     """What partitions parameters for stage 3, as DeepSpeed does it by itself; `sharing`
     is the group of `second_copies`."""
     deepspeed.init_distributed(verbose=False)
-    return deepspeed.zero.Init(
+    partitioner = deepspeed.zero.Init(
         module=nn.Module(),
         config_dict_or_path=config,
         zero_param_parallel_group=sharing,
     )
+    linear: Any = nn.functional.linear
+    if not hasattr(linear, "__wrapped__"):
+        # DeepSpeed's own does not ask a parameter first, which is to be gathered for a
+        # loop that computes with it.
+        nn.functional.linear = wrap_torch_function(tensors_of_linear)(linear)
+    return partitioner
+
+
+def tensors_of_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    return input, weight, bias
 
 
 def restore_digits(digits: Digits, trained: Sequence[torch.Tensor]) -> None:

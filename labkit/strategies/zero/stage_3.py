@@ -188,15 +188,17 @@ class ZeRO3(ZeRO):
                 master = safe_get_local_fp32_param(parameter)
                 take(ours[: master.numel()].view_as(master), master)
 
-    def _find_accumulators(self) -> list[tuple[nn.Parameter, Any]]:
+    def _with_nodes(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> list[tuple[nn.Parameter, Any]]:
         # A node of autograd remembers the shape that its parameter has.
-        empty: list[Any] = [p for p in self.given_parameters if is_empty(p)]
+        empty: list[Any] = [p for p in parameters if is_empty(p)]
         with self._gradients:
             for parameter in empty:
                 blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = blank.expand(plain_shape(parameter))
             try:
-                return super()._find_accumulators()
+                return super()._with_nodes(parameters)
             finally:
                 for parameter in empty:
                     parameter.data = parameter.data.new_empty(0)
@@ -302,5 +304,6 @@ def end_watched(
 def own_whole(names: Mapping[int, str], module: nn.Module) -> dict[str, torch.Tensor]:
     """A layer's own parameters as they are gathered for a forward pass, by name."""
     with DisableTorchFunctionSubclass():
-        own = [(names.get(id(p)), p.data) for p in module.parameters(recurse=False)]
+        named = module.named_parameters(recurse=False)
+        own = [(names.get(id(p)), p.data) for _, p in named]
     return {name: values for name, values in own if name is not None}

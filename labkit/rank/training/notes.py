@@ -1,0 +1,82 @@
+"""What is noted under a run of a cell's loop that is another thing on several ranks, or
+with `--accumulate`, than in one process with whole batches."""
+
+from collections.abc import Iterator
+
+from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import sum_over_all
+from labkit.rank.loop.loop_body import update_by_batch_size
+from labkit.rank.loop.loop_body import use_of_batch_size
+from labkit.strategies import Strategy
+from labkit.train_options import TrainOptions
+
+SIZE_OF_PART = (
+    "{use}: the size of a batch in the loop is that of this rank's part, where one "
+    "process has the whole batch. To train with it, sum it over the ranks first: "
+    "size = torch.tensor(len(x)); dist.all_reduce(size, group=loader.group)"
+)
+SUM_OF_SAME = (
+    "{use}: under {strategy} {same} ranks have the same samples, and over all ranks "
+    "this has each of them {same} times. Take it over the ranks that share a batch, "
+    "which is right under any strategy: group=loader.group"
+)
+NO_STEPS = (
+    "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
+    "there are no steps by which to plot its losses and measure its memory. "
+    "log(loss=loss.item()) plots what it is given"
+)
+WRITES = (
+    "the model's forward changes its parameter {name}: with --accumulate {count} it "
+    "does so for each of the {count} parts of a batch, where one process with whole "
+    "batches does it once. Unless it comes to the same, leave out --accumulate, or "
+    "make that change in the loop, after optimizer.step(), under "
+    "`if not optimizer.held_back:`"
+)
+EXTRA_WORK = (
+    "{work}: with --accumulate {count} the loop body runs {count} times per step and "
+    "does this each time, where one process with whole batches does it once. Put what "
+    "is to be done once per step after optimizer.step(), under "
+    "`if not optimizer.held_back:` (but clip gradients before the step)"
+)
+OWN_STATISTICS = (
+    "a BatchNorm of a model that prepare did not get, as of an average or a target "
+    "network that is built beside, takes the statistics of this rank's samples alone, "
+    "where one process has those of the whole batch: --sync-batchnorm is for the "
+    "layers of prepared models and their copies. Make that model of the prepared one, "
+    "after prepare: copy.deepcopy(model), or AveragedModel(model)"
+)
+TRAINED_ON_SHARE = (
+    "the loop takes optimizer steps while it goes through loader.share(...), which is "
+    "for evaluation: rank 0 has the first part of that dataset, the next rank the next "
+    "one. A step that is taken on them has other samples together than in one process; "
+    "an evaluation between steps is right. To train on two datasets, iterate over a "
+    "plain DataLoader of the other one beside the loader: every rank then has its "
+    "whole batches, and a mean over these is that of one process. Where each sample "
+    "goes with one of the other dataset, give prepare both as one: "
+    "torch.utils.data.StackDataset(a, b), which is divided among the ranks"
+)
+
+
+def of_text(
+    code: str,
+    strategy: Strategy,
+    options: TrainOptions,
+    *,
+    num_ranks: int,
+    num_alike: int,
+    is_sum: bool,
+) -> Iterator[str]:
+    """What the text of a cell shows, before its loop begins.
+
+    `num_ranks` share a batch, `num_alike` have the same samples each; `is_sum` where
+    the loss is a sum over them.
+    """
+    if num_ranks > 1 and (use := use_of_batch_size(code)):
+        yield SIZE_OF_PART.format(use=use.removesuffix(":"))
+    if num_alike > 1 and (use := sum_over_all(code)):
+        yield SUM_OF_SAME.format(use=use, strategy=strategy.name, same=num_alike)
+    if options.accumulate > 1 and (work := extra_work(code)):
+        count = options.accumulate
+        yield EXTRA_WORK.format(work=work.removesuffix(":"), count=count)
+    if num_ranks > 1 and is_sum and (use := update_by_batch_size(code)):
+        yield SIZE_OF_PART.format(use=use)

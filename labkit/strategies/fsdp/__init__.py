@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism: the strategies `fsdp` and `hsdp`."""

@@ -1,0 +1,215 @@
+"""Blocks whose parameters are gathered together, around their forward passes."""
+
+import operator
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from labkit.checks import UnsupportedLoopError
+from labkit.compat.c10d import local_part
+from labkit.compat.data_parallel import whole_of
+from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import base_of
+from labkit.compat.torch import held_by
+from labkit.compat.torch import storage_key
+from labkit.compat.torch import tree_leaves
+from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.structures import Given
+from labkit.strategies.autograd.structures import flatten
+from labkit.strategies.autograd.structures import hand_back
+from labkit.strategies.autograd.structures import holders_of
+from labkit.strategies.autograd.structures import may_hold
+from labkit.strategies.model.gradients import mark_kept
+from labkit.strategies.model.writes import Writes
+
+CHANGES_INPUT = (
+    "a {name} changes a list, a dict or an object that it is given, and fully_shard "
+    "gathers and frees a block's parameters by what the block returns: have it return "
+    "what it has computed, or use ddp"
+)
+
+
+class Block:
+    """What a group of parameters does before and after the forward pass of its block,
+    besides gathering and freeing them: it sees what the block changes.
+
+    Of lists and dicts that the block is given it gets copies, which `fully_shard` makes
+    to have a backward pass reach each tensor in them.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        block: nn.Module,
+        group: Any,
+        parts: Mapping[str, Any],
+        *,
+        route: Route,
+        writes: Writes,
+        model: nn.Module,
+    ) -> None:
+        """`parts` are the group's parameters, by name."""
+        self._number = number
+        self._group = group
+        self._tensors = partial(whole_ones, parts)
+        self._writes = writes
+        self._kept = Kept(model, self._tensors)
+        self._given: Given | None = None
+        """Of the pass under way, if it is looked at."""
+        self._called_with: Any = None
+        """What the caller has given."""
+        self._own: list[Any] = []
+        """The lists, dicts and objects in that."""
+        self._is_first = False
+        """Whether this pass is one of the first of its kind, which are looked at."""
+        self._gather = partial(run_on_route, route, number, group, group.pre_forward)
+        self._free = group.post_forward
+        # Not the method itself, which a copy of the model would have, too.
+        note = torch.compiler.disable(lambda _, *call: self._note_call(call))
+        self._call = block.register_forward_pre_hook(
+            note, prepend=True, with_kwargs=True
+        )
+        group.pre_forward, group.post_forward = self._begin, self._end
+
+    def restore(self) -> None:
+        self._call.remove()
+        del self._group.pre_forward, self._group.post_forward
+
+    def _note_call(self, called_with: Any) -> None:
+        self._called_with = called_with
+
+    def _begin(self, block: nn.Module, *args: Any) -> Any:
+        found = self._gather(block, *args)
+        called_with, self._called_with = self._called_with, None
+        kind = self._number, block.training, torch.is_grad_enabled()
+        self._is_first = bool(self._writes.before) or kind not in self._writes.done
+        self._given = None
+        if may_hold(found[0], found[1]):
+            self._own = holders_of(*called_with)
+            self._given = Given(found[0], found[1], self._own)
+        if self._is_first:
+            self._writes.begin(self._number, block.training, self._tensors)
+        return found
+
+    def _end(self, block: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._writes.before:
+            self._writes.end(self._number, self._tensors)
+        given, self._given = self._given, None
+        own, self._own = self._own, []
+        if given is not None:
+            if given.has_changed(output):
+                name = type(block).__name__.removeprefix("FSDP")
+                raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
+            places = given.returned_in(output)
+            output = hand_back([(own[n], given.holders[n]) for n, _ in places], output)
+        self._kept.look(block, output, is_first=self._is_first)
+        return self._free(block, inputs, output)
+
+
+def run_on_route(
+    route: Route, number: int, group: Any, pre_forward: Callable[..., Any], *args: Any
+) -> Any:
+    """What a group of parameters does before its block runs, which is noted where it
+    gathers them, or will reduce gradients for this call: the root's parameters, once
+    gathered, stay until the backward pass is over."""
+    if not group.is_unsharded or (
+        torch.is_grad_enabled()
+        and any(
+            isinstance(each, torch.Tensor) and each.requires_grad
+            for each in tree_leaves(args)
+        )
+    ):
+        route.add(number)
+    if torch.is_inference_mode_enabled():
+        # Or what it gathers into could never be part of a backward pass.
+        with torch.inference_mode(False), torch.no_grad():
+            return pre_forward(*args)
+    return pre_forward(*args)
+
+
+class Kept:
+    """Finds what a forward pass leaves that is in the memory of a group's parameters:
+    in the first passes in modules, and later where there was something."""
+
+    def __init__(
+        self, model: nn.Module, tensors: Callable[[], dict[str, torch.Tensor]]
+    ) -> None:
+        self._tensors = tensors
+        self._whole: list[torch.Tensor] = []
+        self._names: dict[int, str] = {}
+        """Of these, by storage, which stays theirs while it is freed and filled."""
+        self._known = {
+            (id(module), name)
+            for module in model.modules()
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        self._is_any = False
+
+    def look(self, module: nn.Module, output: Any, *, is_first: bool) -> None:
+        tensors = self._tensors()
+        if not all(map(operator.is_, tensors.values(), self._whole)) or is_first:
+            self._whole = list(tensors.values())
+            self._names = {
+                storage_key(local_part(whole).untyped_storage()): name
+                for name, whole in tensors.items()
+            }
+        mark_kept(leaves_of(output), self._names)
+        if is_first or self._is_any:
+            self._is_any |= mark_kept(self._held(module), self._names)
+
+    def _held(self, module: nn.Module) -> Iterator[Any]:
+        for each in module.modules():
+            yield from held_by(each)
+            for name, parameter in each.named_parameters(recurse=False):
+                if (id(each), name) not in self._known:
+                    yield parameter
+
+
+def computed_in(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returns, in objects too, as a distribution; no
+    parameters in parts, of which it has computed nothing. For a view, what it is a view
+    of: one that is changed in place, as by `logits += bias`, gets another history,
+    without the hooks that it had."""
+    with DisableTorchFunctionSubclass():
+        return [
+            base_of(each)
+            for each in leaves_of(output)
+            if isinstance(each, torch.Tensor)
+            and not (isinstance(each, DTensor) and each.is_leaf)
+        ]
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """What is in what a module returns: mostly one tensor, which is not searched."""
+    return [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+
+
+def whole_ones(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters as they are gathered for a forward pass, by name."""
+    return {name: whole_of(part) for name, part in parts.items()}
+
+
+def reduce_filled(
+    used: set[int], group: Any, reduce: Callable[..., Any], *args: Any
+) -> Any:
+    """What a group does once its gradients are there. Where autograd gives none, it is
+    0: as many have to be reduced on every rank."""
+    for part in group.fsdp_params:
+        whole = whole_of(part)
+        is_late = id(whole) in used and part.unsharded_accumulated_grad is None
+        if is_late and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+    return reduce(*args)
+
+
+CHANGES_INPUT = (
+    "a {name} changes a list, a dict or an object that it is given, and fully_shard "
+    "gathers and frees a block's parameters by what the block returns: have it return "
+    "what it has computed, or use ddp"
+)
