@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import timeouts
+from labkit.notebook.execution.errors import in_one_line
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.runs.persistence import FOLDER_VARIABLE
 from labkit.selftest.bench import Bench
@@ -126,7 +127,7 @@ def examine(check: Check, bench: Bench) -> Line:
         try:
             bench.ensure_lab()
         except Exception as error:
-            end(NOT_RUN, f"the lab did not start again: {first_line(error)}")
+            end(NOT_RUN, f"the lab did not start again: {in_one_line(error)}")
             return
         try:
             found = check.run(bench)
@@ -136,7 +137,7 @@ def examine(check: Check, bench: Bench) -> Line:
         except BaseException as error:
             said = str(error).splitlines()
             details = said if len(said) > 1 else traceback.format_exception(error)
-            text = f"{type(error).__name__}: {first_line(error)}"
+            text = f"{type(error).__name__}: {in_one_line(error)}"
             end(FAILED, text, details="\n".join(map(str.rstrip, details)))
         else:
             end(LOOK if found.advice else OK, found.text, found.advice)
@@ -154,11 +155,6 @@ def examine(check: Check, bench: Bench) -> Line:
     if ended[0].state == FAILED:
         bench.stop_labs()  # nobody knows what state it is in
     return ended[0]
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
-    return next(iter(str(error).splitlines()), "")
 
 
 def _run(work: Callable[[], None], bench: Bench, limit_s: float) -> str | None:

@@ -104,6 +104,13 @@ class CellTimeoutError(TimeoutError):
         return [f"{type(self).__name__}: {self}"]
 
 
+def in_one_line(error: BaseException) -> str:
+    """What an error says, in a line; of one of ranks, how the first failed."""
+    if isinstance(error, RankError):
+        return {each.rank: each for each in error.outcomes}[error.rank].summary()
+    return next(iter(str(error).splitlines()), "")
+
+
 def leave_at_users_line(error: BaseException) -> None:
     """Cut off our own frames of a traceback: `%debug` is to open the user's line."""
     users: TracebackType | None = None

@@ -20,6 +20,7 @@ from labkit.checks import absolute
 from labkit.checks import check_flag
 from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.execution.errors import RankError
+from labkit.notebook.execution.errors import in_one_line
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.execution.options import check_options
 from labkit.notebook.kernel.background import show_error
@@ -413,7 +414,7 @@ class Tuner:
             say(f"{name} failed, and the study goes on; later failures get one line:")
             show_error(error)
         else:
-            say(f"{name} failed: {str(error).splitlines()[0]}")
+            say(f"{name} failed: {in_one_line(error)}")
         done = self.study.trials
         goes_on = self._running.is_ending or self._running.have_steps
         have_all_failed = len(self.study.errors) == len(done) >= MAX_FIRST_FAILURES
