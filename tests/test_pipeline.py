@@ -692,6 +692,30 @@ def test_a_layer_may_write_to_what_it_gets(lab: Lab) -> None:
     assert assert_equals_single(lab, code + FIT_NET).notes == []
 
 
+WRITTEN = {
+    "by a slice": "out = torch.zeros(len(x), 4)\n"
+    "out[:, :2] = x[:, :2]\n"
+    "return self.head(x) + out",
+    "by rows": "out = torch.empty(len(x), 8)\n"
+    "for i in range(len(x)):\n"
+    "    out[i] = x[i]\n"
+    "return self.head(out)",
+    "by add": "out = torch.zeros(len(x), 8)\nout += x\nreturn self.head(out)",
+}
+
+
+@pytest.mark.parametrize("made", release_but([LOOP_NET, FIT_NET], LOOP_NET))
+@pytest.mark.parametrize("written", WRITTEN)
+def test_forward_writes_what_one_stage_computes(
+    lab: Lab, written: str, made: str
+) -> None:
+    """To a tensor that it has made, which every rank has."""
+    body = indent(WRITTEN[written], 8 * " ").strip()
+    code = NET.replace("return self.head(x)", body)
+    assert code != NET
+    assert_equals_single(lab, code + made)
+
+
 @pytest.mark.release
 def test_places_in_a_table_pass_from_stage_to_stage(lab: Lab) -> None:
     code = """
@@ -837,6 +861,21 @@ PLACES = {
     "a hook for gradients": (
         NET + GRADIENTS + LOOP_NET,
         "What a hook of a module gets",
+    ),
+    "a buffer": (
+        NET.replace(
+            "self.head =", "self.register_buffer('b', torch.zeros(8, 8)); self.head ="
+        ).replace("x = self.first(x)", "x = self.first(x); self.b[:1] = x.detach()[:1]")
+        + LOOP_NET,
+        "writes what a layer has computed into the buffer b",
+    ),
+    "a view": (
+        NET.replace(
+            "x = self.first(x)",
+            "o = x.clone(); x = self.first(x); o[:, :2].copy_(x[:, :2])",
+        )
+        + LOOP_NET,
+        "through a view of another tensor",
     ),
     "anomalies": (
         NET + "with torch.autograd.detect_anomaly():\n" + indent(LOOP_NET, "    "),

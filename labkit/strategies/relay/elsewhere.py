@@ -70,7 +70,7 @@ class Elsewhere(torch.Tensor):
     stage: int | None = None
     """The one that computes it; None within a layer."""
     runner: Runner | None = None
-    stand_in: torch.Tensor
+    stand_in: torch.Tensor | None = None
     """Of a tensor that was here until something was written to it that is not: it, on
     the meta device."""
 
@@ -131,7 +131,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             func = _tensor.to if args[1:] or kwargs else _tensor.clone
             kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
         if func in FACTS:
-            return func(*args, **kwargs)
+            return func(*map(plain, args), **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         place = place_of(remote)
@@ -206,7 +206,11 @@ def of_stage(tensor: torch.Tensor, stage: int, runner: Runner) -> torch.Tensor:
 
 
 def plain(tensor: Any) -> Any:
-    """A tensor that is `Here`, as any other; all else as it is."""
+    """A tensor that is `Here`, as any other, and for one that was here what stands for
+    it, with its graph; all else as it is."""
+    if type(tensor) is Elsewhere and tensor.stand_in is not None:
+        with DisableTorchFunctionSubclass():
+            return elsewhere(tensor.stand_in, tensor.place)
     if type(tensor) is not Here:
         return tensor
     with DisableTorchFunctionSubclass():
@@ -225,7 +229,7 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as the meta device has it; one that is there already as it is."""
     if tensor.is_meta:
         return tensor
-    if isinstance(tensor, Elsewhere):
+    if isinstance(tensor, Elsewhere) and tensor.stand_in is not None:
         return tensor.stand_in
     if not tensor.requires_grad:
         return torch.empty_like(tensor.detach(), device="meta")
@@ -269,9 +273,9 @@ def in_one_precision(metas: Any) -> Any:
 
 def changes(func: Any, name: str) -> bool:
     """Whether a function writes to its first argument."""
-    if name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
-        return True
-    return name.endswith("_") and not name.endswith("__")
+    if name.endswith("__"):
+        return name in _CHANGES
+    return name.endswith("_")
 
 
 def without_devices(value: Any) -> Any:
@@ -308,6 +312,10 @@ _READS_BY_NAME = frozenset(
     {"__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"}
     | {"__contains__", "__format__", "unique", "masked_select", "__reduce_ex__"}
     | {"backward"}
+)
+_CHANGES = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+    | {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
 )
 _MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
 FACTS = {

@@ -131,6 +131,12 @@ WRITES_BUFFER = (
     "under pipeline the rank that has this layer would alone have it. Return it, and "
     "write it in the loop: what the model returns is on every rank; or use ddp"
 )
+WRITES_PART = (
+    "forward writes what a layer has computed through a view of another tensor "
+    "({name}), and under pipeline ranks that do not have this layer would keep that "
+    "tensor as it was. Write to the tensor itself, as in out[:, :4] = value, or make a "
+    "new one, as by torch.cat or a sum; or use ddp"
+)
 CHANGES_INPUT = (
     "{name} changes a list, a dict or an object that it is given, and under pipeline "
     "a layer gets a copy: what forward does with its own would go on without the "
@@ -342,12 +348,15 @@ class Relay:
         stage = max(stages)
         if name == "__setitem__" and any(is_mask(each) for each in leaves_of(args[1])):
             raise UnsupportedLoopError(WRITES_BY_MASK)
+        written: Any = None
         if changes(func, name):
-            self._check_written(args[0] if args else kwargs.get("out"))
+            written = args[0] if args else kwargs.get("out")
+        if is_tensor(written) and stage_of(written) is None:
+            self._check_written(written, name)
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
-            if changes(func, name):
+            if written is not None:
                 raise UnsupportedLoopError(WRITES.format(name=name.strip("_")))
             owner = stage % self.size
             self._num_mixed += 1
@@ -373,29 +382,32 @@ class Relay:
         result = tree_map_only(
             torch.Tensor, lambda each: of_stage(each, stage, self), result
         )
+        if is_tensor(written):
+            of_stage(written, stage, self)  # also by `__setitem__`, which returns None
         if self._is_loss and isinstance(result, torch.Tensor):
             self._kept.append(weakref.ref(result))
         return result
 
-    def _check_written(self, tensor: Any) -> None:
-        """UnsupportedLoopError on all ranks where it is a buffer of the model: one rank
-        would have what is written."""
-        if not isinstance(tensor, torch.Tensor) or stage_of(tensor) is not None:
-            return
+    def _check_written(self, tensor: torch.Tensor, name: str) -> None:
+        """UnsupportedLoopError on all ranks where a tensor that they all have is to be
+        written to, and is a buffer of the model or a view: one rank alone would have
+        the change, there or in what it is a view of."""
         place = storage_key(tensor.untyped_storage())
-        for name, buffer in self._model.named_buffers():
+        for buffer_name, buffer in self._model.named_buffers():
             if storage_key(buffer.untyped_storage()) == place:
-                raise UnsupportedLoopError(WRITES_BUFFER.format(name=name))
+                raise UnsupportedLoopError(WRITES_BUFFER.format(name=buffer_name))
+        if tensor._base is not None:
+            raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
 
     def _pass_on(self, known: Known, leaves: list[Any], owner: int) -> None:
         """Have rank `owner` get those of `leaves` that it lacks."""
         for transfer in known.transfers:
-            leaf = leaves[transfer.leaf]
+            leaf = plain(leaves[transfer.leaf])
             size = leaf.numel() * transfer.dtype.itemsize
             self.sent[transfer.source] += size
             self.sent[owner] += size * leaf.requires_grad
             if self.rank == transfer.source:
-                sent = elsewhere(Send.apply(plain(leaf), self, owner), self.device)
+                sent = elsewhere(Send.apply(leaf, self, owner), self.device)
                 leaves[transfer.leaf] = sent
             elif self.rank == owner:
                 source, dtype = transfer.source, transfer.dtype
