@@ -19,6 +19,7 @@ from labkit import RankError
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.engine.hints import FORWARD_MODE
 from labkit.rank.engine.hints import NEW_PARAMETER
+from labkit.rank.engine.hints import UNKNOWN_OUTPUT
 from labkit.strategies.autograd.exports import IN_PARTS
 from labkit.strategies.autograd.exports import SCRIPTED
 from labkit.strategies.autograd.forward import Forward
@@ -185,6 +186,16 @@ from torch.nn.utils import parametrize
 parametrize.remove_parametrizations(model[1], "weight")
 model(data[:2][0])
 """
+CALLED = "model(data[:2][0])"
+BEFORE = {
+    REMOVED: "model[1] = torch.nn.utils.parametrizations.weight_norm(model[1])\n",
+    CALLED: """
+class ByNumber(torch.nn.Sequential):
+    def forward(self, x):
+        return {1: super().forward(x)}
+model = ByNumber(*model)
+""",
+}
 JVP = "torch.func.jvp(model, (data[:2][0],), (data[:2][0],))"
 
 
@@ -193,6 +204,7 @@ JVP = "torch.func.jvp(model, (data[:2][0],), (data[:2][0],))"
     [
         ("fsdp", REMOVED, NEW_PARAMETER),
         ("zero3", REMOVED, NEW_PARAMETER),
+        ("zero3", CALLED, UNKNOWN_OUTPUT),
         ("zero3", JVP, FORWARD_MODE),
         ("pipeline", JVP, FORWARD_MODE),
     ],
@@ -200,10 +212,7 @@ JVP = "torch.func.jvp(model, (data[:2][0],), (data[:2][0],))"
 def test_what_parts_of_a_model_cannot_do_is_said(
     lab: Lab, strategy: str, code: str, words: str
 ) -> None:
-    set_up = SET_UP
-    if code is REMOVED:
-        wrapped = "model[1] = torch.nn.utils.parametrizations.weight_norm(model[1])\n"
-        set_up = SET_UP.replace("optimizer =", wrapped + "optimizer =")
+    set_up = SET_UP.replace("optimizer =", BEFORE.get(code, "") + "optimizer =")
     with pytest.raises(RankError, match=re.escape(words)):
         lab.train(strategy, set_up + PREPARE + code, live=False)
 

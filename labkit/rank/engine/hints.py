@@ -161,9 +161,9 @@ HALF_WRITTEN = (
 )
 UNKNOWN_OUTPUT = (
     "if this is in forward: under zero3 DeepSpeed looks for tensors in what each "
-    "module returns, and cannot look into a number, a string, a set, a generator or an "
-    "object with __slots__. Return a tensor, a tuple, a dict or another object, or use "
-    "fsdp or ddp"
+    "module returns, and cannot look into a number, a string, a set, a generator, an "
+    "object with __slots__ or a dict whose keys are no strings. Return a tensor, a "
+    "tuple, a dict with names as keys or another object, or use fsdp or ddp"
 )
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
@@ -197,6 +197,7 @@ HINTS = {
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
     r"vars\(\) argument must have __dict__ attribute": UNKNOWN_OUTPUT,
+    r"'(int|tuple|bool|float)' object has no attribute 'startswith'": UNKNOWN_OUTPUT,
     "attempting to assign a gradient with dtype": UNFROZEN,
     r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
     "Can't detach views in-place": IN_BUCKETS,
