@@ -700,19 +700,20 @@ WRITTEN = {
     "for i in range(len(x)):\n"
     "    out[i] = x[i]\n"
     "return self.head(out)",
+    "of an earlier stage": "out = self.head(x)\nout += h[:, :4]\nreturn out",
     "by add": "out = torch.zeros(len(x), 8)\nout += x\nreturn self.head(out)",
 }
 
 
 @pytest.mark.parametrize("made", release_but([LOOP_NET, FIT_NET], LOOP_NET))
 @pytest.mark.parametrize("written", WRITTEN)
-def test_forward_writes_what_one_stage_computes(
+def test_forward_writes_what_a_stage_computes(
     lab: Lab, written: str, made: str
 ) -> None:
-    """To a tensor that it has made, which every rank has."""
+    """To a tensor that it has made, which every rank has, or to one of its own."""
     body = indent(WRITTEN[written], 8 * " ").strip()
     code = NET.replace("return self.head(x)", body)
-    assert code != NET
+    code = code.replace("x = self.first(x)", "h = x = self.first(x)")
     assert_equals_single(lab, code + made)
 
 
@@ -868,6 +869,10 @@ PLACES = {
         ).replace("x = self.first(x)", "x = self.first(x); self.b[:1] = x.detach()[:1]")
         + LOOP_NET,
         "writes what a layer has computed into the buffer b",
+    ),
+    "an earlier stage": (
+        NET.replace("x = block(x)", "x += block(x)") + LOOP_NET,
+        "writes to a tensor of one stage what a later stage has computed",
     ),
     "a view": (
         NET.replace(

@@ -112,9 +112,9 @@ NOWHERE = (
     "of the outermost module, which every rank has; or use ddp"
 )
 WRITES = (
-    "forward writes to a tensor of one stage what another stage has computed ({name}); "
-    "under pipeline they are on different ranks. Make a new tensor of both, as by "
-    "torch.cat or a sum, or use ddp"
+    "forward writes to a tensor of one stage what a later stage has computed ({name}); "
+    "under pipeline they are on different ranks. Make a new tensor of both, as in "
+    "x = x + y or by torch.cat, or use ddp"
 )
 WRITES_BY_MASK = (
     "forward writes by a mask to what a stage has computed (x[mask] = value), and "
@@ -356,7 +356,7 @@ class Relay:
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
-            if written is not None:
+            if stage_of(written) not in (None, stage):
                 raise UnsupportedLoopError(WRITES.format(name=name.strip("_")))
             owner = stage % self.size
             self._num_mixed += 1
