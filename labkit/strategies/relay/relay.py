@@ -543,7 +543,8 @@ class Relay:
             )
         for leaf in known.everywhere:
             if found[leaf].requires_grad:
-                found[leaf] = Everywhere.apply(found[leaf], self.size)
+                # A loop may write to it, which it may not to a view of a Function.
+                found[leaf] = Everywhere.apply(found[leaf], self.size).clone()
         self.flush()  # it has arrived by now
         return found
 
