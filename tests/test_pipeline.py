@@ -717,6 +717,22 @@ def test_forward_writes_what_a_stage_computes(
     assert_equals_single(lab, code + made)
 
 
+def test_what_forward_writes_to_a_buffer_is_on_every_rank(lab: Lab) -> None:
+    code = NET.replace(
+        "self.head = nn",
+        "self.register_buffer('queue', torch.zeros(3, 8))\n        self.head = nn",
+    ).replace(
+        "return self.head(x)",
+        "found = self.head(x) + self.queue.mean()\n"
+        "        self.queue[:2] = x.detach()[:2]\n"
+        "        return found",
+    )
+    assert_equals_single(lab, code + LOOP_NET)
+    one, other = lab.pull("(model.queue, model.state_dict()['queue'])")
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert one[0].abs().sum() > 0
+
+
 @pytest.mark.release
 def test_places_in_a_table_pass_from_stage_to_stage(lab: Lab) -> None:
     code = """
@@ -862,13 +878,6 @@ PLACES = {
     "a hook for gradients": (
         NET + GRADIENTS + LOOP_NET,
         "What a hook of a module gets",
-    ),
-    "a buffer": (
-        NET.replace(
-            "self.head =", "self.register_buffer('b', torch.zeros(8, 8)); self.head ="
-        ).replace("x = self.first(x)", "x = self.first(x); self.b[:1] = x.detach()[:1]")
-        + LOOP_NET,
-        "writes what a layer has computed into the buffer b",
     ),
     "an earlier stage": (
         NET.replace("x = block(x)", "x += block(x)") + LOOP_NET,

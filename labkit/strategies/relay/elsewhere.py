@@ -205,6 +205,15 @@ def of_stage(tensor: torch.Tensor, stage: int, runner: Runner) -> torch.Tensor:
     return tensor
 
 
+def of_all(tensor: torch.Tensor) -> torch.Tensor:
+    """Take `of_stage` back: the values, which every rank is to have. On those that do
+    not compute them they are as before."""
+    tensor.__class__ = torch.Tensor
+    for name in ("stage", "runner", "place", "stand_in"):
+        vars(tensor).pop(name, None)
+    return tensor.data
+
+
 def plain(tensor: Any) -> Any:
     """A tensor that is `Here`, as any other, and for one that was here what stands for
     it, with its graph; all else as it is."""

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import held_by
 from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import no_dispatch
-from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
@@ -55,6 +55,7 @@ from labkit.strategies.relay.elsewhere import compute
 from labkit.strategies.relay.elsewhere import elsewhere
 from labkit.strategies.relay.elsewhere import is_elsewhere
 from labkit.strategies.relay.elsewhere import leaves_of
+from labkit.strategies.relay.elsewhere import of_all
 from labkit.strategies.relay.elsewhere import of_stage
 from labkit.strategies.relay.elsewhere import plain
 from labkit.strategies.relay.functions import Enter
@@ -125,11 +126,6 @@ NOT_RETURNED = (
     "{name} gets what a layer has computed and not returned, as an attribute that it "
     "keeps or in a set; under pipeline other ranks do not see that. Have the layer "
     "return it, by itself or in a tuple, a dict or an object; or use ddp"
-)
-WRITES_BUFFER = (
-    "the model's forward writes what a layer has computed into the buffer {name}, and "
-    "under pipeline the rank that has this layer would alone have it. Return it, and "
-    "write it in the loop: what the model returns is on every rank; or use ddp"
 )
 WRITES_PART = (
     "forward writes what a layer has computed through a view of another tensor "
@@ -233,6 +229,8 @@ class Relay:
         """By layer, how often the pass under way has called it."""
         self._watched: set[Any] = set()
         """The layers, by number and mode, that have run: none called a collective."""
+        self._written: list[torch.Tensor] = []
+        """Tensors of no stage that the pass under way has written to."""
         self._known: dict[Any, Known] = {}
         self._shapes: dict[Any, Any] = {}
         """What layers of other ranks return, by what they get."""
@@ -275,6 +273,7 @@ class Relay:
         args, kwargs = tree_unflatten([self.enter(leaf) for leaf in leaves], spec)
         with self.passing():
             outputs, spec = flatten(function(*args, **kwargs))
+        self._share_written()
         return unflatten(self.leave(outputs), spec)
 
     @contextlib.contextmanager
@@ -285,6 +284,7 @@ class Relay:
         self.num_passes += 1
         self._num_mixed = self._num_drawn = 0
         self._calls.clear()
+        self._written.clear()
         is_first = not self.is_inside
         self.is_inside = True
         try:
@@ -352,7 +352,9 @@ class Relay:
         if changes(func, name):
             written = args[0] if args else kwargs.get("out")
         if is_tensor(written) and stage_of(written) is None:
-            self._check_written(written, name)
+            if written._base is not None:
+                raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
+            self._written.append(written)
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
@@ -388,16 +390,19 @@ class Relay:
             self._kept.append(weakref.ref(result))
         return result
 
-    def _check_written(self, tensor: torch.Tensor, name: str) -> None:
-        """UnsupportedLoopError on all ranks where a tensor that they all have is to be
-        written to, and is a buffer of the model or a view: one rank alone would have
-        the change, there or in what it is a view of."""
-        place = storage_key(tensor.untyped_storage())
-        for buffer_name, buffer in self._model.named_buffers():
-            if storage_key(buffer.untyped_storage()) == place:
-                raise UnsupportedLoopError(WRITES_BUFFER.format(name=buffer_name))
-        if tensor._base is not None:
-            raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
+    def _share_written(self) -> None:
+        """Have every rank have what this pass has written to tensors that the model
+        keeps, as to a buffer. Collective where there are such."""
+        written, self._written = self._written, []
+        if not written:
+            return
+        kept = {id(t) for module in self._model.modules() for t in held_by(module)}
+        for tensor in written:
+            stage = stage_of(tensor)
+            if id(tensor) not in kept or stage is None or plain(tensor).requires_grad:
+                continue
+            values, owner = of_all(tensor), stage % self.size
+            dist.broadcast(values, group=self.group, group_src=owner)
 
     def _pass_on(self, known: Known, leaves: list[Any], owner: int) -> None:
         """Have rank `owner` get those of `leaves` that it lacks."""
