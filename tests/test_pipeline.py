@@ -728,7 +728,7 @@ def test_what_forward_writes_to_a_buffer_is_on_every_rank(lab: Lab) -> None:
         "        return found",
     )
     assert_equals_single(lab, code + LOOP_NET)
-    one, other = lab.pull("(model.queue, model.state_dict()['queue'])")
+    one, other = ask(lab, "(model.queue, model.state_dict()['queue'])")
     torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert one[0].abs().sum() > 0
 
