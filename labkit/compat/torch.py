@@ -359,6 +359,17 @@ def num_changes(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+@GATE.needs("torch.autograd:_unsafe_preserve_version_counter")
+def uncounted_changes(
+    tensor: torch.Tensor,
+) -> contextlib.AbstractContextManager[None]:
+    """Within it `num_changes` of a tensor stays as it is."""
+    found: Any = torch.autograd
+    kept: contextlib.AbstractContextManager[None]
+    kept = found._unsafe_preserve_version_counter(tensor)
+    return kept
+
+
 @GATE.needs("torch.optim.lr_scheduler:LRScheduler.step")
 def note_step_taken(optimizer: torch.optim.Optimizer) -> None:
     """Have schedulers know that a step was taken, which another process takes: they

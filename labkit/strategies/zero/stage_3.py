@@ -20,6 +20,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.rewritten import Inputs
 from labkit.strategies.model.gradients import is_absent
 from labkit.strategies.model.gradients import is_empty
 from labkit.strategies.model.states import plain_shape
@@ -115,6 +116,8 @@ class ZeRO3(ZeRO):
             *(writes, torch.compiler.disable(writes.end), names),
             offload.post_sub_module_forward_function,
         )
+        for module in self.module.modules():
+            self._undo += watch_inputs(module)
         coordinator = offload.get_param_coordinator()
         coordinator.reset_step = partial(in_words, coordinator.reset_step)
         self.see_calls()
@@ -264,6 +267,26 @@ class ZeRO3(ZeRO):
         with DisableTorchFunctionSubclass():  # several questions to each parameter
             gathered = [p.data for p in self.given_parameters if p.numel()]
         return [*gathered, *buckets(self._zero)]
+
+
+def watch_inputs(module: nn.Module) -> list[Callable[[], None]]:
+    """Hand back what a module writes to the tensors that it is given, in place of which
+    DeepSpeed gives it others."""
+    under_way: list[Inputs | None] = []
+
+    @torch.compiler.disable
+    def begin(_: nn.Module, args: Any) -> None:
+        under_way.append(Inputs(args) if torch.is_grad_enabled() else None)
+
+    @torch.compiler.disable
+    def end(module: Any, args: Any, output: Any) -> None:
+        if inputs := under_way.pop():
+            # As what it returns: before its gradient comes, parameters are gathered.
+            inputs.hand_back(args, module.pre_bwd_fn.apply)
+
+    before = module.register_forward_pre_hook(begin, prepend=True)
+    after = module.register_forward_hook(end, always_call=True)
+    return [before.remove, after.remove]
 
 
 def run_on_route(

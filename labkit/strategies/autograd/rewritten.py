@@ -1,0 +1,71 @@
+"""What a module writes to a tensor that it is given, where it gets another of the same
+memory: `fully_shard` and DeepSpeed put functions of autograd around its inputs."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.compat.torch import num_changes
+from labkit.compat.torch import uncounted_changes
+
+
+class Alias(torch.autograd.Function):
+    """Forward and backward: identity. What it gives may be written to, as a view that
+    a function returns may not, and that counts as a change of both."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+class Rewritten(torch.autograd.Function):
+    """Forward: `own`, which has been written to through `written`, of its memory.
+    Backward: its gradient is that of `written`, from which what it was before has its
+    own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(own)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, gradient
+
+
+class Inputs:
+    """The tensors that a module is given, before it runs."""
+
+    def __init__(self, args: Iterable[Any]) -> None:
+        self._own = [(each, num_changes(each)) for each in tensors_in(args)]
+
+    def hand_back(
+        self,
+        args: Iterable[Any],
+        returned: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Have the caller's tensors the history of those in `args` that the module ran
+        with, where it has written to them: so they are `returned` of it."""
+        for (own, before), found in zip(self._own, tensors_in(args), strict=True):
+            if own is found or num_changes(own) == before or not found.requires_grad:
+                continue
+            with uncounted_changes(own):  # for its values are there already
+                Rewritten.apply(own, returned(found))
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in tuples there: lists and dicts are the
+    caller's own."""
+    for each in values:
+        if isinstance(each, tuple):
+            yield from tensors_in(each)
+        elif isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+            yield each
