@@ -28,6 +28,7 @@ from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import flatten
 from labkit.strategies.autograd.structures import hand_back
 from labkit.strategies.autograd.structures import holders_in
+from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.autograd.structures import unflatten
 
 pytestmark = pytest.mark.timeout(120)
@@ -511,6 +512,147 @@ def test_a_block_is_given_a_list_in_later_passes_alone_or_has_failed(
         if each == "single":
             expected = found
     torch.testing.assert_close(found, expected)
+
+
+ANEW = """
+import collections, gc, weakref
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+import torch.nn as nn
+
+@dataclass
+class State:
+    x: InitVar[Any]
+    hidden: Any = None
+    num: int = field(init=False, default=0)
+    def __post_init__(self, x):
+        self.hidden = 2 * x
+
+class Table(dict):
+    def __init__(self, x):
+        super().__init__(x=x)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, state, table, more):
+        if fails:
+            raise ValueError
+        if not hasattr(state, "mask"):
+            state.mask = (state.hidden > 0).float().detach()
+        x = state.hidden * state.mask / state.num + table["x"] * state.scale
+        return torch.tanh(self.linear(x + sum(more["more"])))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(4, 4), nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 4)
+    def forward(self, x):
+        x = self.stem(x)
+        seen.append(weakref.ref(x))
+        state, table, more = State(x), Table(x), collections.defaultdict(list)
+        state.scale = 0.3
+        for block in self.blocks:
+            state.num += 1
+            more["more"].append(state.hidden)
+            state.hidden = block(state, table, more)
+        return self.head(state.hidden)
+
+torch.manual_seed(0)
+fails, seen = False, []
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+model, optimizer, loader = prepare(
+    model, optimizer, torch.randn(24, 4), batch_size=4, shuffle=False
+)
+for x in loader:
+    fails = True
+    try:
+        model(x)
+    except ValueError:
+        pass
+    gc.collect()
+    is_alive = seen[-1]() is not None
+    fails = False
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.head.double()  # a part of what is gathered at once
+    model.head.float()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp"])
+def test_blocks_are_given_objects_as_they_are_and_parts_of_a_model_move(
+    lab: Lab, strategy: str
+) -> None:
+    """`fully_shard` makes them anew, without what was done to them since, and gathers
+    what a part was before it moved."""
+    for each in ("single", strategy):
+        lab.train(each, ANEW, live=False, timeout=60)
+        found = lab.pull("model", full=True)
+        if each == "single":
+            expected = found
+    torch.testing.assert_close(found, expected)
+    assert not lab.pull("is_alive", ranks=0)  # of a pass that has failed
+
+
+CIRCLE = RETURNS.replace("given = {", "given = {} if not self.training else {").replace(
+    "for block in", "given['given'] = given\n        for block in"
+)
+NEW_ATTRIBUTE = (
+    HANDS_ON.format(
+        block="given.more = getattr(given, 'more', self.up(given.h)); "
+        "return self.down(self.up(given.h).relu() + given.more)",
+        call="given.h = block(given)",
+    )
+    .replace('{"h": self.stem(x)}', "types.SimpleNamespace(h=self.stem(x))")
+    .replace('given["h"]', "given.h")
+    .replace("from torch import nn", "from torch import nn\nimport types")
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(CIRCLE, "contains itself"), (NEW_ATTRIBUTE, "changes a list, a dict")],
+)
+def test_what_gradients_would_not_pass_through_is_refused(
+    lab: Lab, code: str, words: str
+) -> None:
+    with pytest.raises(RankError, match=words):
+        lab.train("fsdp", code, live=False)
+
+
+def test_tensors_are_replaced_in_copies_of_what_they_are_in() -> None:
+    one, other = torch.ones(1), torch.zeros(1)
+    words = ["no tensor"]
+    features = Features(one, [other])
+    given = Output(x=(one, words)), features, features, {"y": [other]}, words
+    output, first, second, table, same = found = replaced(
+        given, lambda tensor: 2 * tensor if tensor is one else tensor
+    )
+    assert type(found) is tuple
+    assert (type(output), output["x"]) == (Output, (2 * one, words))
+    assert first is second
+    assert (first.hidden, first.kept is features.kept) == (2 * one, True)
+    assert (table is given[3], same is words) == (True, True)
+    assert given[0]["x"][0] is one
+
+
+def test_an_attribute_that_is_gone_or_new_is_so_in_the_callers_own() -> None:
+    mine = SimpleNamespace(hidden=torch.ones(1), first=True)
+    state = copy.copy(mine)
+    del state.first
+    state.last = True
+    hand_back([(mine, state)], state)
+    assert vars(mine).keys() == {"hidden", "last"}
+    given = Given((state,), {})
+    state.more = torch.ones(1)
+    assert not given.has_changed(None)
+    state.more = torch.ones(1, requires_grad=True)
+    assert given.has_changed(None)
 
 
 def test_a_circle_of_objects_ends() -> None:

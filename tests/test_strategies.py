@@ -656,6 +656,114 @@ def test_activation_checkpointing_takes_blocks_that_count_and_draw(
     assert lab.pull("calls") == [6, 6, 6]
 
 
+SETTING = """
+import collections
+
+calls = [0]
+
+class Log:
+    def __init__(self):
+        self.num, self.more = 0, []
+        self.scale = 0.5
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.linear.register_forward_hook(lambda *call: calls.append(len(calls)))
+        self.is_counting, self.num, self.power = False, 0, 1.0
+    def forward(self, x, log, *, table):
+        if self.is_counting:
+            self.num += 1
+        log.num += 1
+        log.more.append(x)
+        table["more"].append(x)
+        if hasattr(log, "scale"):
+            x = x * log.scale
+            del log.scale
+        x = x * (self.power if self.training else -self.power)
+        x = x + torch.tanh(self.linear(x * (1 + self.num) / log.num))
+        return x * (1 + len(calls) % 5)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.log = Log()
+    def forward(self, x):
+        self.log.scale = 0.5
+        self.log.more.clear()
+        table = collections.defaultdict(list)
+        for block in self.blocks:
+            x = block(x, self.log, table=table)
+        return x + sum(self.log.more) + sum(table["more"])
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, torch.randn(32, 4), batch_size=4)
+for number, x in enumerate(loader):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    model.eval()
+    for block in model.blocks:
+        block.power = 0.9**number
+        block.is_counting = number > 4
+    loss.backward()
+    model.train()
+    optimizer.step()
+with torch.no_grad():
+    found = model(torch.ones(1, 4))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_activation_checkpointing_finds_what_the_loop_has_set_meanwhile_as_it_was(
+    lab: Lab, strategy: str
+) -> None:
+    train(lab, "single", SETTING)
+    expected = lab.pull("found"), len(lab.pull("calls"))
+    train(lab, strategy, SETTING, activation_checkpointing=True)
+    found = lab.pull("found"), len(lab.pull("calls"))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("start", "change", "given", "words"),
+    [
+        ("iter([1.0] * 9)", "x = x * next(given)", "given", "given an iterator"),
+        ("[]", "pass", "[given, given.append(given)]", "contains itself"),
+    ],
+)
+def test_activation_checkpointing_refuses_what_it_cannot_give_again(
+    lab: Lab, start: str, change: str, given: str, words: str
+) -> None:
+    code = f"""
+class Block(torch.nn.Linear):
+    def forward(self, x, given):
+        {change}
+        return super().forward(x)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(4, 4) for _ in range(2))
+    def forward(self, x):
+        given = {start}
+        for block in self.blocks:
+            x = block(x, {given})
+        return x
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, torch.randn(8, 4), batch_size=4)
+for x in loader:
+    model(x).mean().backward()
+"""
+    with pytest.raises(RankError, match=words):
+        train(lab, "single", code, activation_checkpointing=True)
+
+
 def test_activation_checkpointing_refuses_parameters_of_a_call(lab: Lab) -> None:
     code = """
         model = torch.nn.Linear(4, 4)

@@ -1,5 +1,6 @@
 """What labkit takes of DDP and FSDP2 that is private: the state of a step."""
 
+import operator
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -123,6 +124,79 @@ def choose_hooked(
 
     state._register_pre_backward_hook = register_chosen
     return partial(delattr, state, "_register_pre_backward_hook")
+
+
+@GATE.needs(
+    f"{_GROUP}._register_post_backward_hook",
+    f"{_FSDP}._fsdp_param_group:RegisterPostBackwardFunction",
+)
+def choose_reducing(
+    group: Any, change: Callable[[Any, Callable[[Any], Any]], Any]
+) -> Callable[[], None]:
+    """Have `change(given, each)` put `each(tensor)` in the place of the tensors in what
+    a group's module is given, which reduces its gradients once theirs are there;
+    returns the way back.
+
+    `fully_shard` makes dicts and dataclasses anew by their classes, which not all take,
+    and which run again what they do as they are made.
+    """
+    module: Any = sys.modules[f"{_FSDP}._fsdp_param_group"]
+
+    def register(args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        found: dict[int, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                found[id(tensor)] = tensor
+            return tensor
+
+        change((args, kwargs), note)
+        if not found:
+            return args, kwargs
+        hooked = module.RegisterPostBackwardFunction.apply(group, *found.values())
+        others = dict(zip(found, hooked, strict=True))
+        return change((args, kwargs), lambda tensor: others.get(id(tensor), tensor))
+
+    group._register_post_backward_hook = register
+    return partial(delattr, group, "_register_post_backward_hook")
+
+
+@GATE.needs(f"{_STATE}._cast_forward_inputs")
+def choose_cast(
+    module: FSDPModule, change: Callable[[Any, Callable[[Any], Any]], Any]
+) -> Callable[[], None]:
+    """Have `change`, as above, put tensors in the precision that an FSDP module
+    computes in into what it is given; returns the way back."""
+    state: Any = module._get_fsdp_state()
+
+    def cast(args: Any, kwargs: Any) -> Any:
+        dtype = state._mp_policy.param_dtype
+        if dtype is None or not state._mp_policy.cast_forward_inputs:
+            return args, kwargs
+
+        def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+            is_other = tensor.is_floating_point() and tensor.dtype != dtype
+            return tensor.to(dtype) if is_other else tensor
+
+        return change((args, kwargs), cast_one)
+
+    state._cast_forward_inputs = cast
+    return partial(delattr, state, "_cast_forward_inputs")
+
+
+@GATE.needs(f"{_PARAM}.reset_sharded_param", f"{_PARAM}.sharded_param")
+def take_moved(group: Any, known: list[Any]) -> None:
+    """Have a group gather what its parameters are now, where these have been given
+    other memory than `known`, as by `model.head.double()` and back: torch sees to it
+    where a module that it shards has moved, and not a part of one."""
+    now = [part.sharded_param._local_tensor for part in group.fsdp_params]
+    if len(known) != len(now) or any(map(operator.is_not, known, now)):
+        with torch.no_grad():
+            for part in group.fsdp_params:
+                part.reset_sharded_param()
+        known[:] = [part.sharded_param._local_tensor for part in group.fsdp_params]
 
 
 @GATE.needs(f"{_STATE}._register_root_post_backward_final_callback")

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ from labkit.strategies.prepared import blocks
 
 NUM_PASSES = 3
 """In which a block is looked at: whether its forward pass changes what it has."""
+MOST_SETTINGS = 100
+"""Which are known of a block: each is looked at when it comes again."""
 UNCHANGED = torch.Tensor | int | float | str | None
 """What a block cannot put anything into; what it writes into a tensor autograd sees."""
 
@@ -38,6 +41,17 @@ OTHERS = (
     "and --activation-checkpointing computes that again in the backward pass, when the "
     "model has its own. Leave it out for this loop"
 )
+
+ITERATES = (
+    "a {name} has or is given an iterator, or a generator, and with "
+    "--activation-checkpointing it is computed again in the backward pass, when it "
+    "would take other items. Have the items themselves, in a list, or leave the option "
+    "out for this loop"
+)
+
+Settings = list[tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes of each module of a block, and what they were that are numbers, words
+or None."""
 
 
 def checkpoint_activations(model: nn.Module) -> list[Callable[[], None]]:
@@ -53,16 +67,24 @@ def checkpoint_activations(model: nn.Module) -> list[Callable[[], None]]:
 
 
 class Watch:
-    """Whether a block keeps anything: it is looked at in its first passes."""
+    """Whether a block keeps anything: it is looked at in its first passes, and in the
+    first ones with other settings."""
 
     def __init__(self) -> None:
         self.is_over = self.keeps = False
-        self._num_passes = 0
+        """Whether it is, with the last settings that it had; and what it has found."""
+        self._num_passes: dict[Any, int] = {}
 
-    def note(self, *, has_changed: bool) -> None:
+    def knows(self, settings: Any) -> bool:
+        """Whether enough was seen of these, and the block keeps nothing."""
+        return self._num_passes.get(settings, 0) >= NUM_PASSES and not self.keeps
+
+    def note(self, settings: Any, *, has_changed: bool) -> None:
         self.keeps |= has_changed
-        self._num_passes += 1
-        self.is_over = self._num_passes >= NUM_PASSES and not self.keeps
+        if len(self._num_passes) > MOST_SETTINGS:
+            self._num_passes.clear()
+        self._num_passes[settings] = self._num_passes.get(settings, 0) + 1
+        self.is_over = self.knows(settings)
 
 
 def _checkpointed(plain: Forward) -> Forward:
@@ -78,21 +100,69 @@ def _checkpointed(plain: Forward) -> Forward:
         is_eager = not torch.compiler.is_compiling()
         if is_eager and (are_shapes(given) or is_transformed()):
             return plain(block, *args, **kwargs)
+        settings = settings_of(block) if is_eager else []
+        if is_eager and not watch.knows(key_of(settings)):
+            return carefully(watch, plain, block, args, kwargs)
 
         used = [*block.parameters()] if is_eager else []
 
-        def compute(*args: Any) -> Any:  # no `partial`: dynamo skips them
+        names = [*kwargs]
+
+        def compute(*given: Any) -> Any:  # no `partial`: dynamo skips them
             if is_eager:
                 check_parameters(block, used)
-            return plain(block, *args, **kwargs)
+            count = len(given) - len(names)
+            by_name = dict(zip(names, given[count:], strict=True))
+            return plain(block, *given[:count], **by_name)
 
         options: dict[str, Any] = {"use_reentrant": False}
-        if any(map(has_running_statistics, block.modules())):
+        if is_eager or any(map(has_running_statistics, block.modules())):
             # Only there, for dynamo compiles no checkpoint that has it.
-            options["context_fn"] = partial(_contexts, block)
-        return checkpoint(compute, *args, **options)
+            options["context_fn"] = partial(_contexts, block, settings)
+        # Without keywords: autograd sees what is changed in place of the others alone.
+        return checkpoint(compute, *given, **options)
 
     return forward
+
+
+def settings_of(block: nn.Module) -> Settings:
+    found = map(vars, block.modules())
+    return [(attributes, plain_in(attributes)) for attributes in found]
+
+
+def plain_in(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in attributes.items() if type(x) in _PLAIN}
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def key_of(settings: Settings, given: Iterable[Any] = ()) -> Any:
+    """What tells these from others, and what a block is given from other kinds."""
+    return (*(tuple(plain.items()) for _, plain in settings), *map(type, given))
+
+
+@contextlib.contextmanager
+def with_settings(settings: Settings) -> Iterator[None]:
+    """Within it a block has those of its first pass: the loop may have set others, as
+    by `model.eval()` before the backward pass."""
+    found = [(each, before, plain_in(each)) for each, before in settings]
+    changed = [each for each in found if each[1] != each[2]]
+    for attributes, before, now in changed:
+        set_names(attributes, now, before)
+    try:
+        yield
+    finally:
+        for attributes, before, now in changed:
+            set_names(attributes, before, now)
+
+
+def set_names(
+    attributes: dict[str, Any], before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    for name in before.keys() - now.keys():
+        attributes.pop(name, None)
+    attributes.update(now)
 
 
 def check_parameters(block: nn.Module, used: list[nn.Parameter]) -> None:
@@ -122,9 +192,14 @@ class Again(AbstractContextManager[None]):
         self._entered.pop().__exit__(*error)
 
 
-def _contexts(block: nn.Module) -> tuple[Any, Any]:
+def _contexts(block: nn.Module, settings: Settings) -> tuple[Any, Any]:
     """Contexts of a block's forward pass, and of its second one."""
-    second = partial(without_running_statistics, block)
+
+    @contextlib.contextmanager
+    def second() -> Iterator[None]:
+        with with_settings(settings), without_running_statistics(block):
+            yield
+
     return contextlib.nullcontext(), Again(second)
 
 
@@ -135,7 +210,11 @@ def _checkpointed_carefully(
     if are_shapes(leaves) or is_transformed():
         return plain(block, *args, **kwargs)
 
+    settings = settings_of(block)
+    given = [each for each in leaves if not isinstance(each, UNCHANGED)]
+    key = key_of(settings, given)
     used = [*block.parameters()]
+    own = holders_of(args, kwargs)
 
     def compute(*leaves: Any) -> Any:
         check_parameters(block, used)
@@ -144,26 +223,36 @@ def _checkpointed_carefully(
         return plain(block, *args, **kwargs), copies
 
     def contexts() -> tuple[Any, Any]:
-        if watch.is_over or any(map(is_fake, leaves)):
-            return _contexts(block)
-        before = state_of(block)
-        return _first(watch, block, before), Again(partial(_second, block, before))
+        if watch.knows(key) or any(map(is_fake, leaves)):
+            return _contexts(block, settings)
+        before = state_of(block, given)
+        if before.has_iterators:
+            raise UnsupportedLoopError(ITERATES.format(name=type(block).__name__))
+        second = partial(_second, block, given, before)
+        return _first(watch, key, before), Again(second)
 
     output, copies = checkpoint(
         compute, *leaves, use_reentrant=False, context_fn=contexts
     )
-    return hand_back(zip(holders_of(args, kwargs), copies, strict=True), output)
+    return hand_back(zip(own, copies, strict=True), output)
 
 
-def state_of(block: nn.Module) -> OwnState:
-    """Without parameters, and what BatchNorm counts, which its output does not need."""
+def state_of(block: nn.Module, given: Sequence[Any] = ()) -> OwnState:
+    """Of a block, and of what it is `given` besides tensors. Without parameters, and
+    what BatchNorm counts, which its output does not need."""
     counted = [
         buffer
         for module in block.modules()
         if has_running_statistics(module)
         for buffer in module.buffers()
     ]
-    return OwnState(block, [*block.parameters(), *counted], is_of_library)
+    spares = is_of_library_or_parameters if given else is_of_library
+    return OwnState(block, [*block.parameters(), *counted], spares, given)
+
+
+def is_of_library_or_parameters(attribute: Any) -> bool:
+    """As below, and the parameters of models that a block is given."""
+    return attribute == "_parameters" or is_of_library(attribute)
 
 
 def is_of_library(attribute: Any) -> bool:
@@ -173,15 +262,14 @@ def is_of_library(attribute: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _first(watch: Watch, block: nn.Module, before: OwnState) -> Iterator[None]:
+def _first(watch: Watch, key: Any, before: OwnState) -> Iterator[None]:
     yield
-    if block.training:
-        watch.note(has_changed=before.has_changed())
+    watch.note(key, has_changed=before.has_changed())
 
 
 @contextlib.contextmanager
-def _second(block: nn.Module, before: OwnState) -> Iterator[None]:
-    now = state_of(block)
+def _second(block: nn.Module, given: Sequence[Any], before: OwnState) -> Iterator[None]:
+    now = state_of(block, given)
     before.set_back()
     try:
         with without_running_statistics(block):

@@ -64,12 +64,15 @@ class OwnState:
         root: Any,
         without: Iterable[Any] = (),
         spares: Callable[[Any], bool] = lambda name: False,
+        besides: Iterable[Any] = (),
     ) -> None:
         """`without` what is reached by way of these, and what dicts and objects have
-        under a name that this `spares`."""
+        under a name that this `spares`; with what is reached from others `besides`."""
         self._spares = spares
+        besides = [*besides]
         modules = root.modules() if isinstance(root, nn.Module) else ()
         kinds = [root if isinstance(root, type) else type(root), *map(type, modules)]
+        kinds += map(type, besides)
         names = {each.__module__ for kind in kinds for each in kind.__mro__}
         self._homes = {
             name for name in names if name.partition(".")[0] not in LIBRARIES
@@ -82,7 +85,7 @@ class OwnState:
         tensors = [*tensors_of(root)] if is_whole else []
         self._tensors = {*map(id, tensors)}
         """The model's, of any size."""
-        waiting = [root, *tensors, *GLOBAL]
+        waiting = [root, *besides, *tensors, *GLOBAL]
         with DisableTorchFunctionSubclass():
             while waiting:
                 each = waiting.pop()
@@ -98,7 +101,8 @@ class OwnState:
     def _is_own(self, value: Any) -> bool:
         """Whether this is the loop's, or may have something of the loop's in it."""
         if isinstance(value, type):
-            return value.__module__ in self._homes
+            # Or has been: `fully_shard` makes a class of each module's.
+            return any(each.__module__ in self._homes for each in value.__mro__)
         if isinstance(value, FunctionType):
             is_own = value.__globals__.get("__name__") in self._homes
             return is_own or hasattr(value, "__wrapped__")

@@ -1,6 +1,7 @@
 """Tensors in what a model returns, also within objects that are no containers."""
 
 import copy
+import functools
 import operator
 from collections import OrderedDict
 from collections import deque
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from dataclasses import is_dataclass
 from typing import Any
+from typing import TypeVar
+from typing import cast
 
 import torch
 from torch import nn
@@ -33,11 +36,33 @@ GIVEN_TWICE = (
     "Give it once, or use ddp"
 )
 
+IN_ITSELF = (
+    "the model, or a block of it, is given or returns a list or a dict that contains "
+    "itself, in which the tensors are not to be found. Have none that does; or leave "
+    "out --activation-checkpointing, and use ddp"
+)
+
+Search = TypeVar("Search", bound=Callable[..., Any])
+
 Places = list[tuple[int, int]]
 """Of what a module is given, and of the same in what it returns, as `holders_in` lists
 them."""
 
 
+def ending(search: Search) -> Search:
+    """Have a search of a structure say so where that has no end."""
+
+    @functools.wraps(search)
+    def searched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return search(*args, **kwargs)
+        except RecursionError:
+            raise UnsupportedLoopError(IN_ITSELF) from None
+
+    return cast("Search", searched)
+
+
+@ending
 def flatten(structure: Any) -> tuple[list[Any], Any]:
     """The leaves of a structure, and what `unflatten` needs beside them."""
     leaves, spec = tree_flatten(structure)
@@ -156,6 +181,54 @@ def is_long(value: Any) -> bool:
     return isinstance(value, CONTAINERS) and len(value) > MAX_LENGTH
 
 
+@ending
+def replaced(structure: Any, change: Callable[[Any], Any]) -> Any:
+    """A structure with `change(tensor)` in the place of each tensor in its lists,
+    tuples, dicts and dataclasses; one in which all are the same is no copy."""
+    known: dict[int, Any] = {}
+
+    def visited(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        is_data = is_dataclass(value) and not isinstance(value, type)
+        if not isinstance(value, CONTAINERS) and not is_data:
+            return value
+        if id(value) not in known:
+            known[id(value)] = value, visited_inside(value)
+        return known[id(value)][1]
+
+    def visited_inside(value: Any) -> Any:
+        found: dict[Any, Any]
+        if isinstance(value, dict):
+            found = dict(value)
+        elif isinstance(value, list | tuple):
+            found = dict(enumerate(value))
+        else:
+            names = (each.name for each in fields(value))
+            found = {n: getattr(value, n) for n in names if hasattr(value, n)}
+        now = {key: visited(each) for key, each in found.items()}
+        if all(now[key] is each for key, each in found.items()):
+            return value
+        if isinstance(value, tuple):
+            return tuple_like(value, [*now.values()])
+        made = copy.copy(value)
+        if isinstance(value, dict):
+            set_items(made, now)
+        elif isinstance(value, list):
+            made[:] = now.values()
+        else:
+            set_attributes(made, now)
+        return made
+
+    return visited(structure)
+
+
+def tuple_like(value: tuple[Any, ...], items: Sequence[Any]) -> Any:
+    """Of the same kind, which may be a named one."""
+    kind: Any = type(value)
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
 class Given:
     """What a module is given, before it runs: the lists, dicts and objects in it."""
 
@@ -178,10 +251,10 @@ class Given:
     def has_changed(self, output: Any) -> bool:
         """Whether the module has put something into any of them: so it hands on what it
         has computed. What it returns itself does not count, nor an attribute that was
-        not there before, as it may be a cache."""
+        not there before and has no gradient, as it may be a cache."""
         returned = {id(each) for each in holders_in(output)}
         return any(
-            num_leaves(each) > count or not {*map(id, leaves)} <= ids_in(each)
+            num_leaves(each) > count or is_computed(leaves, flatten(each)[0])
             for each, leaves, count in self._watched
             if id(each) not in returned or (isinstance(each, set) and self._are_copies)
         )
@@ -214,6 +287,7 @@ def num_leaves(structure: Any) -> int:
     return len(structure) if isinstance(structure, set) else len(tree_leaves(structure))
 
 
+@ending
 def holders_of(args: Any, kwargs: Any, depth: int = MAX_DEPTH) -> list[Any]:
     """Those of a call, in the order of its arguments."""
     return holders_in((args, tuple(kwargs.values())), depth)
@@ -265,8 +339,7 @@ def hand_back(pairs: Iterable[tuple[Any, Any]], output: Any) -> Any:
         if isinstance(node, tuple):
             found = [*map(back, node)]
             if any(map(operator.is_not, found, node)):
-                kind: Any = type(node)
-                return tuple(found) if kind is tuple else kind(*found)  # a named one
+                return tuple_like(node, found)
         return node
 
     returned = [each for each in holders_in(output) if id(each) not in own]
@@ -303,6 +376,16 @@ def refill(value: Any, other: Any, back: Callable[[Any], Any]) -> None:
     now = {name: back(each) for name, each in after.items()}
     changed = [name for name in now if before.get(name, before) is not now[name]]
     set_attributes(value, {name: now[name] for name in changed})
+    for name in before.keys() - now.keys():
+        object.__delattr__(value, name)
+
+
+def add_attributes(value: Any, other: Any) -> None:
+    """Those which another object has and this has not, as a cache."""
+    if value is not other:
+        known = contents(value)["attributes"]
+        found = contents(other)["attributes"]
+        set_attributes(value, {n: x for n, x in found.items() if n not in known})
 
 
 def set_items(value: dict[Any, Any], items: dict[Any, Any]) -> None:
@@ -320,5 +403,11 @@ def is_opaque(value: Any) -> bool:
     return hasattr(value, "__dict__") or hasattr(value, "__slots__")
 
 
-def ids_in(structure: Any) -> set[int]:
-    return {*map(id, flatten(structure)[0])}
+def is_computed(before: Iterable[Any], now: Iterable[Any]) -> bool:
+    """Whether any of the leaves of a structure is gone, or a new one has a gradient."""
+    old, new = ({id(each): each for each in leaves} for leaves in (before, now))
+    return not old.keys() <= new.keys() or any(
+        isinstance(each, torch.Tensor) and each.requires_grad
+        for key, each in new.items()
+        if key not in old
+    )

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.data_parallel import choose_reducing
+from labkit.compat.data_parallel import take_moved
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import base_of
@@ -21,10 +23,12 @@ from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.structures import Given
+from labkit.strategies.autograd.structures import add_attributes
 from labkit.strategies.autograd.structures import flatten
 from labkit.strategies.autograd.structures import hand_back
 from labkit.strategies.autograd.structures import holders_of
 from labkit.strategies.autograd.structures import may_hold
+from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.model.gradients import mark_kept
 from labkit.strategies.model.writes import Writes
 
@@ -39,8 +43,8 @@ class Block:
     """What a group of parameters does before and after the forward pass of its block,
     besides gathering and freeing them: it sees what the block changes.
 
-    Of lists and dicts that the block is given it gets copies, which `fully_shard` makes
-    to have a backward pass reach each tensor in them.
+    Of lists, dicts and dataclasses that the block is given it gets copies, so that a
+    backward pass reaches each tensor in them.
     """
 
     def __init__(
@@ -70,28 +74,42 @@ class Block:
         """Whether this pass is one of the first of its kind, which are looked at."""
         self._gather = partial(run_on_route, route, number, group, group.pre_forward)
         self._free = group.post_forward
+        self._memory: list[Any] = []
+        """Of the parameters, as the group has last gathered them."""
+        self._use_own_hooks = choose_reducing(group, replaced)
         # Not the method itself, which a copy of the model would have, too.
         note = torch.compiler.disable(lambda _, *call: self._note_call(call))
-        self._call = block.register_forward_pre_hook(
-            note, prepend=True, with_kwargs=True
+        forget = torch.compiler.disable(lambda *call: self._forget())
+        self._hooks = (
+            block.register_forward_pre_hook(note, prepend=True, with_kwargs=True),
+            block.register_forward_hook(forget, always_call=True),
         )
         group.pre_forward, group.post_forward = self._begin, self._end
 
     def restore(self) -> None:
-        self._call.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._use_own_hooks()
         del self._group.pre_forward, self._group.post_forward
 
     def _note_call(self, called_with: Any) -> None:
         self._called_with = called_with
 
+    def _forget(self) -> None:
+        """The call is over, or has failed: then it would keep its inputs alive."""
+        self._called_with = self._given = None
+        self._own = []
+        self._writes.before.pop(self._number, None)
+
     def _begin(self, block: nn.Module, *args: Any) -> Any:
-        found = self._gather(block, *args)
+        take_moved(self._group, self._memory)
         called_with, self._called_with = self._called_with, None
+        self._own = holders_of(*called_with) if may_hold(*args) else []
+        found = self._gather(block, *args)
         kind = self._number, block.training, torch.is_grad_enabled()
         self._is_first = bool(self._writes.before) or kind not in self._writes.done
         self._given = None
         if may_hold(found[0], found[1]):
-            self._own = holders_of(*called_with)
             self._given = Given(found[0], found[1], self._own)
         if self._is_first:
             self._writes.begin(self._number, block.training, self._tensors)
@@ -106,6 +124,8 @@ class Block:
             if given.has_changed(output):
                 name = type(block).__name__.removeprefix("FSDP")
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
+            for mine, copied in zip(own, given.holders, strict=True):
+                add_attributes(mine, copied)
             places = given.returned_in(output)
             output = hand_back([(own[n], given.holders[n]) for n, _ in places], output)
         self._kept.look(block, output, is_first=self._is_first)
@@ -206,10 +226,3 @@ def reduce_filled(
         if is_late and whole.grad is None:
             whole.grad = torch.zeros_like(whole)
     return reduce(*args)
-
-
-CHANGES_INPUT = (
-    "a {name} changes a list, a dict or an object that it is given, and fully_shard "
-    "gathers and frees a block's parameters by what the block returns: have it return "
-    "what it has computed, or use ddp"
-)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.data_parallel import choose_cast
 from labkit.compat.data_parallel import choose_hooked
 from labkit.compat.data_parallel import drop_whole_gradient
 from labkit.compat.data_parallel import groups_of
@@ -33,11 +34,13 @@ from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import has_gradient_hooks
 from labkit.compat.torch import num_changes
+from labkit.compat.torch import storage_key
 from labkit.records import ModelFacts
 from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.fsdp.blocks import Block
 from labkit.strategies.fsdp.blocks import computed_in
@@ -70,9 +73,9 @@ HOOKED = (
 
 
 SET_WHILE_WHOLE = (
-    "the loop has set {name} after a forward pass with gradients that had no backward "
-    "pass yet: until then fully_shard has it gathered, and what is set there is lost. "
-    "Set it after optimizer.step(), or call the model under torch.no_grad()"
+    "the loop has set or moved {name} after a forward pass with gradients that had no "
+    "backward pass yet: until then fully_shard has it gathered, and what is set there "
+    "is lost. Set it after optimizer.step(), or call the model under torch.no_grad()"
 )
 
 
@@ -155,7 +158,7 @@ class FSDP(Prepared):
                 reduce_filled, self._used, group, group.post_backward
             )
             self._undo.append(partial(delattr, group, "post_backward"))
-        self._whole: list[tuple[str, torch.Tensor, int]] = []
+        self._whole: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
         """What is gathered since a forward pass, with its version then."""
         self._freed: list[Any] = []
         """Groups that were gathered, as the graph of that pass may need them."""
@@ -167,6 +170,7 @@ class FSDP(Prepared):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 self._undo.append(choose_hooked(module, computed_in))
+                self._undo.append(choose_cast(module, replaced))
         self.see_calls(self._end_call)
         follow(self)
         self._undo.append(partial(unfollow, self))
@@ -185,7 +189,7 @@ class FSDP(Prepared):
             self._reshard()
             return
         self._whole = [
-            (self._names_of_parts[id(part)], whole, num_changes(whole))
+            (self._names_of_parts[id(part)], whole, version_of(whole))
             for group in self._groups
             if group.is_unsharded
             for part in group.fsdp_params
@@ -203,7 +207,7 @@ class FSDP(Prepared):
     def _check_whole(self) -> None:
         """UnsupportedLoopError if the loop has set what is gathered."""
         for name, whole, version in self._whole:
-            if num_changes(whole) != version:
+            if version_of(whole) != version:
                 raise UnsupportedLoopError(SET_WHILE_WHOLE.format(name=name))
 
     def check_hook(self, name: str) -> None:
@@ -344,6 +348,12 @@ class FSDP(Prepared):
     def facts(self) -> ModelFacts:
         regathered = sum(map(num_regathered, self._groups))
         return replace(super().facts(), num_regathered=round(regathered))
+
+
+def version_of(whole: torch.Tensor) -> tuple[int, int]:
+    """What is another one once a tensor is changed in place, or is given other memory,
+    as by `model.head.double()`: the parts would not have that."""
+    return num_changes(whole), storage_key(local_part(whole).untyped_storage())
 
 
 def check_fused(optimizer: torch.optim.Optimizer) -> None:
