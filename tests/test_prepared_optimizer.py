@@ -163,6 +163,22 @@ def test_a_zero_grad_of_its_own_is_called_as_the_loop_calls_it(
     assert lab.pull("rate") == 0.25
 
 
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("g['params'][0].grad = torch.ones_like(g['params'][0])", "keeps gradients"),
+        ("g['params'][0].data.mul_(0.9)", "changes parameters"),
+    ],
+)
+def test_a_zero_grad_that_does_more_than_that_is_refused_by_zero(
+    lab: Lab, does: str, words: str
+) -> None:
+    """Which has taken the gradients with the step."""
+    code = DECAYING.format(count="", does=f"g, = self.param_groups; {does}")
+    with pytest.raises(RankError, match=rf"Decaying\.zero_grad\(\) {words}"):
+        lab.train("zero2", code, live=False)
+
+
 @pytest.mark.timeout(240)
 def test_what_a_zero_grad_of_its_own_sets_has_to_reach_the_servers(lab: Lab) -> None:
     code = DECAYING.format(count="count = 0", does="self.count += 1")

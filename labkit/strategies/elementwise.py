@@ -80,6 +80,41 @@ def check_elementwise(
         )
 
 
+def check_zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedLoopError for a class whose zero_grad() keeps gradients, or changes
+    parameters: where the step has taken the gradients, in parts, there is nothing to
+    keep, and the parameters are not those of the loop."""
+    kind = type(optimizer)
+    if kind.zero_grad is torch.optim.Optimizer.zero_grad:
+        return
+    chosen = [group["params"][:1] for group in optimizer.param_groups]
+    made = [[nn.Parameter(torch.ones(2)) for _ in each] for each in chosen]
+    parameters = [each for group in made for each in group]
+    device = torch.device("cpu")
+    does = ""
+    with set_aside(kind, device), no_collectives():
+        try:
+            twin = twin_of(optimizer, chosen, made, is_by_group=True)
+            for _ in range(3):  # it may do so at each second call
+                for each in parameters:
+                    each.grad = torch.ones(2)
+                twin.zero_grad()
+                if any(
+                    each.grad is not None and each.grad.any() for each in parameters
+                ):
+                    does = "keeps gradients"
+        except Exception:  # of its own: it is not known what it does
+            return
+    if any(bool((each != 1).any()) for each in parameters):
+        does = "changes parameters"
+    if does:
+        raise UnsupportedLoopError(
+            f"{kind.__name__}.zero_grad() {does}, and under this strategy a rank has "
+            "only parts of them, in the optimizer's own step. Do it in the loop, or "
+            "use ddp or fsdp"
+        )
+
+
 def is_elementwise(
     optimizer: torch.optim.Optimizer, device: torch.device, is_by_group: bool
 ) -> bool:

@@ -30,6 +30,7 @@ from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.elementwise import check_elementwise
+from labkit.strategies.elementwise import check_zero_grad
 from labkit.strategies.model.gradients import CellGradients
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.states import Held
@@ -97,6 +98,7 @@ class ZeRO(Prepared):
 
     def wrap(self) -> None:
         check_elementwise(self.optimizer, self.device)
+        check_zero_grad(self.optimizer)
         config = deepspeed_config(
             self.options, self.stage, self._num_parameters, self.device.type
         )
