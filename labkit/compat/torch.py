@@ -355,8 +355,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @GATE.needs("torch:Tensor._version")
 def num_changes(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place, as autograd counts it."""
-    return int(tensor._version)
+    """How often a tensor was changed in place, as autograd counts it: in inference mode
+    it does not."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 @GATE.needs("torch.autograd:_unsafe_preserve_version_counter")

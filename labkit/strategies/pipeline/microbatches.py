@@ -17,16 +17,20 @@ MICROBATCHES_A_STAGE = 4
 
 def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     """The leaves of a batch in that many parts, or as many as there are samples: those
-    tensors are cut that have the batch's size in their first dimension."""
+    tensors are cut that have the batch's size in their first dimension. The model's
+    forward may write to each: that it does to one is no change of another."""
     sizes = [len(each) for each in leaves if is_batch(each)]
     size = sizes[0] if sizes else 1
-    num_parts = max(1, min(num_parts, size))
-    if num_parts == 1:
+    count = max(1, min(num_parts, size))
+    if count == 1:
         return [list(leaves)]
     pieces = [
-        torch.tensor_split(each, num_parts)
+        [
+            part if part.requires_grad else part.data
+            for part in each.tensor_split(num_parts)
+        ]
         if is_batch(each) and len(each) == size
-        else (each,) * num_parts
+        else (each,) * count
         for each in leaves
     ]
     return [list(part) for part in zip(*pieces, strict=True)]

@@ -66,6 +66,7 @@ from labkit.strategies.prepared import Score
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
+from labkit.strategies.relay.elsewhere import current
 from labkit.strategies.relay.elsewhere import plain
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import is_absent
@@ -280,7 +281,7 @@ class Pipeline(Prepared):
             args, kwargs = tree_unflatten(chunk, spec)
             with self.relay.passing():
                 output, out_spec = flatten(function(*args, **kwargs))
-            found.append(output)
+            found.append([*map(current, output)])
         return [joined(each) for each in zip(*found, strict=True)], out_spec
 
     def _compare_once(self, function: Forward, leaves: list[Any], spec: Any) -> bool:
@@ -311,7 +312,8 @@ class Pipeline(Prepared):
             self.relay.uncounted(),
             without_dropout(self.module),
         ):
-            args, kwargs = tree_unflatten(leaves, spec)
+            copies = [each.clone() if is_batch(each) else each for each in leaves]
+            args, kwargs = tree_unflatten(copies, spec)
             shared = SharedState(self.module, self._stages)
             self.relay.watch_layer = shared.watching  # also what is new since prepare
             drawn = shared.contents_of_generators()
@@ -320,11 +322,13 @@ class Pipeline(Prepared):
                     return ITERATES
                 with self.relay.passing():
                     whole, whole_spec = flatten(function(*args, **kwargs))
+                    whole = [*map(current, whole)]
                 keeps_state = state.has_changed()
                 draws = is_other(drawn, shared.contents_of_generators())
             try:
                 with unchanged(self.module), self.relay.surviving():
-                    outputs, out_spec = self._run_chunks(function, leaves, spec)
+                    copies = [x.clone() if is_batch(x) else x for x in leaves]
+                    outputs, out_spec = self._run_chunks(function, copies, spec)
             except UnsupportedLoopError:
                 raise
             except (IndexError, RuntimeError, ValueError):  # they are no batch's parts

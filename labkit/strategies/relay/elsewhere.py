@@ -50,6 +50,9 @@ class Here(torch.Tensor):
 
     stage: int
     runner: Runner
+    now: torch.Tensor | None = None
+    """What has taken its place: a layer or a function of another rank has written to
+    it."""
 
     @classmethod
     def __torch_function__(
@@ -70,9 +73,9 @@ class Elsewhere(torch.Tensor):
     stage: int | None = None
     """The one that computes it; None within a layer."""
     runner: Runner | None = None
-    stand_in: torch.Tensor | None = None
-    """Of a tensor that was here until something was written to it that is not: it, on
-    the meta device."""
+    now: torch.Tensor | None = None
+    """As of `Here`; and of a tensor that was here until something was written to it
+    that is not: it, on the meta device."""
 
     @classmethod
     def __torch_function__(
@@ -92,6 +95,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What a function of torch gives, where an argument is `Here` or `Elsewhere`."""
     with DisableTorchFunctionSubclass():
         leaves = leaves_of(args, kwargs)
+        if any(current(leaf) is not leaf for leaf in leaves):
+            args, kwargs = tree_map_only(torch.Tensor, current, (args, kwargs))
+            leaves = leaves_of(args, kwargs)
         runner = next(
             (r for leaf in leaves if (r := runner_of(leaf)) is not None), None
         )
@@ -151,8 +157,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 # The rank that computes the value has put it into its own tensor.
                 changed.__class__ = Elsewhere
                 changed.place = place  # type: ignore[attr-defined]
-                changed.stand_in = metas[0][0]  # type: ignore[attr-defined]
-            return changed
+                changed.now = elsewhere(metas[0][0], place)  # type: ignore[attr-defined]
+            return current(changed)
         return tree_map_only(torch.Tensor, lambda t: elsewhere(t, place), result)
 
 
@@ -193,6 +199,12 @@ def elsewhere(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     return tensor
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether it is a view of another, whose place it has not taken."""
+    base = tensor._base
+    return base is not None and current(base) is not tensor
+
+
 def of_stage(tensor: torch.Tensor, stage: int, runner: Runner) -> torch.Tensor:
     """`tensor` as what this stage computes, seen between layers."""
     if not isinstance(tensor, Elsewhere):
@@ -209,17 +221,35 @@ def of_all(tensor: torch.Tensor) -> torch.Tensor:
     """Take `of_stage` back: the values, which every rank is to have. On those that do
     not compute them they are as before."""
     tensor.__class__ = torch.Tensor
-    for name in ("stage", "runner", "place", "stand_in"):
+    for name in ("stage", "runner", "place", "now"):
         vars(tensor).pop(name, None)
     return tensor.data
 
 
+def current(tensor: Any) -> Any:
+    """What has taken the place of a tensor, if something has; all else as it is."""
+    while isinstance(tensor, Here | Elsewhere) and tensor.now is not None:
+        tensor = tensor.now
+    return tensor
+
+
+def replace(
+    tensor: torch.Tensor, now: torch.Tensor, stage: int, runner: Runner
+) -> None:
+    """Have `now`, of this stage, take the place of a tensor wherever the model's
+    forward has it."""
+    if tensor is now:
+        return
+    if not isinstance(tensor, Here | Elsewhere):
+        tensor.__class__ = Here
+    tensor.stage, tensor.runner = stage, runner  # type: ignore[attr-defined]
+    tensor.now = now  # type: ignore[attr-defined]
+
+
 def plain(tensor: Any) -> Any:
-    """A tensor that is `Here`, as any other, and for one that was here what stands for
-    it, with its graph; all else as it is."""
-    if type(tensor) is Elsewhere and tensor.stand_in is not None:
-        with DisableTorchFunctionSubclass():
-            return elsewhere(tensor.stand_in, tensor.place)
+    """A tensor that is `Here`, or what has taken its place, as any other; all else as
+    it is."""
+    tensor = current(tensor)
     if type(tensor) is not Here:
         return tensor
     with DisableTorchFunctionSubclass():
@@ -234,12 +264,17 @@ def as_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
         return elsewhere(as_meta(tensor), tensor.device)
 
 
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of one that is elsewhere: its gradient goes on to that."""
+    with DisableTorchFunctionSubclass():
+        return elsewhere(tensor.view_as(tensor), place_of(tensor))
+
+
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as the meta device has it; one that is there already as it is."""
+    tensor = current(tensor)
     if tensor.is_meta:
         return tensor
-    if isinstance(tensor, Elsewhere) and tensor.stand_in is not None:
-        return tensor.stand_in
     if not tensor.requires_grad:
         return torch.empty_like(tensor.detach(), device="meta")
     if is_elsewhere(tensor):  # an absent parameter: it gets no gradient here

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 from typing import Protocol
 
@@ -131,20 +132,14 @@ class Everywhere(torch.autograd.Function):
         return gradient / ctx.size, None
 
 
-def inputs_used(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[bool]:
-    """Which of `inputs` get a gradient in a backward pass from `outputs`."""
+def inputs_used(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of `inputs` get a gradient in a backward pass from `output`."""
     trained = [each for each in inputs if each.requires_grad]
-    roots = [each for each in outputs if each.requires_grad]
-    if not trained or not roots:
+    if not trained or not output.requires_grad:
         return [False] * len(inputs)
     with DisableTorchFunctionSubclass(), no_dispatch():
         found = torch.autograd.grad(
-            [root.sum() for root in roots],
-            trained,
-            retain_graph=True,
-            allow_unused=True,
+            output.sum(), trained, retain_graph=True, allow_unused=True
         )
     there = {id(t) for t, g in zip(trained, found, strict=True) if g is not None}
     return [id(each) in there for each in inputs]
@@ -155,10 +150,15 @@ class Shapes:
     """The outputs of a layer that another rank has."""
 
     kinds: list[tuple[tuple[int, ...], torch.dtype, bool]]
+    used: list[list[bool]]
+    """By output, which of the layer's inputs get a gradient from it."""
 
     @classmethod
-    def of(cls, outputs: Sequence[torch.Tensor]) -> "Shapes":
-        return cls([(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs])
+    def of(
+        cls, outputs: Sequence[torch.Tensor], used: Sequence[Sequence[bool]]
+    ) -> "Shapes":
+        kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
+        return cls(kinds, [*map(list, used)])
 
     def made(
         self, inputs: Sequence[torch.Tensor], device: torch.device
@@ -167,24 +167,25 @@ class Shapes:
         with DisableTorchFunctionSubclass(), no_dispatch():
             # A parameter of that layer would ask for a gradient, too.
             anchor = torch.empty((), device="meta").requires_grad_()
-            found = _Layer.apply(self.kinds, anchor, *inputs)
+            found = [
+                _Layer.apply(kind, anchor, *compress(inputs, used))
+                for kind, used in zip(self.kinds, self.used, strict=True)
+            ]
             return [elsewhere(each, device) for each in found]
 
 
 class _Layer(torch.autograd.Function):
-    """Forward and backward: shapes, of a layer that another rank runs."""
+    """Forward and backward: shapes, of an output of a layer that another rank runs."""
 
     @staticmethod
-    def forward(ctx: Any, kinds: Any, anchor: Any, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, kind: Any, anchor: Any, *inputs: torch.Tensor) -> Any:
         ctx.like = [torch.empty_like(each, device="meta") for each in inputs]
-        outputs = [
-            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in kinds
-        ]
-        ctx.mark_non_differentiable(
-            *(t for t, kind in zip(outputs, kinds, strict=True) if not kind[2])
-        )
-        return tuple(outputs)
+        shape, dtype, is_trained = kind
+        output = torch.empty(shape, dtype=dtype, device="meta")
+        if not is_trained:
+            ctx.mark_non_differentiable(output)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, gradient: Any) -> Any:
         return None, None, *map(torch.empty_like, ctx.like)

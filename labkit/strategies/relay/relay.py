@@ -8,6 +8,7 @@ same values. Backward the same, the other way round.
 
 import contextlib
 import gc
+import operator
 import weakref
 import zlib
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import no_dispatch
+from labkit.compat.torch import num_changes
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
@@ -48,16 +50,20 @@ from labkit.strategies.mesh.device_mesh import another_group
 from labkit.strategies.relay.elsewhere import COLLECTIVE
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
+from labkit.strategies.relay.elsewhere import alias_of
 from labkit.strategies.relay.elsewhere import as_elsewhere
 from labkit.strategies.relay.elsewhere import changes
 from labkit.strategies.relay.elsewhere import check_read
 from labkit.strategies.relay.elsewhere import compute
+from labkit.strategies.relay.elsewhere import current
 from labkit.strategies.relay.elsewhere import elsewhere
 from labkit.strategies.relay.elsewhere import is_elsewhere
+from labkit.strategies.relay.elsewhere import is_view
 from labkit.strategies.relay.elsewhere import leaves_of
 from labkit.strategies.relay.elsewhere import of_all
 from labkit.strategies.relay.elsewhere import of_stage
 from labkit.strategies.relay.elsewhere import plain
+from labkit.strategies.relay.elsewhere import replace
 from labkit.strategies.relay.functions import Enter
 from labkit.strategies.relay.functions import Everywhere
 from labkit.strategies.relay.functions import Leave
@@ -111,11 +117,6 @@ NOWHERE = (
     "stage has its layer, and here one is used outside of that layer, with what "
     "another stage computes. Use it in its layer's own forward, or make it a parameter "
     "of the outermost module, which every rank has; or use ddp"
-)
-WRITES = (
-    "forward writes to a tensor of one stage what a later stage has computed ({name}); "
-    "under pipeline they are on different ranks. Make a new tensor of both, as in "
-    "x = x + y or by torch.cat, or use ddp"
 )
 WRITES_BY_MASK = (
     "forward writes by a mask to what a stage has computed (x[mask] = value), and "
@@ -338,7 +339,10 @@ class Relay:
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A function of what stages have computed: the last of them computes it, and
         gets what it lacks from the others."""
-        leaves, spec = tree_flatten((args, kwargs))
+        given, spec = tree_flatten((args, kwargs))
+        leaves = [current(leaf) for leaf in given]
+        if any(map(operator.is_not, leaves, given)):
+            args, kwargs = tree_unflatten(leaves, spec)
         staged = [leaf for leaf in leaves if stage_of(leaf) is not None]
         if not staged:  # of what every rank has
             return func(*args, **kwargs)
@@ -352,20 +356,24 @@ class Relay:
         if changes(func, name):
             written = args[0] if args else kwargs.get("out")
         if is_tensor(written) and stage_of(written) is None:
-            if written._base is not None:
+            if is_view(written):
                 raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
             self._written.append(written)
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
-            if stage_of(written) not in (None, stage):
-                raise UnsupportedLoopError(WRITES.format(name=name.strip("_")))
+            if stage_of(written) not in (None, stage) and is_view(written):
+                raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
             owner = stage % self.size
             self._num_mixed += 1
             key = ("op", self._num_mixed, name, *self._mode())
             known = self._agree(key, leaves, owner=owner, name=f"{name}()")
             self._pass_on(known, leaves, owner)
             args, kwargs = tree_unflatten(leaves, spec)
+            if is_tensor(written):
+                now: Any = args[0] if args else kwargs.get("out")
+                replace(written, now, stage, self)
+                written = now
         draws: Any = contextlib.nullcontext()
         if name in DRAW:
             self._num_drawn += 1
@@ -384,8 +392,9 @@ class Relay:
         result = tree_map_only(
             torch.Tensor, lambda each: of_stage(each, stage, self), result
         )
-        if is_tensor(written):
-            of_stage(written, stage, self)  # also by `__setitem__`, which returns None
+        if is_tensor(written):  # also by `__setitem__`, which returns None
+            for each in (written, current(written)):
+                of_stage(each, stage, self)
         if self._is_loss and isinstance(result, torch.Tensor):
             self._kept.append(weakref.ref(result))
         return result
@@ -478,7 +487,7 @@ class Relay:
 
     def _layer_of_stage(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
-    ) -> tuple[Any, Places]:
+    ) -> tuple[Any, Places, dict[int, torch.Tensor]]:
         """Run a layer where one stage alone is run, or none."""
         stage, count = self.stages.stage_of[number], self._calls[number]
         crossing = self._crossings.get(stage, [])
@@ -534,6 +543,7 @@ class Relay:
     def leave(self, leaves: Sequence[Any]) -> list[Any]:
         """Outputs of the model, with their values on every rank. Collective."""
         key = ("output", *self._mode())
+        leaves = [current(leaf) for leaf in leaves]
         known = self._agree(key, leaves, owner=None, name="the model's output")
         leaves = [plain(leaf) for leaf in leaves]
         found = list(leaves)
@@ -593,17 +603,22 @@ class Relay:
     ) -> Any:
         """Run a layer that rank `owner` has: there, or for the shapes of its output."""
         leaves, spec = flatten((args, kwargs))
+        given = leaves = [current(leaf) for leaf in leaves]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
         count = self._calls[number] = self._calls.get(number, 0) + 1
         if self._stage is not None:
-            found, places = self._layer_of_stage(number, call, leaves, spec)
+            run = self._layer_of_stage(number, call, [*leaves], spec)
         else:
             key = (number, count, *self._mode())
             name = self.stages.names[number]
             known = self._agree(key, leaves, owner=owner, name=name)
+            leaves = [*leaves]
             self._pass_on(known, leaves, owner)
             is_here = self.rank == owner
-            found, places = self._call(number, call, leaves, spec, is_here=is_here)
+            run = self._call(number, call, leaves, spec, is_here=is_here)
+        found, places, rewritten = run
+        for place, now in rewritten.items():
+            replace(given[place], now, self.stages.stage_of[number], self)
         if not places:
             return found
         copies = holders_in(found)
@@ -611,9 +626,10 @@ class Relay:
 
     def _call(
         self, number: int, call: Forward, leaves: list[Any], spec: Any, *, is_here: bool
-    ) -> tuple[Any, Places]:
+    ) -> tuple[Any, Places, dict[int, torch.Tensor]]:
         """Run a layer: with values if it is to run here, else for its shapes. What it
-        returns, and where in that it hands back what it is given."""
+        returns, where in that it hands back what it is given, and by leaf the tensors
+        that it has written to."""
         leaves = [plain(leaf) for leaf in leaves]
 
         def run_for_shapes() -> Any:
@@ -621,17 +637,19 @@ class Relay:
             return self._shapes_of(number, call, as_shapes, spec)
 
         if is_here:
-            found, (out_spec, places) = self._surviving(
+            found, (out_spec, places, written) = self._surviving(
                 lambda: self._run_layer(number, call, leaves, spec), run_for_shapes
             )
         else:
-            found, (out_spec, places) = run_for_shapes()
+            found, (out_spec, places, written) = run_for_shapes()
         stage = self.stages.stage_of[number]
         found = [
             of_stage(leaf, stage, self) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in found
         ]
-        return unflatten(found, out_spec), places
+        count = len(found) - len(written)
+        rewritten = dict(zip(written, found[count:], strict=True))
+        return unflatten(found[:count], out_spec), places, rewritten
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -661,8 +679,11 @@ class Relay:
 
     def _run_layer(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
-    ) -> tuple[list[Any], tuple[Any, Places]]:
+    ) -> tuple[list[Any], tuple[Any, Places, list[int]]]:
+        """What a layer returns and, after that, those of its leaves that it has written
+        to."""
         args, kwargs = unflatten(leaves, spec)
+        before = [num_changes(leaf) if is_tensor(leaf) else 0 for leaf in leaves]
         # To see every operator takes its time, so the first time alone.
         key = number, *self._mode()
         watch = contextlib.ExitStack()
@@ -686,7 +707,13 @@ class Relay:
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
             places = given.returned_in(found)
         output, out_spec = flatten(found)
-        return output, (out_spec, places)
+        written = [
+            place
+            for place, (leaf, count) in enumerate(zip(leaves, before, strict=True))
+            if is_tensor(leaf) and num_changes(leaf) != count
+        ]
+        output += [leaves[place] for place in written]
+        return output, (out_spec, places, written)
 
     def _shapes_of(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
@@ -708,17 +735,21 @@ class Relay:
         key = (number, kinds, trained, module.training, *self._mode())
         known = self._shapes.get(key)
         if known is None or known[0] != spec[0]:
-            found, out_spec = self._run_layer(number, call, leaves, spec)
+            # One input may be computed from another, on other ranks.
+            own = [alias_of(t) if is_elsewhere(t) else t for t in leaves]
+            found, out_spec = self._run_layer(number, call, own, spec)
             found = [as_elsewhere(t) if is_tensor(t) else t for t in found]
             outputs = [t for t in found if is_tensor(t)]
-            used = inputs_used(outputs, tensors)
+            # Of each by itself: where the loss needs one alone, no rank is to wait for
+            # gradients of the others.
+            inputs = [t for t in own if is_tensor(t)]
+            used = [inputs_used(each, inputs) for each in outputs]
             with DisableTorchFunctionSubclass():
                 kept = [t.detach() if is_tensor(t) else t for t in found]
-            self._shapes[key] = spec[0], Shapes.of(outputs), used, kept, out_spec
+            self._shapes[key] = spec[0], Shapes.of(outputs, used), kept, out_spec
             return found, out_spec
-        _, shapes, used, found, out_spec = known
-        inputs = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
-        outputs = iter(shapes.made(inputs, self.device))
+        _, shapes, found, out_spec = known
+        outputs = iter(shapes.made(tensors, self.device))
         return [next(outputs) if is_tensor(t) else t for t in found], out_spec
 
     # ---- what ranks agree on ----
