@@ -701,6 +701,8 @@ WRITTEN = {
     "    out[i] = x[i]\n"
     "return self.head(out)",
     "of an earlier stage": "out = self.head(x)\nout += h[:, :4]\nreturn out",
+    "to an earlier stage": "h = self.first(i)\nh += self.head(x).repeat(1, 2)\n"
+    "return self.head(h)",
     "by add": "out = torch.zeros(len(x), 8)\nout += x\nreturn self.head(out)",
 }
 
@@ -713,7 +715,7 @@ def test_forward_writes_what_a_stage_computes(
     """To a tensor that it has made, which every rank has, or to one of its own."""
     body = indent(WRITTEN[written], 8 * " ").strip()
     code = NET.replace("return self.head(x)", body)
-    code = code.replace("x = self.first(x)", "h = x = self.first(x)")
+    code = code.replace("x = self.first(x)", "i, x = x, self.first(x); h = x")
     assert_equals_single(lab, code + made)
 
 
@@ -878,10 +880,6 @@ PLACES = {
     "a hook for gradients": (
         NET + GRADIENTS + LOOP_NET,
         "What a hook of a module gets",
-    ),
-    "an earlier stage": (
-        NET.replace("x = block(x)", "x += block(x)") + LOOP_NET,
-        "writes to a tensor of one stage what a later stage has computed",
     ),
     "a view": (
         NET.replace(

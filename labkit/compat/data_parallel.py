@@ -131,11 +131,14 @@ def choose_hooked(
     f"{_FSDP}._fsdp_param_group:RegisterPostBackwardFunction",
 )
 def choose_reducing(
-    group: Any, change: Callable[[Any, Callable[[Any], Any]], Any]
+    group: Any,
+    change: Callable[[Any, Callable[[Any], Any]], Any],
+    hand_on: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
 ) -> Callable[[], None]:
     """Have `change(given, each)` put `each(tensor)` in the place of the tensors in what
-    a group's module is given, which reduces its gradients once theirs are there;
-    returns the way back.
+    a group's module is given, which reduces its gradients once theirs are there: of
+    `hand_on(own, hooked)`, of the caller's and of those with the hook. Returns the way
+    back.
 
     `fully_shard` makes dicts and dataclasses anew by their classes, which not all take,
     and which run again what they do as they are made.
@@ -156,7 +159,8 @@ def choose_reducing(
         if not found:
             return args, kwargs
         hooked = module.RegisterPostBackwardFunction.apply(group, *found.values())
-        others = dict(zip(found, hooked, strict=True))
+        given = hand_on([*found.values()], hooked)
+        others = dict(zip(found, given, strict=True))
         return change((args, kwargs), lambda tensor: others.get(id(tensor), tensor))
 
     group._register_post_backward_hook = register

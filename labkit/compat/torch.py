@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -327,12 +328,16 @@ def num_hooks(module: Any) -> int:
     return sum(len(getattr(module, n)) for n in (*names, "_backward_pre_hooks"))
 
 
+PARAMETERS = "_parameters"
+"""The attribute in which a module has its own."""
+
+
 @GATE.needs("torch.nn:Module._parameters")
 def held_by(module: Any) -> Iterator[Any]:
     """What a module has in its attributes, also in lists and dicts, besides its
     parameters, which recurrent layers have in a list, too."""
     for name, value in vars(module).items():
-        if name in ("_parameters", "_flat_weights"):
+        if name in (PARAMETERS, "_flat_weights"):
             continue
         if isinstance(value, dict):
             yield from value.values()
@@ -346,11 +351,23 @@ BOOKKEEPING = ("_backward_hooks", "_version")
 """Attributes of a tensor that autograd reads, and no user computes with."""
 
 
+def tuple_like(value: tuple[Any, ...], items: Sequence[Any]) -> Any:
+    """Of the same kind, which may be a named one."""
+    kind: Any = type(value)
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
 @GATE.needs("torch:Tensor._base")
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor is a view of, if an operation has computed that; or itself."""
     base = tensor._base
     return tensor if base is None or base.grad_fn is None else base
+
+
+@GATE.needs("torch:Tensor._base")
+def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of; None of one that is none."""
+    return tensor._base
 
 
 @GATE.needs("torch:Tensor._version")

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import is_of_deepspeed
+from labkit.compat.torch import PARAMETERS
 from labkit.compat.torch import is_fake
 from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.forward import Forward
@@ -252,7 +253,7 @@ def state_of(block: nn.Module, given: Sequence[Any] = ()) -> OwnState:
 
 def is_of_library_or_parameters(attribute: Any) -> bool:
     """As below, and the parameters of models that a block is given."""
-    return attribute == "_parameters" or is_of_library(attribute)
+    return attribute == PARAMETERS or is_of_library(attribute)
 
 
 def is_of_library(attribute: Any) -> bool:

@@ -55,10 +55,20 @@ class Inputs:
         """Have the caller's tensors the history of those in `args` that the module ran
         with, where it has written to them: so they are `returned` of it."""
         for (own, before), found in zip(self._own, tensors_in(args), strict=True):
-            if own is found or num_changes(own) == before or not found.requires_grad:
+            is_written = own is not found and num_changes(own) != before
+            if (
+                not is_written
+                or not found.requires_grad
+                or isinstance(own, nn.Parameter)
+            ):
                 continue
-            with uncounted_changes(own):  # for its values are there already
-                Rewritten.apply(own, returned(found))
+            rewrite(own, returned(found))
+
+
+def rewrite(own: torch.Tensor, written: torch.Tensor) -> None:
+    """Have a tensor the history of one of its memory, which has been written to."""
+    with uncounted_changes(own):  # for its values are there already
+        Rewritten.apply(own, written)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -67,5 +77,5 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for each in values:
         if isinstance(each, tuple):
             yield from tensors_in(each)
-        elif isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+        elif isinstance(each, torch.Tensor):
             yield each

@@ -22,6 +22,7 @@ from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import tree_map
 from labkit.compat.torch import tree_unflatten
+from labkit.compat.torch import tuple_like
 
 MAX_DEPTH = 3
 """Of objects within objects."""
@@ -221,12 +222,6 @@ def replaced(structure: Any, change: Callable[[Any], Any]) -> Any:
         return made
 
     return visited(structure)
-
-
-def tuple_like(value: tuple[Any, ...], items: Sequence[Any]) -> Any:
-    """Of the same kind, which may be a named one."""
-    kind: Any = type(value)
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 class Given:

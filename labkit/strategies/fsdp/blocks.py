@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,13 @@ from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import base_of
 from labkit.compat.torch import held_by
+from labkit.compat.torch import num_changes
 from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.autograd.agreement import Route
+from labkit.strategies.autograd.rewritten import Alias
+from labkit.strategies.autograd.rewritten import rewrite
+from labkit.strategies.autograd.rewritten import tensors_in
 from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import add_attributes
 from labkit.strategies.autograd.structures import flatten
@@ -76,7 +81,14 @@ class Block:
         self._free = group.post_forward
         self._memory: list[Any] = []
         """Of the parameters, as the group has last gathered them."""
-        self._use_own_hooks = choose_reducing(group, replaced)
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        """Tensors that the caller has given, what the block got in their place, and how
+        often these had been written to."""
+        self._untrained: list[torch.Tensor] = []
+        """Others, of which it gets themselves."""
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Of `_inputs`."""
+        self._use_own_hooks = choose_reducing(group, replaced, self._hand_on)
         # Not the method itself, which a copy of the model would have, too.
         note = torch.compiler.disable(lambda _, *call: self._note_call(call))
         forget = torch.compiler.disable(lambda *call: self._forget())
@@ -96,15 +108,41 @@ class Block:
         self._called_with = called_with
 
     def _forget(self) -> None:
-        """The call is over, or has failed: then it would keep its inputs alive."""
+        """The call is over, or has failed: then it would keep its inputs alive. What it
+        has written to the caller's tensors these have the history of."""
+        written, self._written = self._written, []
+        for own, given in written:
+            rewrite(own, given)
         self._called_with = self._given = None
-        self._own = []
+        self._own, self._inputs, self._untrained = [], [], []
         self._writes.before.pop(self._number, None)
+
+    def _hand_on(
+        self, own: Sequence[torch.Tensor], hooked: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        given = [*map(Alias.apply, hooked)]
+        self._inputs = [*zip(own, given, map(num_changes, own), strict=True)]
+        return given
+
+    def computed(self, output: Any) -> list[torch.Tensor]:
+        """The tensors with a history within the block, which has parameters gathered
+        before their gradients come: in what it returns, and those that it was given and
+        has written to."""
+        self._written = [
+            (own, given) for own, given, n in self._inputs if num_changes(own) != n
+        ]
+        trained = [each for each in self._untrained if each.requires_grad]
+        given = [base_of(each) for _, each in self._written]
+        return [*computed_in(output), *given, *trained]
 
     def _begin(self, block: nn.Module, *args: Any) -> Any:
         take_moved(self._group, self._memory)
         called_with, self._called_with = self._called_with, None
         self._own = holders_of(*called_with) if may_hold(*args) else []
+        self._inputs, self._written = [], []
+        if torch.is_grad_enabled():
+            given = tensors_in((*args[0], *args[1].values()))
+            self._untrained = [each for each in given if not each.requires_grad]
         found = self._gather(block, *args)
         kind = self._number, block.training, torch.is_grad_enabled()
         self._is_first = bool(self._writes.before) or kind not in self._writes.done

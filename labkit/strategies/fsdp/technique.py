@@ -145,6 +145,7 @@ class FSDP(Prepared):
         names = {id(shard): name for name, shard in self._shards.items()}
         self._names_of_parts = {id(p): names[id(shard_of(p))] for p in self._parts}
         writes = Writes(refuse(self.strategy.name), with_places=True)
+        computed: dict[int, Any] = {}
         for number, (module, group) in enumerate(groups(self.module)):
             parts = {names[id(shard_of(part))]: part for part in group.fsdp_params}
             block = Block(
@@ -154,6 +155,7 @@ class FSDP(Prepared):
                 model=self.module,
             )
             self._undo.append(block.restore)
+            computed[id(module)] = block.computed
             group.post_backward = partial(
                 reduce_filled, self._used, group, group.post_backward
             )
@@ -169,7 +171,9 @@ class FSDP(Prepared):
         self._undo.append(self._stop_waiting)
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
-                self._undo.append(choose_hooked(module, computed_in))
+                self._undo.append(
+                    choose_hooked(module, computed.get(id(module), computed_in))
+                )
                 self._undo.append(choose_cast(module, replaced))
         self.see_calls(self._end_call)
         follow(self)

@@ -9,6 +9,7 @@ import torch
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import BOOKKEEPING
 from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import base_of_view
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import tree_map_only
 from labkit.strategies.mesh.collectives import is_collective
@@ -201,7 +202,7 @@ def elsewhere(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether it is a view of another, whose place it has not taken."""
-    base = tensor._base
+    base = base_of_view(tensor)
     return base is not None and current(base) is not tensor
 
 
@@ -210,7 +211,9 @@ def of_stage(tensor: torch.Tensor, stage: int, runner: Runner) -> torch.Tensor:
     if not isinstance(tensor, Elsewhere):
         with DisableTorchFunctionSubclass():
             tensor = (
-                tensor.view_as(tensor) if type(tensor) is not torch.Tensor else tensor
+                tensor
+                if type(tensor) in (torch.Tensor, Here)
+                else tensor.view_as(tensor)
             )
         tensor.__class__ = Here
     tensor.stage, tensor.runner = stage, runner  # type: ignore[attr-defined]
