@@ -781,6 +781,24 @@ def test_activation_checkpointing_refuses_parameters_of_a_call(lab: Lab) -> None
         train(lab, "single", code, activation_checkpointing=True)
 
 
+def test_activation_checkpointing_refuses_blocks_that_write_to_their_input(
+    lab: Lab,
+) -> None:
+    code = """
+        from torch import nn
+        model = nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, loader = prepare(
+            model, optimizer, torch.ones(8, 4), batch_size=2
+        )
+        for x in loader:
+            model(x).mean().backward()
+            optimizer.step()
+        """
+    with pytest.raises(RankError, match="a Sequential writes to a tensor that it is"):
+        train(lab, "single", code, activation_checkpointing=True)
+
+
 @pytest.mark.parametrize("strategy", release_but(["zero3", "fsdp"], "fsdp"))
 def test_activation_checkpointing_takes_blocks_of_a_single_layer(
     lab: Lab, strategy: str

@@ -19,6 +19,7 @@ from labkit.compat.deepspeed import is_of_deepspeed
 from labkit.compat.torch import PARAMETERS
 from labkit.compat.torch import is_fake
 from labkit.compat.torch import is_transformed
+from labkit.compat.torch import num_changes
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.autograd.structures import flatten
@@ -48,6 +49,13 @@ ITERATES = (
     "--activation-checkpointing it is computed again in the backward pass, when it "
     "would take other items. Have the items themselves, in a list, or leave the option "
     "out for this loop"
+)
+
+WRITES = (
+    "a {name} writes to a tensor that it is given, as an in-place ReLU does, and with "
+    "--activation-checkpointing it is computed again from that in the backward pass. "
+    "Have it write to a copy, x = x.clone(), or to none (inplace=False), or leave the "
+    "option out for this loop"
 )
 
 Settings = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -172,6 +180,11 @@ def check_parameters(block: nn.Module, used: list[nn.Parameter]) -> None:
         raise UnsupportedLoopError(OTHERS)
 
 
+def name_of(block: nn.Module) -> str:
+    """That of its class, which `fully_shard` gives another one."""
+    return type(block).__name__.removeprefix("FSDP")
+
+
 def are_shapes(values: Iterable[Any]) -> bool:
     """Whether it is for their shapes that a block runs: then nothing is kept."""
     return any(isinstance(each, torch.Tensor) and each.is_meta for each in values)
@@ -228,13 +241,17 @@ def _checkpointed_carefully(
             return _contexts(block, settings)
         before = state_of(block, given)
         if before.has_iterators:
-            raise UnsupportedLoopError(ITERATES.format(name=type(block).__name__))
+            raise UnsupportedLoopError(ITERATES.format(name=name_of(block)))
         second = partial(_second, block, given, before)
         return _first(watch, key, before), Again(second)
 
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    before = [*map(num_changes, tensors)]
     output, copies = checkpoint(
         compute, *leaves, use_reentrant=False, context_fn=contexts
     )
+    if before != [*map(num_changes, tensors)]:
+        raise UnsupportedLoopError(WRITES.format(name=name_of(block)))
     return hand_back(zip(own, copies, strict=True), output)
 
 

@@ -144,7 +144,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         place = place_of(remote)
         changed = args[0] if args and changes(func, name) else kwargs.get("out")
         metas = tree_map_only(torch.Tensor, as_meta, (args, kwargs))
-        metas = in_one_precision(metas)
+        if changed is None:  # what is written to keeps its own
+            metas = in_one_precision(metas)
         try:
             result = func(*metas[0], **metas[1])
         except (NotImplementedError, RuntimeError) as error:
