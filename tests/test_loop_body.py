@@ -36,6 +36,9 @@ def test_a_plain_loop_does_nothing_else() -> None:
             "line 12: with torch.no_grad():",
         ),
         ("losses.append(loss)", "line 12: losses.append(loss)"),
+        ("ema.update()", "line 12: ema.update()"),
+        ("copies.update(model)", "line 12: copies.update(model)"),
+        ("helper.update()", "line 12: helper.update()"),
         ("p.data = q", "line 12: p.data = q"),
     ],
 )
@@ -54,6 +57,9 @@ def test_a_number_of_rounds_is_found() -> None:
         "for output in outputs:\n        loss = loss + loss_fn(output, y)",
         "for t in range(9):\n        if t > 3:\n            break\n        h = cell(h)",
         "while error > 1:\n        error = error / 2",
+        "losses.update(loss.item(), len(x))",
+        "top1.update(accuracy, n=len(x))",
+        "bar.update()",
     ],
 )
 def test_a_loop_that_only_computes_is_no_other_work(work: str) -> None:

@@ -36,6 +36,7 @@ from labkit.compat.c10d import local_part
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import is_functorch_wrapped
+from labkit.compat.torch import num_changes
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import without_cached_weights
 from labkit.strategies.autograd.structures import slots_of
@@ -151,6 +152,8 @@ class Values(NamedTuple):
     kind: type
     data: torch.Tensor
     values: torch.Tensor
+    num_changes: int
+    """Also of those which change nothing so far, as of an average with itself."""
 
 
 GENERATORS = (
@@ -236,7 +239,7 @@ def contents_of(value: Any) -> Any:
         case torch.Tensor():
             if has_values(value):
                 values = local_part(value.data).clone()
-                return Values(type(value), value.data, values)
+                return Values(type(value), value.data, values, num_changes(value))
             return None
         case np.ndarray():
             return value.copy() if value.flags.writeable else None
@@ -339,7 +342,11 @@ def is_other(before: Any, now: Any) -> bool:
     that is computed once, unless it is a number."""
     if isinstance(before, Values):
         is_here = isinstance(now, Values) and now.kind is before.kind
-        return not is_here or is_another(before.values, now.values)
+        return (
+            not is_here
+            or now.num_changes != before.num_changes
+            or is_another(before.values, now.values)
+        )
     if isinstance(before, dict):
         olds = {name: before.get(name) for name in {**before, **now}}
         return any(

@@ -26,6 +26,13 @@ METERS = {"add", "append", "update", "print", "write", "set_postfix", "extend", 
 NO_SCHEDULER = re.compile(r"bar|progress|tqdm|count|meter|writer|log", re.IGNORECASE)
 """In the name of what is no scheduler."""
 
+METER = re.compile(rf"{NO_SCHEDULER.pattern}|metric|acc|loss|stat|time", re.IGNORECASE)
+"""In the name of what `update` adds numbers to."""
+AVERAGE = re.compile(
+    "ema|average|avg|swa|shadow|teacher|target|bank|queue|memory|buffer", re.IGNORECASE
+)
+"""In the name of what `update` changes that the loop trains with."""
+
 COPIES = {"detach", "clone", "item", "data", "sum", "mean"}
 
 RANK_COUNTS = {"world_size", "get_world_size", "WORLD_SIZE", "num_ranks"}
@@ -42,12 +49,13 @@ def extra_work(code: str) -> str | None:
     except SyntaxError:  # which the cell itself will say
         return None
     loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
+    models = {name for node in ast.walk(tree) for name in prepared_names(node, 0)}
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.While) and takes_batches(node, loaders):
             goes_over = isinstance(node, ast.For) and names_in(node.iter, loaders)
             is_zipped = goes_over and "zip(" in ast.unparse(node).splitlines()[0]
             is_counted = is_zipped or not goes_over
-            found = node if is_counted else next(unusual(node.body), None)
+            found = node if is_counted else next(unusual(node.body, models), None)
             if found is not None:
                 first = ast.unparse(found).splitlines()[0]
                 return f"line {found.lineno}: {first}"
@@ -56,14 +64,19 @@ def extra_work(code: str) -> str | None:
 
 def loader_names(node: ast.AST) -> Iterator[str]:
     """The variable for the loader in `model, optimizer, loader = prepare(...)`."""
+    yield from prepared_names(node, -1)
+
+
+def prepared_names(node: ast.AST, place: int) -> Iterator[str]:
+    """The variable at this place in `model, optimizer, loader = prepare(...)`."""
     if (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and getattr(node.value.func, "id", "") == "prepare"
         and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.targets[0].elts[-1], ast.Name)
+        and isinstance(name := node.targets[0].elts[place], ast.Name)
     ):
-        yield node.targets[0].elts[-1].id
+        yield name.id
 
 
 def takes_batches(loop: ast.For | ast.While, loaders: set[str]) -> bool:
@@ -83,7 +96,17 @@ def names_in(node: ast.AST, names: set[str]) -> bool:
     )
 
 
-def unusual(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def is_meter(update: ast.Call, models: set[str]) -> bool:
+    """Whether `update` counts or shows numbers, and makes no average of weights."""
+    of = ast.unparse(update.func).rpartition(".")[0]
+    given = [*update.args, *(each.value for each in update.keywords)]
+    if METER.search(of):
+        return True
+    has_model = any(names_in(each, models) for each in given)
+    return bool(given) and not has_model and not AVERAGE.search(of)
+
+
+def unusual(body: list[ast.stmt], models: set[str]) -> Iterator[ast.stmt]:
     """Statements that do more than compute values for this batch."""
     for statement in body:
         is_loop = isinstance(statement, ast.For | ast.While)
@@ -92,14 +115,14 @@ def unusual(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         ):
             yield statement  # it accumulates by itself, or steps several times
         elif isinstance(statement, ast.For | ast.While):
-            inner = unusual([*statement.body, *statement.orelse])
+            inner = unusual([*statement.body, *statement.orelse], models)
             yield from (each for each in inner if not isinstance(each, LEAVING))
         elif isinstance(statement, ast.If):
-            yield from unusual([*statement.body, *statement.orelse])
+            yield from unusual([*statement.body, *statement.orelse], models)
         elif isinstance(statement, ast.With) and "no_grad" not in ast.unparse(
             statement
         ):
-            yield from unusual(statement.body)
+            yield from unusual(statement.body, models)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             function = statement.value.func
             name = getattr(function, "attr", getattr(function, "id", ""))
@@ -107,7 +130,8 @@ def unusual(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 not isinstance(each, ast.Name | ast.Lambda)  # no closure
                 for each in statement.value.args
             )
-            if name not in PLAIN_CALLS or is_by_batch:
+            is_other = name == "update" and not is_meter(statement.value, models)
+            if name not in PLAIN_CALLS or is_by_batch or is_other:
                 yield statement
         elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = getattr(statement, "targets", None) or [statement.target]  # type: ignore[union-attr]

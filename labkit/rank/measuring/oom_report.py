@@ -1,7 +1,6 @@
 """What a rank held when it ran out of memory, and what would fit instead."""
 
 import contextlib
-import copy
 import signal
 from collections import defaultdict
 from collections.abc import Callable
@@ -86,8 +85,10 @@ def plain_copy(model: nn.Module) -> nn.Module | None:
 
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer without parameters and state."""
-    bare = copy.copy(optimizer)
-    bare.param_groups, bare.state = [], defaultdict(dict)
+    # Not by its own methods: a wrapper's may need what it never had.
+    kind: Any = type(optimizer)
+    bare: torch.optim.Optimizer = object.__new__(kind)
+    vars(bare).update(vars(optimizer), param_groups=[], state=defaultdict(dict))
     return bare
 
 

@@ -17,8 +17,8 @@ from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.prepared import Prepared
 
-NUM_STEPS = 3
-"""Of a model are looked at, the first ones."""
+MAX_LOOKS = 32
+"""At as many steps a model is looked at before that comes half as often."""
 BATCHNORM = (
     "BatchNorm takes the statistics of a rank's own part of each batch (of a "
     "microbatch, with --accumulate), so the result differs from that of one process. "
@@ -29,7 +29,8 @@ NOT_COUNTED = ("_", "ds_", "applied_")
 
 
 class ForwardState:
-    """What one model's forward passes change, in its first steps.
+    """What one model's forward passes change: in its first steps, and in ever fewer
+    later ones, as it may begin to after a warm-up.
 
     A buffer that they change by a rank's own samples is soon another one on each rank.
     With `--accumulate` what they count, or move by a step, moves once for each
@@ -38,8 +39,14 @@ class ForwardState:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._num_left = NUM_STEPS
-        self._has_noted_repeated = self._has_noted_batchnorm = False
+        self._num_steps = self._num_looks = 0
+        self._interval = 1
+        self._has_noted_repeated = False
+        self._batchnorms = [
+            module
+            for module in prepared.module.modules()
+            if isinstance(module, BatchNormBase)
+        ]
         self._before: dict[str, Any] | None = None
         """At the end of the same step's microbatch before this one."""
         self._modules = [
@@ -64,9 +71,13 @@ class ForwardState:
     def look(self, *, num_ranks: int, is_last: bool) -> None:
         """The loop steps, with the last microbatch of a step or another one."""
         accumulate = self._prepared.options.accumulate
-        if not self._num_left or num_ranks * accumulate == 1:
+        if num_ranks * accumulate == 1:
             return
         self._note_batchnorm()
+        is_due = self._num_steps % self._interval == 0
+        self._num_steps += is_last
+        if not is_due:
+            return
         buffers = self._digests()
         if accumulate > 1:
             now = buffers | self._numbers()
@@ -75,7 +86,10 @@ class ForwardState:
                 self._note_repeated([n for n in now if now[n] != before.get(n, now[n])])
             self._before = None if is_last else now
         if is_last:
-            self._num_left -= 1
+            self._num_looks += 1
+            if self._num_looks == MAX_LOOKS:
+                self._num_looks //= 2
+                self._interval *= 2
             self._add_copies()
             self.replicas = self._comparable(buffers)
 
@@ -95,12 +109,11 @@ class ForwardState:
 
     def _note_batchnorm(self) -> None:
         """One in eval mode takes no statistics of a batch."""
-        if not self._has_noted_batchnorm and any(
+        if any(
             module.training and not getattr(module, "is_synchronized", False)
-            for module in self._prepared.module.modules()
-            if isinstance(module, BatchNormBase)
+            for module in self._batchnorms
         ):
-            self._has_noted_batchnorm = True
+            self._batchnorms = []
             self._prepared.note(BATCHNORM)
 
     def _note_repeated(self, names: list[str]) -> None:

@@ -71,6 +71,7 @@ from labkit.strategies.relay.elsewhere import plain
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import is_absent
 from labkit.strategies.relay.relay import Relay
+from labkit.strategies.relay.relay import flags_of
 from labkit.strategies.relay.stages import CUTS
 from labkit.strategies.relay.stages import cut
 from labkit.theory import ring
@@ -199,6 +200,7 @@ class Pipeline(Prepared):
             self.options.microbatches or MICROBATCHES_A_STAGE * mesh.size()
         )
         self._num_checked = 0
+        self._flags = flags_of(self.module)
         self._is_whole: dict[Any, bool] = {}
         """By kind of call of the model, whether its batches pass as a whole: each has
         been compared with its microbatches."""
@@ -289,7 +291,7 @@ class Pipeline(Prepared):
         outputs differ its samples are not independent, and such batches pass as a
         whole. Whether they do. Collective."""
         is_training = self.module.training
-        kind = is_training, str(spec), *map(kind_of, leaves)
+        kind = self._flags(), str(spec), *map(kind_of, leaves)
         if kind in self._is_whole:
             return self._is_whole[kind]
         if len(self._is_whole) >= NUM_KINDS:

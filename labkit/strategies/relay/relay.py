@@ -233,6 +233,8 @@ class Relay:
         self._written: list[torch.Tensor] = []
         """Tensors of no stage that the pass under way has written to."""
         self._known: dict[Any, Known] = {}
+        self._flags = [flags_of(module) for module in stages.modules]
+        """Attributes of layers that tell what these do."""
         self._shapes: dict[Any, Any] = {}
         """What layers of other ranks return, by what they get."""
         self.num_passes = 0
@@ -732,7 +734,8 @@ class Relay:
             for t in leaves
         )
         trained = tuple(p.requires_grad for p in module.parameters())
-        key = (number, kinds, trained, module.training, *self._mode())
+        flags = self._flags[number]()
+        key = (number, kinds, trained, flags, *self._mode())
         known = self._shapes.get(key)
         if known is None or known[0] != spec[0]:
             # One input may be computed from another, on other ranks.
@@ -868,6 +871,24 @@ def is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (
         leaf.is_floating_point() or leaf.is_complex()
     )
+
+
+def flags_of(*modules: nn.Module) -> Callable[[], tuple[bool, ...]]:
+    """What gives the flags of modules and of all in them: whether they train and, of
+    the user's own classes, other attributes that are True or False."""
+    within = [each for module in modules for each in module.modules()]
+    own = [vars(each) for each in within if not is_of_torch(each)]
+    others = [each for each in within if is_of_torch(each)]
+
+    def flags() -> tuple[bool, ...]:
+        found = [x for names in own for x in names.values() if isinstance(x, bool)]
+        return (*found, *(each.training for each in others))
+
+    return flags
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 class _StageIsDone(BaseException):
