@@ -25,10 +25,9 @@ class VectorQuantized(nn.Module):
         if self.training:
             chosen = F.one_hot(nearest, len(self.codes)).float()
             counts = chosen.sum(0)[:, None]
-            means = chosen.T @ z.detach() / counts.clamp(min=1)
-            self.codes = torch.where(
-                counts > 0, self.codes.lerp(means, 0.5), self.codes
-            )
+            means = chosen.to(z.dtype).T @ z.detach() / counts.clamp(min=1)
+            moved = self.codes.lerp(means.to(self.codes.dtype), 0.5)
+            self.codes = torch.where(counts > 0, moved, self.codes)
         return self.decoder(z + (codes - z).detach())
 
 
