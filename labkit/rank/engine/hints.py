@@ -45,9 +45,9 @@ NO_GRADIENT = (
 )
 """Without --accumulate."""
 OTHER_PRECISION = (
-    "ZeRO keeps the parameters in the dtype of --precision, and only model(x) casts x "
-    "to it; before calling a part or another method of the model, cast the input: "
-    "x = x.to(next(model.parameters()).dtype)"
+    "under ZeRO, fsdp and hsdp the layers compute in the dtype of --precision. What "
+    "model(x) is given is cast to it, and neither buffers nor what a part or another "
+    "method of the model is given: cast these, as in x = x.to(torch.bfloat16)"
 )
 TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
