@@ -881,6 +881,15 @@ PLACES = {
         NET + GRADIENTS + LOOP_NET,
         "What a hook of a module gets",
     ),
+    "an attribute of a layer": (
+        NET.replace("return x + torch", "self.kept = torch")
+        .replace(
+            "(self.linear(x))\n", "(self.linear(x))\n        return x + self.kept\n"
+        )
+        .replace("self.head(x)", "self.head(self.blocks[1].kept)")
+        + LOOP_NET,
+        "head gets what a layer has computed and not returned",
+    ),
     "a view": (
         NET.replace(
             "x = self.first(x)",

@@ -772,11 +772,7 @@ class Relay:
         pattern = [code_of(leaf) for leaf in leaves]
         known = self._known.get(key)
         if known is None:
-            known = self._exchange(key, pattern, owner, name)
-            sent = [leaves[each.leaf] for each in known.transfers if owner is not None]
-            if any(stage_of(leaf) is None for leaf in sent):
-                raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
-            self._known[key] = known
+            self._known[key] = known = self._exchange(key, pattern, owner, name)
         elif known.pattern != pattern:
             raise UnsupportedLoopError(OTHER_PATTERN.format(name=name))
         return known
@@ -797,6 +793,7 @@ class Relay:
                 "same. Make what forward decides at random or by rank the same on all"
             )
         transfers, everywhere = [], []
+        _, *stages = key
         for leaf, own in enumerate(pattern):
             codes = [row[leaf + 1] for row in found]
             having = [rank for rank, code in enumerate(codes) if code >= 0]
@@ -806,6 +803,8 @@ class Relay:
                 everywhere.append(leaf)
             elif not having:
                 raise UnsupportedLoopError(NOWHERE.format(what=name))
+            elif stages[leaf] is None:
+                raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
             elif owner is None or codes[owner] < 0:
                 source = having[-1]
                 transfers.append(Transfer(leaf, source, DTYPES[codes[source]]))
