@@ -803,7 +803,7 @@ class Relay:
                 everywhere.append(leaf)
             elif not having:
                 raise UnsupportedLoopError(NOWHERE.format(what=name))
-            elif stages[leaf] is None:
+            elif owner is not None and stages[leaf] is None:
                 raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
             elif owner is None or codes[owner] < 0:
                 source = having[-1]
