@@ -19,8 +19,10 @@ READ = (
     "another rank computes it: each has a part of the model's layers. What the model "
     "returns is on every rank; have forward return what is to be read, or use ddp"
 )
-
-
+CHECKED = (
+    ". A distribution of torch.distributions reads its arguments to check them, unless "
+    "it has validate_args=False"
+)
 COLLECTIVE = (
     "the model's forward calls a collective of torch.distributed, and under pipeline "
     "each layer runs on the one rank that has it, with the whole batch: the others "
@@ -340,7 +342,9 @@ def without_devices(value: Any) -> Any:
 def refuse(tensor: Any, name: str) -> Any:
     with DisableTorchFunctionSubclass():
         shape = tuple(tensor.shape)
-    raise UnsupportedLoopError(READ.format(shape=shape, name=name.strip("_")))
+    what = name.strip("_")
+    also = CHECKED if what == "bool" else ""
+    raise UnsupportedLoopError(READ.format(shape=shape, name=what) + also)
 
 
 _tensor: Any = torch.Tensor
