@@ -117,7 +117,8 @@ class ZeRO3(ZeRO):
             offload.post_sub_module_forward_function,
         )
         for module in self.module.modules():
-            self._undo += watch_inputs(module)
+            if "pre_bwd_fn" in vars(module):  # not within one that is gathered whole
+                self._undo += watch_inputs(module)
         coordinator = offload.get_param_coordinator()
         coordinator.reset_step = partial(in_words, coordinator.reset_step)
         self.see_calls()
