@@ -17,7 +17,7 @@ from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.prepared import Prepared
 
-MAX_LOOKS = 32
+MAX_LOOKS = 8
 """At as many steps a model is looked at before that comes half as often."""
 BATCHNORM = (
     "BatchNorm takes the statistics of a rank's own part of each batch (of a "
