@@ -549,7 +549,7 @@ def test_weights_set_while_they_are_gathered_are_refused(lab: Lab) -> None:
             model.head.weight.mul_(0.5)
         loss.backward()
     """
-    with pytest.raises(RankError, match=r"set head\.weight after a forward pass"):
+    with pytest.raises(RankError, match=r"set or moved head\.weight after a forward"):
         train(lab, "fsdp", SET_UP, PREPARE, loop)
 
 
