@@ -153,8 +153,9 @@ class Lab:
     ) -> "Lab":
         """Find the ranks that a lab with `keep` has left running, as `%dist_attach`.
 
-        It waits for the end of a cell that still runs there; an interrupt ends it. A
-        line on stderr says where that cell has failed, or ranks took unequal steps.
+        It waits for the end of a cell that still runs there; an interrupt ends that
+        cell. A line on stderr says if the cell has failed, or if ranks took different
+        numbers of steps.
 
         Parameters
         ----------
@@ -398,7 +399,7 @@ class Lab:
         Returns
         -------
         Run
-            Also the last of `runs`, where it is as well after an error.
+            Also the last of `runs`; after an error you find it there.
 
         Raises
         ------
@@ -493,7 +494,7 @@ class Lab:
         On every rank the file runs as `__main__`, with the environment, arguments and
         settings that it has under `torchrun`. Losses are noticed as in a raw cell. The
         lab has its variables, modules, settings and process group back afterwards;
-        of the script's variables none is kept.
+        none of the script's variables is kept.
 
         Parameters
         ----------
@@ -579,7 +580,8 @@ class Lab:
         space : mapping of str to tuple, list or distribution
             Parameters and their ranges: `(low, high)`, `(low, high, "log")` or
             `(low, high, step)`, whole numbers where low and high are; a list of
-            choices; or a distribution of Optuna's. "strategy" is that of the run.
+            choices; or a distribution of Optuna's. A parameter called "strategy" is
+            the strategy of the run.
         strategy : str, default ddp
             As for `train`.
         {options}
@@ -752,7 +754,7 @@ class Lab:
         """Copy values to variables on ranks.
 
         Functions and classes of the notebook go with all that they refer to. A large
-        copy shows a bar; it takes as long as the ranks answer.
+        copy shows a bar; it has no time limit while the ranks answer.
 
         Parameters
         ----------
@@ -784,8 +786,8 @@ class Lab:
     def pull(self, name: str, ranks: Ranks = 0, *, full: bool = False) -> Any:
         """Copy a variable from ranks to the notebook.
 
-        Tensors come to the CPU. A large copy shows a bar. Where a rank is dead, those
-        of the others can still be copied, except with `full`.
+        Tensors come to the CPU. A large copy shows a bar. Where a rank is dead,
+        variables of the others can still be copied, except with `full`.
 
         Parameters
         ----------
@@ -839,7 +841,7 @@ class Lab:
         ----------
         model : nn.Module or str
             The plain module, also on the meta device. A string names a variable of
-            rank 0, and then `x` does too, and `optimizer` may.
+            rank 0; `x` is then a name there too, and `optimizer` may be one.
         x : Tensor, tuple or dict of Tensor, or str, optional
             A batch of the model's input: its first dimension is the batch. By default
             token ids of shape (batch, `sequence`), or rows of numbers, as the model
@@ -978,7 +980,7 @@ class Lab:
         everyone : bool, default False
             Restart every rank, and ipyparallel's controller; all variables are lost.
         num_ranks : int, optional
-            How many ranks there are to be.
+            The new number of ranks.
         hosts : str, optional
             As for `Lab(launcher="ssh")`: the hosts, in order of rank, and how many
             ranks each is to have.

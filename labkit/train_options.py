@@ -62,31 +62,31 @@ class TrainOptions:
     )
     microbatches: int | None = option(
         None,
-        "pass each batch through the stages in this many parts",
+        "under pipeline, pass each batch through the stages in this many parts",
         partial(check_count, meaning="the microbatches that pass through the stages"),
         metavar="M",
         default_text="four for each stage",
     )
     schedule: str = option(
         "1f1b",
-        "the order of forward and backward passes in fit: all forward passes first, "
-        "one of each in turn, or the same with two stages a rank; in a loop of your "
-        "own always gpipe",
+        "under pipeline, the order of passes in fit: all forward passes first (gpipe), "
+        "forward and backward in turn (1f1b), or that with two stages a rank "
+        "(interleaved); in a loop of your own always gpipe",
         partial(check_choice, choices=SCHEDULES),
         choices=SCHEDULES,
     )
     comm: str | None = option(
         None,
-        "send gradients in fewer bytes: rounded to fp16 or bf16, as factors of a low "
-        "rank, or the largest entries alone; the last two keep what was not sent for "
-        "the next step",
+        "under ddp, send gradients in fewer bytes: rounded to fp16 or bf16, as factors "
+        "of a low rank (powersgd), or the largest entries alone (topk); the last two "
+        "keep what was not sent for the next step",
         partial(check_choice, choices=COMPRESSIONS),
         choices=COMPRESSIONS,
     )
     average_every: int | None = option(
         None,
-        "let every rank step with the gradients of its own samples, and average "
-        "parameters every K steps (local SGD)",
+        "under ddp, let every rank step with the gradients of its own samples, and "
+        "average parameters every K steps (local SGD)",
         partial(check_count, meaning="the steps from one average to the next"),
         metavar="K",
     )
@@ -99,19 +99,20 @@ class TrainOptions:
     )
     servers: int = option(
         1,
-        "ranks that keep the parameters, each an equal part, and do not train",
+        "under parameter_server, how many ranks keep the parameters, each an equal "
+        "part, and do not train",
         partial(check_count, meaning="the ranks that serve the others"),
         metavar="N",
     )
     asynchronous: bool = option(
         False,
-        "every push of a worker's gradients is a step of its own, and no worker waits "
-        "for the others",
+        "under parameter_server, every push of a worker's gradients is a step of its "
+        "own, and no worker waits for the others",
     )
     staleness: int | None = option(
         None,
         "with --asynchronous: a worker that is more than this many steps ahead of the "
-        "slowest one waits for it; by default it may be any number",
+        "slowest one waits for it; by default none waits",
         check_staleness,
         metavar="K",
     )

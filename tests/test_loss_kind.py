@@ -390,7 +390,7 @@ OF_SUMS: dict[str, tuple[Loss, str | None]] = {
     "sum of means": (lambda x: x.square().mean(1).sum(), None),
     "one a sample": (lambda x: added(of_each(x)), None),
     "mean times its number": (lambda x: F.mse_loss(x, T) * len(x), None),
-    "divided by another number": (lambda x: x.square().sum() / 17, None),
+    "divided by a number that is not": (lambda x: x.square().sum() / 17, None),
     "penalty": (lambda x: x.square().sum() + P.square().mean(), None),
 }
 

@@ -1077,7 +1077,7 @@ def test_options_that_cannot_be_are_refused(
         ),
         (
             cell("gpt").replace("model(x), y)", "model(x), (y + rank) % 32)"),
-            "have another loss on each",
+            "have different losses",
         ),
     ],
     ids=["one layer", "other inputs", "another loss"],

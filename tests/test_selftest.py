@@ -272,7 +272,7 @@ FAULTS = [
             name,
             WRONG_GRADIENT,
             "torch.nn.functional.mse_loss = labkit_real",
-            "its gradient is another one on each"  # as they have the same samples
+            "its gradient differs between ranks"  # as they have the same samples
             if name == "tensor"
             else f"{name}: the loss of step 2 is .*; one process has",
         )

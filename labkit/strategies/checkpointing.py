@@ -41,7 +41,7 @@ UNCHANGED = torch.Tensor | int | float | str | None
 OTHERS = (
     "torch.func.functional_call gives the model other parameters for a forward pass, "
     "and --activation-checkpointing computes that again in the backward pass, when the "
-    "model has its own. Leave it out for this loop"
+    "model has its own again. Leave the option out for this loop"
 )
 
 ITERATES = (

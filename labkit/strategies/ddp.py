@@ -39,9 +39,9 @@ from labkit.strategies.prepared import check_keys
 
 EVALUATED_ALONE = (
     "--average-every: the loop evaluates the model between two averages, where each "
-    "rank has its own, unlike one process. Evaluate on loader.share(dataset, "
-    "batch_size=B), before which parameters are averaged, or after a multiple of K "
-    "steps"
+    "rank has its own parameters, unlike one process. Evaluate on "
+    "loader.share(dataset, batch_size=B), before which parameters are averaged, or "
+    "after a multiple of K steps"
 )
 STATES_DIFFER = (
     "--average-every: ranks have kept optimizer states of other parameters, or of "

@@ -89,8 +89,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 OWN_STEP = (
     "the loop steps {kind}, which {outer} has, without the step() of the optimizer "
-    "that prepare returned. That is for single and ddp, and without --accumulate, "
-    "--clip, --average-every and --precision fp16, of which {kind} knows nothing"
+    "that prepare returned. That works only under single and ddp, and without "
+    "--accumulate, --clip, --average-every and --precision fp16, of which {kind} knows "
+    "nothing"
 )
 DROPPED = (
     "a backward pass failed half-way, with the gradients of some parameters averaged "

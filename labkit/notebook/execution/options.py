@@ -43,7 +43,7 @@ class RunOptions(TrainOptions):
 
     name: str | None = option(
         None,
-        "what to call the run; one that is taken gets a number",
+        "what to call the run; a name that is taken gets a number",
         check_run_name,
         metavar="NAME",
         default_text="run-1, run-2, ...",
@@ -64,7 +64,7 @@ class RunOptions(TrainOptions):
     )
     keep: int | None = option(
         None,
-        "how many checkpoints are kept, the newest",
+        "how many of the newest checkpoints are kept",
         check_count,
         metavar="K",
         default_text=f"{CheckpointPlan.keep}",
@@ -92,8 +92,9 @@ class RunOptions(TrainOptions):
     )
     live: bool | str = option(
         True,
-        "plot it while it runs: as a picture, or as a widget with values under the "
-        "mouse, zoom, ranks on and off, in whose place the picture is at the end",
+        "plot the run while it goes on: as a picture, or as a widget, with values "
+        "under the mouse, zoom, and ranks to switch on and off, which the picture "
+        "replaces at the end",
         check_view,
         choices=VIEWS,
         default_text="image",

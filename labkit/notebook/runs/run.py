@@ -50,7 +50,7 @@ class Run(RunRecord):
     Attributes
     ----------
     name, strategy, code : str
-        What was run, and what it is called.
+        What the run is called, the strategy that it ran under, and what was run.
     state : {"running", "finished", "failed", "interrupted", "lost"}
         A run loaded from disk is "lost" where its kernel died while it ran.
     options : TrainOptions
@@ -248,7 +248,7 @@ class Run(RunRecord):
     def catch_up(
         self, state: str, *, seconds: float, info: dict[str, Any], mismatches: list[str]
     ) -> None:
-        """Note how far another kernel has written that the run is.
+        """Take over what another kernel has written about the run.
 
         Parameters
         ----------

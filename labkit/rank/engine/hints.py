@@ -46,9 +46,9 @@ NO_GRADIENT = (
 )
 """Without --accumulate."""
 OTHER_PRECISION = (
-    "under ZeRO, fsdp and hsdp the layers compute in the dtype of --precision. What "
-    "model(x) is given is cast to it, and neither buffers nor what a part or another "
-    "method of the model is given: cast these, as in x = x.to(torch.bfloat16)"
+    "under ZeRO, fsdp and hsdp the layers compute in the dtype of --precision. The "
+    "inputs of model(x) are cast to it; buffers, and the inputs of a part or of "
+    "another method of the model, are not: cast these, as in x = x.to(torch.bfloat16)"
 )
 TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
@@ -91,11 +91,11 @@ FORWARD_MODE = (
     "and the like cannot transform; use ddp, zero1, zero2 or fsdp"
 )
 NEW_PARAMETER = (
-    "a parameter of the model was none in prepare, as after remove_parametrizations, "
-    "and this strategy has parts of those alone. Do that in a plain model with the "
-    "trained weights, which %dist_pull model --full has in the notebook, for "
-    "plain.load_state_dict(model). (Under torch.func.functional_call use ddp, zero1 or "
-    "zero2)"
+    "a parameter of the model did not exist yet in prepare, as after "
+    "remove_parametrizations, and this strategy has parts only of those that did. Make "
+    "the change in a plain model with the trained weights, which %dist_pull model "
+    "--full has in the notebook, for plain.load_state_dict(model). (Under "
+    "torch.func.functional_call use ddp, zero1 or zero2)"
 )
 FUNCTIONAL_ON_PARTS = (
     "the ranks that share a layer's parts sum them with collectives, which torch.func "

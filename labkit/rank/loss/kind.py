@@ -42,10 +42,10 @@ SUM_OUTSIDE = (
 MEAN_IN_SUM = (
     'reduction="sum" adds up the losses of ranks and microbatches, and this loss has a '
     "mean over the samples or targets of one of these, so the gradient is larger than "
-    "that of one process on the whole batch. Divide by the number of all ranks: "
-    "count = torch.tensor(len(x)), or that of the targets; dist.all_reduce(count, "
-    "group=loader.group); loss = losses.sum() / count. A loss that is one mean over "
-    'the samples needs no reduction="sum"'
+    "that of one process on the whole batch. Divide by the number of samples, or "
+    "targets, on all ranks together: count = torch.tensor(len(x)); "
+    "dist.all_reduce(count, group=loader.group); loss = losses.sum() / count. A loss "
+    'that is one mean over the samples needs no reduction="sum"'
 )
 PARTLY_SUM = (
     "the loss adds a sum over samples to a mean, but the losses of ranks and "
@@ -54,8 +54,8 @@ PARTLY_SUM = (
     "the sum by len(inputs)"
 )
 CONSTANT = (
-    "the loss is a sum over samples, divided by another number than that of this "
-    "rank's samples (a constant batch size, for example). The losses of ranks and "
+    "the loss is a sum over samples, divided by a number that is not this rank's "
+    "number of samples (a constant batch size, for example). The losses of ranks and "
     "microbatches are averaged, so the gradient is a fraction of what one process "
     "computes on the whole batch. Divide by the number of samples that the loop "
     'gets, len(inputs), or pass prepare(..., reduction="sum")'

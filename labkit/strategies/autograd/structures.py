@@ -32,15 +32,15 @@ CONTAINERS = list | tuple | dict
 _OBJECT = "labkit object "
 
 GIVEN_TWICE = (
-    "a layer or a block is given one {kind} twice, or in two places, and puts "
-    "something into it: it gets two copies of it, of which one would not have that. "
-    "Give it once, or use ddp"
+    "a layer or a block is given the same {kind} twice, or in two places, and puts "
+    "something into it: it gets two copies, and only one of them would have what it "
+    "puts in. Give it once, or use ddp"
 )
 
 IN_ITSELF = (
     "the model, or a block of it, is given or returns a list or a dict that contains "
-    "itself, in which the tensors are not to be found. Have none that does; or leave "
-    "out --activation-checkpointing, and use ddp"
+    "itself, so its tensors cannot be found. Use a list or a dict that does not; or "
+    "leave out --activation-checkpointing, and use ddp"
 )
 
 Search = TypeVar("Search", bound=Callable[..., Any])

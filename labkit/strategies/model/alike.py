@@ -104,9 +104,9 @@ def check_inputs(leaves: Sequence[Any], mesh: DeviceMesh) -> None:
 
 
 OTHER_LOSS = (
-    "ranks that share the layers of one model have another loss on each, and each "
-    "would train its parts for its own. Compute the loss in the same way on all of "
-    "them, without rank"
+    "ranks that share the layers of one model have different losses, and each would "
+    "train its part of the layers for its own loss. Compute the loss in the same way "
+    "on all of them, without rank"
 )
 
 

@@ -21,9 +21,9 @@ from labkit.compat.torch import tree_leaves
 from labkit.strategies.model.states import plain_shape
 
 FREED = (
-    "{name} is read as a forward pass of the model had it, kept in a module or given "
-    "back by forward, and fully_shard has freed that since. Keep or return a copy, "
-    "{name}.clone(), or read the model's own; or use ddp, zero1 or zero2"
+    "the loop reads {name} as it was gathered for a forward pass, and kept in a module "
+    "or returned by forward, and fully_shard has freed that since. Keep or return a "
+    "copy, {name}.clone(), or read the model's own; or use ddp, zero1 or zero2"
 )
 
 _grad: Any = torch.Tensor.grad

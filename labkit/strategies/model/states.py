@@ -275,9 +275,9 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64)
     raise ValueError(
-        f"{name} is {type(value).__name__}; of an optimizer's state a checkpoint holds "
-        "tensors and numbers. Save the model alone with save_checkpoint(folder, "
-        "model=model)"
+        f"{name} is {type(value).__name__}; a checkpoint holds only the tensors and "
+        "numbers of an optimizer's state. Save the model alone with "
+        "save_checkpoint(folder, model=model)"
     )
 
 

@@ -47,8 +47,8 @@ from labkit.strategies.prepared import check_keys
 
 CHANGED_ASYNCHRONOUSLY = (
     "the loop changes parameters besides the optimizer, and with --asynchronous every "
-    "worker has others, so there is none that such a change would be of. Leave out "
-    "--asynchronous, or that change"
+    "worker has other values, so the change would be a different one on each. Leave "
+    "out --asynchronous, or that change"
 )
 
 
@@ -80,7 +80,7 @@ class Worker(Prepared):
         if self.options.precision == "fp16":
             raise UnsupportedLoopError(
                 "--precision fp16 skips the steps in which any gradient overflows, and "
-                "a worker knows its own alone; use --precision bf16, or ddp"
+                "a worker knows only its own gradients; use --precision bf16, or ddp"
             )
         self._servers = self.roles.servers
         self.num_shards = len(self._servers)
@@ -253,7 +253,7 @@ class Worker(Prepared):
         if any(g.layout != torch.strided for g in gradients if g is not None):
             raise UnsupportedLoopError(
                 "a gradient is sparse, as that of an embedding with sparse=True, and "
-                f"workers under {self.strategy.name} push whole ones; make it without "
+                f"workers under {self.strategy.name} push dense ones; make it without "
                 "sparse=True, or use ddp"
             )
         sums = fingerprints(self._parameters).tolist()

@@ -16,17 +16,17 @@ from labkit.strategies.relay.stages import Stages
 
 SHARED_GENERATOR = (
     "layers of several stages draw from one generator of random numbers, and under "
-    "pipeline a layer draws on the one rank that has it: the others' would not go on. "
-    "Give each layer a generator of its own (self.generator = "
+    "pipeline a layer draws on the one rank that has it: the generators of the other "
+    "ranks would not advance. Give each layer a generator of its own (self.generator = "
     "torch.Generator().manual_seed(number)), draw outside of the layers, or use ddp"
 )
 SHARED_STATE = (
-    "{name} changes what layers of other stages, or the forward around the layers, "
-    "have as well: an entry of a list or a dict, an attribute, or a global variable, "
-    "as a count of calls. Under pipeline a layer runs on the one rank that has it, and "
-    "the others' would not go on. Have the layer return what it has computed, give "
-    "each layer a list or a count of its own, change it in the forward around the "
-    "layers, or use ddp"
+    "{name} changes what layers of other stages, or the forward around the layers, use "
+    "as well: an entry of a list or a dict, an attribute, or a global variable, as a "
+    "count of calls. Under pipeline a layer runs on the one rank that has it, and what "
+    "the other ranks have of this would not change. Have the layer return what it has "
+    "computed, give each layer a list or a count of its own, change it in the forward "
+    "around the layers, or use ddp"
 )
 
 

@@ -89,7 +89,7 @@ WHOLE_BATCHES = (
 )
 ONLY_GPIPE = (
     "{why}, so all forward passes of a batch come before its backward passes, as in a "
-    "loop of one's own (gpipe)"
+    "loop of your own (gpipe)"
 )
 NO_CHAIN = (
     "a stage takes more than what the one before it gives, or the loss more than what "
@@ -108,8 +108,8 @@ ITERATES = (
     "forward would use up values"
 )
 OTHER_OUTPUT = (
-    "the model's output for a sample is another one with other samples in its batch, "
-    "or is no output of single samples, as a loss"
+    "the model's output for a sample depends on the other samples of its batch, or is "
+    "no output per sample, as a loss"
 )
 ANOMALIES = (
     "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient, and "

@@ -268,8 +268,8 @@ def check_gradients(parameters: Mapping[str, Any], mesh: DeviceMesh) -> None:
     for name, spread, size in zip(there, both.sum(0), scale, strict=True):
         if spread > 1e-3 * size + 1e-12:
             raise UnsupportedLoopError(
-                f"{name} is whole on every rank, and its gradient is another one on "
-                "each: it lies between two layers that are split, and each rank has "
+                f"{name} is whole on every rank, and its gradient differs between "
+                "ranks: it lies between two layers that are split, and each rank has "
                 "the gradient of its part. Leave these layers out of the plan"
             )
 

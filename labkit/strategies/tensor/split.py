@@ -56,11 +56,12 @@ NOT_COMPARED = (
     "does: {because}"
 )
 OTHER_LOSS = (
-    "ranks that share the layers of one model have another loss on each, and each "
-    "would train its parts for its own. Either the loop computes it by rank, or from "
-    "random numbers of its own: make it the same on all ranks. Or it computes outside "
-    "of the model's forward with a layer that is split, as {name}: of its output, and "
-    "of its parameters, a rank has its part. Have forward compute that and return it, "
+    "ranks that share the layers of one model have different losses, and each would "
+    "train its part of the layers for its own loss. Either the loop computes the loss "
+    "by rank, or from random numbers of its own: make it the same on all ranks. Or it "
+    "computes outside of the model's forward with a layer that is split, as {name}: a "
+    "rank has only a part of its output and of its parameters. Have forward compute "
+    "that and return it, "
     "leave that layer out of the plan, or use ddp"
 )
 KEYS = ("plan", "sequence", "loss_parallel")
