@@ -42,27 +42,30 @@ class Rewritten(torch.autograd.Function):
 
 
 class Inputs:
-    """The tensors that a module is given, before it runs."""
+    """The tensors that a module is given, also in lists and dicts, with what it gets in
+    their place: `replaced` of each, once where one is given twice."""
 
-    def __init__(self, args: Iterable[Any]) -> None:
-        self._own = [(each, num_changes(each)) for each in tensors_in(args)]
+    def __init__(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._replaced = replaced
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
-    def hand_back(
-        self,
-        args: Iterable[Any],
-        returned: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Have the caller's tensors the history of those in `args` that the module ran
-        with, where it has written to them: so they are `returned` of it."""
-        for (own, before), found in zip(self._own, tensors_in(args), strict=True):
+    def replace(self, own: torch.Tensor) -> torch.Tensor:
+        key = id(own)
+        if key not in self._found:
+            self._found[key] = own, self._replaced(own), num_changes(own)
+        return self._found[key][1]
+
+    def hand_back(self, returned: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Have the caller's tensors the history of those that the module ran with,
+        where it has written to them: so they are `returned` of it."""
+        for own, found, before in self._found.values():
             is_written = own is not found and num_changes(own) != before
             if (
-                not is_written
-                or not found.requires_grad
-                or isinstance(own, nn.Parameter)
+                is_written
+                and found.requires_grad
+                and not isinstance(own, nn.Parameter)
             ):
-                continue
-            rewrite(own, returned(found))
+                rewrite(own, returned(found))
 
 
 def rewrite(own: torch.Tensor, written: torch.Tensor) -> None:

@@ -270,24 +270,41 @@ class ZeRO3(ZeRO):
         return [*gathered, *buckets(self._zero)]
 
 
-def watch_inputs(module: nn.Module) -> list[Callable[[], None]]:
+class Replacing:
+    """Stands for the function of autograd that DeepSpeed puts around each tensor that a
+    module is given, within its calls that are under way."""
+
+    def __init__(self, function: Any, under_way: list[Inputs | None]) -> None:
+        self._function, self._under_way = function, under_way
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        inputs = self._under_way[-1] if self._under_way else None
+        found: torch.Tensor = (inputs.replace if inputs else self._function.apply)(tensor)
+        return found
+
+
+def watch_inputs(module: Any) -> list[Callable[[], None]]:
     """Hand back what a module writes to the tensors that it is given, in place of which
     DeepSpeed gives it others."""
+    if "post_bwd_fn" not in vars(module):  # it is within one that is gathered whole
+        return []
     under_way: list[Inputs | None] = []
+    own = module.post_bwd_fn
 
     @torch.compiler.disable
-    def begin(_: nn.Module, args: Any) -> None:
-        under_way.append(Inputs(args) if torch.is_grad_enabled() else None)
+    def begin(*_: Any) -> None:
+        under_way.append(Inputs(own.apply) if torch.is_grad_enabled() else None)
 
     @torch.compiler.disable
     def end(module: Any, args: Any, output: Any) -> None:
         if inputs := under_way.pop():
             # As what it returns: before its gradient comes, parameters are gathered.
-            inputs.hand_back(args, module.pre_bwd_fn.apply)
+            inputs.hand_back(module.pre_bwd_fn.apply)
 
+    module.post_bwd_fn = Replacing(own, under_way)
     before = module.register_forward_pre_hook(begin, prepend=True)
     after = module.register_forward_hook(end, always_call=True)
-    return [before.remove, after.remove]
+    return [before.remove, after.remove, partial(setattr, module, "post_bwd_fn", own)]
 
 
 def run_on_route(
