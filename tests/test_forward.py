@@ -672,3 +672,86 @@ def test_an_attribute_that_an_object_keeps_for_itself_is_no_result() -> None:
     state.hidden = torch.ones(2)
     assert given.has_changed(None)
     assert not given.has_changed(state)
+
+
+WRITES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(16, 8), torch.randn(16, 8)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, *others):
+        BODY
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        x = self.stem(x)
+        total = x * 1
+        for block in self.blocks:
+            x = x + block(GIVEN)
+        return x + total
+
+
+model = Net()
+HOOK
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+for a, b in loader:
+    optimizer.zero_grad()
+    F.mse_loss(model(a), b).backward()
+    optimizer.step()
+with torch.no_grad():
+    result = model(x.to(device)).cpu()
+"""
+
+WRITES_WITHIN = {
+    "a list": (
+        "x[1].add_(self.b(torch.sigmoid(self.a(x[0]))))\n        return self.a(x[0])",
+        "[x, total]",
+        "",
+    ),
+    "a dict": (
+        "x[1].add_(self.b(torch.sigmoid(self.a(x[0]))))\n        return self.a(x[0])",
+        "{0: x, 1: total}",
+        "",
+    ),
+    "one given twice": (
+        "x *= torch.sigmoid(self.a(x.clone()))\n        return self.b(others[0].sin())",
+        "x, x",
+        "",
+    ),
+    "what a hook adds": (
+        "x *= torch.sigmoid(others[0])\n        return self.b(torch.sigmoid(x))",
+        "x",
+        "model.blocks[0].register_forward_pre_hook(lambda _, x: (x[0], x[0] * 2))\n"
+        "model.blocks[1].register_forward_pre_hook(lambda _, x: (x[0], x[0] * 2))",
+    ),
+}
+
+
+@pytest.mark.parametrize("within", WRITES_WITHIN)
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_writes_to_what_it_is_given(lab: Lab, strategy: str, within: str) -> None:
+    """The caller goes on with what a block has written to."""
+    body, given, hook = WRITES_WITHIN[within]
+    code = WRITES.replace("BODY", body).replace("GIVEN", given).replace("HOOK", hook)
+    lab.train("single", code, live=False)
+    expected = lab.pull("result")
+    lab.train(strategy, code, live=False)
+    torch.testing.assert_close(lab.pull("result"), expected, rtol=1e-4, atol=1e-5)

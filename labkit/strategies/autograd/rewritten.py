@@ -60,11 +60,7 @@ class Inputs:
         where it has written to them: so they are `returned` of it."""
         for own, found, before in self._found.values():
             is_written = own is not found and num_changes(own) != before
-            if (
-                is_written
-                and found.requires_grad
-                and not isinstance(own, nn.Parameter)
-            ):
+            if is_written and found.requires_grad and not isinstance(own, nn.Parameter):
                 rewrite(own, returned(found))
 
 

@@ -279,7 +279,8 @@ class Replacing:
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         inputs = self._under_way[-1] if self._under_way else None
-        found: torch.Tensor = (inputs.replace if inputs else self._function.apply)(tensor)
+        found: torch.Tensor
+        found = inputs.replace(tensor) if inputs else self._function.apply(tensor)
         return found
 
 
