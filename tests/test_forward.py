@@ -736,6 +736,12 @@ WRITES_WITHIN = {
         "x, x",
         "",
     ),
+    "what it returns": (
+        "x *= torch.sigmoid(self.a(x.clone()))\n        return x",
+        "x)\n            h = total\n            k = block(h)\n"
+        "            k += self.stem(k.clone()",
+        "",
+    ),
     "what a hook adds": (
         "x *= torch.sigmoid(others[0])\n        return self.b(torch.sigmoid(x))",
         "x",

@@ -55,13 +55,29 @@ class Inputs:
             self._found[key] = own, self._replaced(own), num_changes(own)
         return self._found[key][1]
 
-    def hand_back(self, returned: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def hand_back(
+        self, output: Any, returned: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
         """Have the caller's tensors the history of those that the module ran with,
-        where it has written to them: so they are `returned` of it."""
+        where it has written to them: so they are `returned` of it. The one of them that
+        is its output, if it is one, which the caller may go on to write to."""
+        result = None
         for own, found, before in self._found.values():
             is_written = own is not found and num_changes(own) != before
             if is_written and found.requires_grad and not isinstance(own, nn.Parameter):
+                if is_next(output, found):
+                    result = own
                 rewrite(own, returned(found))
+        return result
+
+
+def is_next(output: Any, found: torch.Tensor) -> bool:
+    """Whether an output is one tensor, by a function of autograd that changes none."""
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return False
+    is_all = output.shape == found.shape and output.data_ptr() == found.data_ptr()
+    former = [function for function, _ in output.grad_fn.next_functions]
+    return is_all and former == [found.grad_fn]
 
 
 def rewrite(own: torch.Tensor, written: torch.Tensor) -> None:

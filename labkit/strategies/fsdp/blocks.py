@@ -91,7 +91,7 @@ class Block:
         self._use_own_hooks = choose_reducing(group, replaced, self._hand_on)
         # Not the method itself, which a copy of the model would have, too.
         note = torch.compiler.disable(lambda _, *call: self._note_call(call))
-        forget = torch.compiler.disable(lambda *call: self._forget())
+        forget = torch.compiler.disable(lambda *call: self._forget(call[-1]))
         self._hooks = (
             block.register_forward_pre_hook(note, prepend=True, with_kwargs=True),
             block.register_forward_hook(forget, always_call=True),
@@ -107,15 +107,20 @@ class Block:
     def _note_call(self, called_with: Any) -> None:
         self._called_with = called_with
 
-    def _forget(self) -> None:
+    def _forget(self, output: Any) -> Any:
         """The call is over, or has failed: then it would keep its inputs alive. What it
-        has written to the caller's tensors these have the history of."""
+        has written to the caller's tensors these have the history of; one of them that
+        it returns is the caller's own, which may go on to write to it."""
         written, self._written = self._written, []
         for own, given in written:
             rewrite(own, given)
         self._called_with = self._given = None
         self._own, self._inputs, self._untrained = [], [], []
         self._writes.before.pop(self._number, None)
+        for own, given in written:
+            if output is given:
+                return own
+        return None
 
     def _hand_on(
         self, own: Sequence[torch.Tensor], hooked: Sequence[torch.Tensor]

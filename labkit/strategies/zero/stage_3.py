@@ -297,10 +297,10 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
         under_way.append(Inputs(own.apply) if torch.is_grad_enabled() else None)
 
     @torch.compiler.disable
-    def end(module: Any, args: Any, output: Any) -> None:
-        if inputs := under_way.pop():
-            # As what it returns: before its gradient comes, parameters are gathered.
-            inputs.hand_back(module.pre_bwd_fn.apply)
+    def end(module: Any, args: Any, output: Any) -> Any:
+        inputs = under_way.pop()
+        # As what it returns: before its gradient comes, parameters are gathered.
+        return inputs and inputs.hand_back(output, module.pre_bwd_fn.apply)
 
     module.post_bwd_fn = Replacing(own, under_way)
     before = module.register_forward_pre_hook(begin, prepend=True)
