@@ -190,17 +190,22 @@ def choose_cast(
     return partial(delattr, state, "_cast_forward_inputs")
 
 
-@GATE.needs(f"{_PARAM}.reset_sharded_param", f"{_PARAM}.sharded_param")
+@GATE.needs(f"{_PARAM}.sharded_param")
+def memory_of(group: Any) -> list[Any]:
+    """What a group's parameters are on this rank."""
+    return [part.sharded_param._local_tensor for part in group.fsdp_params]
+
+
+@GATE.needs(f"{_PARAM}.reset_sharded_param")
 def take_moved(group: Any, known: list[Any]) -> None:
     """Have a group gather what its parameters are now, where these have been given
     other memory than `known`, as by `model.head.double()` and back: torch sees to it
     where a module that it shards has moved, and not a part of one."""
-    now = [part.sharded_param._local_tensor for part in group.fsdp_params]
-    if len(known) != len(now) or any(map(operator.is_not, known, now)):
+    if any(map(operator.is_not, known, memory_of(group))):
         with torch.no_grad():
             for part in group.fsdp_params:
                 part.reset_sharded_param()
-        known[:] = [part.sharded_param._local_tensor for part in group.fsdp_params]
+        known[:] = memory_of(group)
 
 
 @GATE.needs(f"{_STATE}._register_root_post_backward_final_callback")

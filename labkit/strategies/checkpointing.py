@@ -30,6 +30,7 @@ from labkit.strategies.options import has_running_statistics
 from labkit.strategies.options import without_running_statistics
 from labkit.strategies.own_state import OwnState
 from labkit.strategies.prepared import blocks
+from labkit.strategies.relay.elsewhere import is_elsewhere
 
 NUM_PASSES = 3
 """In which a block is looked at: whether its forward pass changes what it has."""
@@ -63,8 +64,11 @@ Settings = list[tuple[dict[str, Any], dict[str, Any]]]
 or None."""
 
 
-def checkpoint_activations(model: nn.Module) -> list[Callable[[], None]]:
+def checkpoint_activations(
+    model: nn.Module, parts: Iterable[nn.Module] = ()
+) -> list[Callable[[], None]]:
     """Keep only the inputs of the model's blocks; compute the rest again in backward.
+    Of a model without blocks those of `parts`, or of the whole.
 
     The second pass finds what the block keeps, and what it is given, as the first did,
     and leaves it as it is then: a count of passes, a running mean, a list to append to.
@@ -72,7 +76,8 @@ def checkpoint_activations(model: nn.Module) -> list[Callable[[], None]]:
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost";
     `torch.utils.checkpoint`.
     """
-    return [wrap_forward(block, _checkpointed) for block in blocks(model) or [model]]
+    found = blocks(model) or [*parts] or [model]
+    return [wrap_forward(block, _checkpointed) for block in found]
 
 
 class Watch:
@@ -107,13 +112,12 @@ def _checkpointed(plain: Forward) -> Forward:
         if not watch.is_over or any(not isinstance(x, UNCHANGED) for x in given):
             return carefully(watch, plain, block, args, kwargs)
         is_eager = not torch.compiler.is_compiling()
-        if is_eager and (are_shapes(given) or is_transformed()):
+        used = [*block.parameters()] if is_eager else []
+        if is_eager and (are_shapes((*given, *used)) or is_transformed()):
             return plain(block, *args, **kwargs)
         settings = settings_of(block) if is_eager else []
         if is_eager and not watch.knows(key_of(settings)):
             return carefully(watch, plain, block, args, kwargs)
-
-        used = [*block.parameters()] if is_eager else []
 
         names = [*kwargs]
 
@@ -186,8 +190,12 @@ def name_of(block: nn.Module) -> str:
 
 
 def are_shapes(values: Iterable[Any]) -> bool:
-    """Whether it is for their shapes that a block runs: then nothing is kept."""
-    return any(isinstance(each, torch.Tensor) and each.is_meta for each in values)
+    """Whether it is for their shapes that a block runs, as that of another rank: then
+    nothing is kept."""
+    return any(
+        isinstance(each, torch.Tensor) and (each.is_meta or is_elsewhere(each))
+        for each in values
+    )
 
 
 class Again(AbstractContextManager[None]):
@@ -221,13 +229,13 @@ def _checkpointed_carefully(
     watch: Watch, plain: Forward, block: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     leaves, spec = flatten((args, kwargs))
-    if are_shapes(leaves) or is_transformed():
+    used = [*block.parameters()]
+    if are_shapes((*leaves, *used)) or is_transformed():
         return plain(block, *args, **kwargs)
 
     settings = settings_of(block)
     given = [each for each in leaves if not isinstance(each, UNCHANGED)]
     key = key_of(settings, given)
-    used = [*block.parameters()]
     own = holders_of(args, kwargs)
 
     def compute(*leaves: Any) -> Any:

@@ -18,11 +18,13 @@ from labkit.strategies.options import Undo
 from labkit.strategies.options import compile_blocks
 from labkit.strategies.options import replace_batchnorm
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.relay.stages import layers_of
 from labkit.train_options import TrainOptions
 
 
 def change_layers(
     model: nn.Module,
+    strategy: Strategy,
     options: TrainOptions,
     *,
     note: Callable[[str], None],
@@ -43,7 +45,9 @@ def change_layers(
         )
     # Before compile, which compiles the block with its checkpoint.
     if options.activation_checkpointing:
-        undo += checkpoint_activations(model)
+        is_in_stages = "pp" in strategy.axes
+        layers = layers_of(model).values() if is_in_stages else ()
+        undo += checkpoint_activations(model, layers)
     # Before sharding, so that no graph holds what gathers parameters.
     if options.compile:
         undo += compile_blocks(model)

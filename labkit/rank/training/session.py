@@ -706,7 +706,9 @@ class Session:
             # Others than those of a model that was prepared before.
             seed_everything(self.seed + len(self._optimizers))
             self.note(FROM_META)
-        change_layers(model, self.options, note=self.note, undo=self._undo)
+        change_layers(
+            model, self.strategy, self.options, note=self.note, undo=self._undo
+        )
         if self.options.sync_batchnorm and self.peers.size > 1:
             self._undo.append(watch_plain_batchnorm(self._note_statistics))
         release_former(model.parameters())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import choose_reducing
+from labkit.compat.data_parallel import memory_of
 from labkit.compat.data_parallel import take_moved
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
@@ -79,7 +80,7 @@ class Block:
         """Whether this pass is one of the first of its kind, which are looked at."""
         self._gather = partial(run_on_route, route, number, group, group.pre_forward)
         self._free = group.post_forward
-        self._memory: list[Any] = []
+        self._memory = memory_of(group)
         """Of the parameters, as the group has last gathered them."""
         self._inputs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         """Tensors that the caller has given, what the block got in their place, and how

@@ -25,10 +25,7 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     if count == 1:
         return [list(leaves)]
     pieces = [
-        [
-            part if part.requires_grad else part.data
-            for part in each.tensor_split(num_parts)
-        ]
+        [part if part.requires_grad else part.data for part in each.tensor_split(count)]
         if is_batch(each) and len(each) == size
         else (each,) * count
         for each in leaves
