@@ -19,6 +19,11 @@ READ = (
     "another rank computes it: each has a part of the model's layers. What the model "
     "returns is on every rank; have forward return what is to be read, or use ddp"
 )
+WRITTEN_BY_VIEW = (
+    "the model's forward uses a tensor after a layer has written to a view of it, and "
+    "under pipeline ranks that do not have this layer have it as it was. Give the "
+    "layer the tensor itself, or a copy (x.view(...).clone()), or use ddp"
+)
 CHECKED = (
     ". A distribution of torch.distributions reads its arguments to check them, unless "
     "it has validate_args=False"
@@ -56,6 +61,8 @@ class Here(torch.Tensor):
     now: torch.Tensor | None = None
     """What has taken its place: a layer or a function of another rank has written to
     it."""
+    lost = False
+    """Whether one has written to a view of it, and ranks have it as it was."""
 
     @classmethod
     def __torch_function__(
@@ -79,6 +86,8 @@ class Elsewhere(torch.Tensor):
     now: torch.Tensor | None = None
     """As of `Here`; and of a tensor that was here until something was written to it
     that is not: it, on the meta device."""
+    lost = False
+    """As of `Here`."""
 
     @classmethod
     def __torch_function__(
@@ -206,7 +215,8 @@ def elsewhere(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether it is a view of another, whose place it has not taken."""
     base = base_of_view(tensor)
-    return base is not None and current(base) is not tensor
+    is_lost = isinstance(base, Here | Elsewhere) and base.lost
+    return base is not None and (is_lost or current(base) is not tensor)
 
 
 def of_stage(tensor: torch.Tensor, stage: int, runner: Runner) -> torch.Tensor:
@@ -233,8 +243,15 @@ def of_all(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def current(tensor: Any) -> Any:
-    """What has taken the place of a tensor, if something has; all else as it is."""
-    while isinstance(tensor, Here | Elsewhere) and tensor.now is not None:
+    """What has taken the place of a tensor, if something has; all else as it is.
+
+    Raises UnsupportedLoopError where a layer has written to a view of it.
+    """
+    while isinstance(tensor, Here | Elsewhere):
+        if tensor.lost:
+            raise UnsupportedLoopError(WRITTEN_BY_VIEW)
+        if tensor.now is None:
+            break
         tensor = tensor.now
     return tensor
 
@@ -246,10 +263,22 @@ def replace(
     forward has it."""
     if tensor is now:
         return
+    if is_view(tensor):
+        lose(tensor, stage, runner)
     if not isinstance(tensor, Here | Elsewhere):
         tensor.__class__ = Here
     tensor.stage, tensor.runner = stage, runner  # type: ignore[attr-defined]
     tensor.now = now  # type: ignore[attr-defined]
+
+
+def lose(view: torch.Tensor, stage: int, runner: Runner) -> None:
+    """Have what this is a view of be of no use any more: something else takes the
+    view's place, and not its own."""
+    base: Any = base_of_view(view)
+    if not isinstance(base, Here | Elsewhere):
+        base.__class__ = Here
+        base.stage, base.runner = stage, runner
+    base.lost = True
 
 
 def plain(tensor: Any) -> Any:

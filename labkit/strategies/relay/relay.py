@@ -134,6 +134,10 @@ WRITES_PART = (
     "tensor as it was. Write to the tensor itself, as in out[:, :4] = value, or make a "
     "new one, as by torch.cat or a sum; or use ddp"
 )
+WRITES_TO_ONE = (
+    "{name} is given one tensor twice, and writes to it, and under pipeline a layer "
+    "may get a copy of each. Give it a copy in one place, x.clone(), or use ddp"
+)
 CHANGES_INPUT = (
     "{name} changes a list, a dict or an object that it is given, and under pipeline "
     "a layer gets a copy: what forward does with its own would go on without the "
@@ -620,6 +624,9 @@ class Relay:
             run = self._call(number, call, leaves, spec, is_here=is_here)
         found, places, rewritten = run
         for place, now in rewritten.items():
+            if sum(each is given[place] for each in given) > 1:
+                name = self.stages.names[number]
+                raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
             replace(given[place], now, self.stages.stage_of[number], self)
         if not places:
             return found
@@ -742,18 +749,20 @@ class Relay:
             own = [alias_of(t) if is_elsewhere(t) else t for t in leaves]
             found, out_spec = self._run_layer(number, call, own, spec)
             found = [as_elsewhere(t) if is_tensor(t) else t for t in found]
-            outputs = [t for t in found if is_tensor(t)]
+            outputs = {id(t): t for t in found if is_tensor(t)}.values()
             # Of each by itself: where the loss needs one alone, no rank is to wait for
             # gradients of the others.
             inputs = [t for t in own if is_tensor(t)]
             used = [inputs_used(each, inputs) for each in outputs]
             with DisableTorchFunctionSubclass():
-                kept = [t.detach() if is_tensor(t) else t for t in found]
-            self._shapes[key] = spec[0], Shapes.of(outputs, used), kept, out_spec
+                once = {id(t): t.detach() for t in outputs}
+            kept = [once[id(t)] if is_tensor(t) else t for t in found]
+            self._shapes[key] = spec[0], Shapes.of([*outputs], used), kept, out_spec
             return found, out_spec
         _, shapes, found, out_spec = known
-        outputs = iter(shapes.made(tensors, self.device))
-        return [next(outputs) if is_tensor(t) else t for t in found], out_spec
+        once = {id(t): t for t in found if is_tensor(t)}
+        made = dict(zip(once, shapes.made(tensors, self.device), strict=True))
+        return [made[id(t)] if is_tensor(t) else t for t in found], out_spec
 
     # ---- what ranks agree on ----
 
