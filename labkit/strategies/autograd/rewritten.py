@@ -43,17 +43,21 @@ class Rewritten(torch.autograd.Function):
 
 class Inputs:
     """The tensors that a module is given, also in lists and dicts, with what it gets in
-    their place: `replaced` of each, once where one is given twice."""
+    their place: `other` of each, once where one is given twice."""
 
-    def __init__(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._replaced = replaced
+    def __init__(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._other = other
         self._found: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def replace(self, own: torch.Tensor) -> torch.Tensor:
         key = id(own)
         if key not in self._found:
-            self._found[key] = own, self._replaced(own), num_changes(own)
+            self._found[key] = own, self._other(own), num_changes(own)
         return self._found[key][1]
+
+    def replaced(self, value: Any) -> Any:
+        """What was put in the place of one of them; all else as it is."""
+        return self._found[id(value)][1] if id(value) in self._found else value
 
     def hand_back(
         self, output: Any, returned: Callable[[torch.Tensor], torch.Tensor]

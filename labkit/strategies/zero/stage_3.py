@@ -297,6 +297,14 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
         under_way.append(Inputs(own.apply) if torch.is_grad_enabled() else None)
 
     @torch.compiler.disable
+    def give_once(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """By keyword DeepSpeed leaves what it has replaced elsewhere."""
+        inputs = under_way[-1]
+        if not kwargs or inputs is None:
+            return None
+        return args, {name: inputs.replaced(x) for name, x in kwargs.items()}
+
+    @torch.compiler.disable
     def end(module: Any, args: Any, output: Any) -> Any:
         inputs = under_way.pop()
         # As what it returns: before its gradient comes, parameters are gathered.
@@ -304,8 +312,10 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
 
     module.post_bwd_fn = Replacing(own, under_way)
     before = module.register_forward_pre_hook(begin, prepend=True)
+    then = module.register_forward_pre_hook(give_once, with_kwargs=True)
     after = module.register_forward_hook(end, always_call=True)
-    return [before.remove, after.remove, partial(setattr, module, "post_bwd_fn", own)]
+    hooks = [each.remove for each in (before, then, after)]
+    return [*hooks, partial(setattr, module, "post_bwd_fn", own)]
 
 
 def run_on_route(
