@@ -689,7 +689,7 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x, *others):
+    def forward(self, x, *others, other=None):
         BODY
 
 
@@ -734,6 +734,11 @@ WRITES_WITHIN = {
     "one given twice": (
         "x *= torch.sigmoid(self.a(x.clone()))\n        return self.b(others[0].sin())",
         "x, x",
+        "",
+    ),
+    "one given by keyword, too": (
+        "x *= torch.sigmoid(self.a(x.clone()))\n        return self.b(other.sin())",
+        "x, other=x",
         "",
     ),
     "what it returns": (

@@ -890,6 +890,20 @@ PLACES = {
         + LOOP_NET,
         "head gets what a layer has computed and not returned",
     ),
+    "a view that a layer writes to": (
+        NET.replace(
+            "x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))"
+        ).replace("x = block(x)", "x = x + block(x.view(-1, 8))")
+        + LOOP_NET,
+        "uses a tensor after a layer has written to a view of it",
+    ),
+    "one tensor given twice": (
+        NET.replace("def forward(self, x):", "def forward(self, x, *others):", 1)
+        .replace("x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))")
+        .replace("block(x)", "block(x, x)")
+        + LOOP_NET,
+        "is given one tensor twice, and writes to it",
+    ),
     "a view": (
         NET.replace(
             "x = self.first(x)",
