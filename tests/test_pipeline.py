@@ -719,6 +719,19 @@ def test_forward_writes_what_a_stage_computes(
     assert_equals_single(lab, code + made)
 
 
+def test_what_layers_write_to_is_not_kept(lab: Lab) -> None:
+    code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")
+    counting = LOOP_NET.replace(
+        "    optimizer.zero_grad()\n",
+        "    optimizer.zero_grad()\n"
+        "    kinds = [type(each).__name__ for each in gc.get_objects()]\n"
+        "    counts.append(kinds.count('Here') + kinds.count('Elsewhere'))\n",
+    )
+    train(lab, "pipeline", f"import gc\ncounts = []\n{code}{counting}")
+    for counts in lab.pull("counts", "all"):
+        assert counts[-1] <= counts[0]
+
+
 def test_what_forward_writes_to_a_buffer_is_on_every_rank(lab: Lab) -> None:
     code = NET.replace(
         "self.head = nn",
@@ -895,7 +908,7 @@ PLACES = {
             "x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))"
         ).replace("x = block(x)", "x = x + block(x.view(-1, 8))")
         + LOOP_NET,
-        "uses a tensor after a layer has written to a view of it",
+        "a tensor is used after a layer has written to a view of it",
     ),
     "one tensor given twice": (
         NET.replace("def forward(self, x):", "def forward(self, x, *others):", 1)

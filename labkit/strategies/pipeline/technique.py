@@ -283,7 +283,7 @@ class Pipeline(Prepared):
             args, kwargs = tree_unflatten(chunk, spec)
             with self.relay.passing():
                 output, out_spec = flatten(function(*args, **kwargs))
-            found.append([*map(current, output)])
+                found.append([*map(current, output)])
         return [joined(each) for each in zip(*found, strict=True)], out_spec
 
     def _compare_once(self, function: Forward, leaves: list[Any], spec: Any) -> bool:

@@ -19,10 +19,10 @@ READ = (
     "another rank computes it: each has a part of the model's layers. What the model "
     "returns is on every rank; have forward return what is to be read, or use ddp"
 )
-WRITTEN_BY_VIEW = (
-    "the model's forward uses a tensor after a layer has written to a view of it, and "
-    "under pipeline ranks that do not have this layer have it as it was. Give the "
-    "layer the tensor itself, or a copy (x.view(...).clone()), or use ddp"
+WRITTEN = (
+    "a tensor is used after a layer has written to a view of it, or after the model's "
+    "forward in which a layer has written to it, and under pipeline ranks that do not "
+    "have this layer have it as it was. Give the layer a copy (x.clone()), or use ddp"
 )
 CHECKED = (
     ". A distribution of torch.distributions reads its arguments to check them, unless "
@@ -62,7 +62,7 @@ class Here(torch.Tensor):
     """What has taken its place: a layer or a function of another rank has written to
     it."""
     lost = False
-    """Whether one has written to a view of it, and ranks have it as it was."""
+    """Whether one has written to it, or to a view of it: some ranks have it as it was."""
 
     @classmethod
     def __torch_function__(
@@ -245,11 +245,11 @@ def of_all(tensor: torch.Tensor) -> torch.Tensor:
 def current(tensor: Any) -> Any:
     """What has taken the place of a tensor, if something has; all else as it is.
 
-    Raises UnsupportedLoopError where a layer has written to a view of it.
+    Raises UnsupportedLoopError where that is not known, or no more.
     """
     while isinstance(tensor, Here | Elsewhere):
         if tensor.lost:
-            raise UnsupportedLoopError(WRITTEN_BY_VIEW)
+            raise UnsupportedLoopError(WRITTEN)
         if tensor.now is None:
             break
         tensor = tensor.now
@@ -263,22 +263,20 @@ def replace(
     forward has it."""
     if tensor is now:
         return
-    if is_view(tensor):
-        lose(tensor, stage, runner)
+    if is_view(tensor):  # something else takes its place, and not that of the other
+        lose(base_of_view(tensor), stage, runner)
     if not isinstance(tensor, Here | Elsewhere):
         tensor.__class__ = Here
     tensor.stage, tensor.runner = stage, runner  # type: ignore[attr-defined]
     tensor.now = now  # type: ignore[attr-defined]
 
 
-def lose(view: torch.Tensor, stage: int, runner: Runner) -> None:
-    """Have what this is a view of be of no use any more: something else takes the
-    view's place, and not its own."""
-    base: Any = base_of_view(view)
-    if not isinstance(base, Here | Elsewhere):
-        base.__class__ = Here
-        base.stage, base.runner = stage, runner
-    base.lost = True
+def lose(tensor: Any, stage: int, runner: Runner) -> None:
+    """Have a tensor be of no use any more: it is on some ranks what it was."""
+    if not isinstance(tensor, Here | Elsewhere):
+        tensor.__class__ = Here
+        tensor.stage, tensor.runner = stage, runner
+    tensor.lost, tensor.now = True, None
 
 
 def plain(tensor: Any) -> Any:

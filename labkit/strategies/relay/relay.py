@@ -60,6 +60,7 @@ from labkit.strategies.relay.elsewhere import elsewhere
 from labkit.strategies.relay.elsewhere import is_elsewhere
 from labkit.strategies.relay.elsewhere import is_view
 from labkit.strategies.relay.elsewhere import leaves_of
+from labkit.strategies.relay.elsewhere import lose
 from labkit.strategies.relay.elsewhere import of_all
 from labkit.strategies.relay.elsewhere import of_stage
 from labkit.strategies.relay.elsewhere import plain
@@ -236,6 +237,8 @@ class Relay:
         """The layers, by number and mode, that have run: none called a collective."""
         self._written: list[torch.Tensor] = []
         """Tensors of no stage that the pass under way has written to."""
+        self._replaced: list[torch.Tensor] = []
+        """Tensors of which others have taken the place in the pass under way."""
         self._known: dict[Any, Known] = {}
         self._flags = [flags_of(module) for module in stages.modules]
         """Attributes of layers that tell what these do."""
@@ -266,7 +269,7 @@ class Relay:
                 output = whole(model, *args, **kwargs)
                 self._is_loss = self._stage == DRY
                 if self._stage == self.stages.num_stages - 1:
-                    self._outputs.append(output)
+                    self._outputs.append(tree_map_only(torch.Tensor, current, output))
                 return output
             return self.run_whole(lambda *a, **kw: whole(model, *a, **kw), args, kwargs)
 
@@ -280,7 +283,8 @@ class Relay:
         args, kwargs = tree_unflatten([self.enter(leaf) for leaf in leaves], spec)
         with self.passing():
             outputs, spec = flatten(function(*args, **kwargs))
-        self._share_written()
+            outputs = [current(output) for output in outputs]
+            self._share_written()
         return unflatten(self.leave(outputs), spec)
 
     @contextlib.contextmanager
@@ -305,6 +309,9 @@ class Relay:
         finally:
             if is_first:
                 self.is_inside = False
+                for tensor in self._replaced:  # or they would keep each other alive
+                    lose(tensor, NOT_HERE, self)
+                self._replaced.clear()
 
     @contextlib.contextmanager
     def _own_numbers(self, *key: int) -> Iterator[None]:
@@ -378,7 +385,7 @@ class Relay:
             args, kwargs = tree_unflatten(leaves, spec)
             if is_tensor(written):
                 now: Any = args[0] if args else kwargs.get("out")
-                replace(written, now, stage, self)
+                self._replace(written, now, stage)
                 written = now
         draws: Any = contextlib.nullcontext()
         if name in DRAW:
@@ -404,6 +411,11 @@ class Relay:
         if self._is_loss and isinstance(result, torch.Tensor):
             self._kept.append(weakref.ref(result))
         return result
+
+    def _replace(self, tensor: torch.Tensor, now: torch.Tensor, stage: int) -> None:
+        replace(tensor, now, stage, self)
+        if tensor is not now:
+            self._replaced.append(tensor)
 
     def _share_written(self) -> None:
         """Have every rank have what this pass has written to tensors that the model
@@ -448,7 +460,7 @@ class Relay:
         last = self.stages.num_stages - 1
         try:
             with self.uncounted(), self.passing(), torch.enable_grad():
-                loss = compute()
+                loss = current(compute())
             is_last = isinstance(loss, Elsewhere) and loss.stage == last
             del loss
         except Exception:  # whatever a loss may raise that gets shapes alone
@@ -627,7 +639,7 @@ class Relay:
             if sum(each is given[place] for each in given) > 1:
                 name = self.stages.names[number]
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
-            replace(given[place], now, self.stages.stage_of[number], self)
+            self._replace(given[place], now, self.stages.stage_of[number])
         if not places:
             return found
         copies = holders_in(found)
