@@ -62,7 +62,7 @@ class Here(torch.Tensor):
     """What has taken its place: a layer or a function of another rank has written to
     it."""
     lost = False
-    """Whether one has written to it, or to a view of it: some ranks have it as it was."""
+    """Whether one has written to it or to a view: some ranks have it as it was."""
 
     @classmethod
     def __torch_function__(
