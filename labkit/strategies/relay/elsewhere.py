@@ -1,5 +1,6 @@
 """Tensors that a stage computes: on its rank, and as shapes on the others."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
@@ -153,7 +154,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         place = place_of(remote)
-        changed = args[0] if args and changes(func, name) else kwargs.get("out")
+        changed = written_in(name, args, kwargs)
         metas = tree_map_only(torch.Tensor, as_meta, (args, kwargs))
         if changed is None:  # what is written to keeps its own
             metas = in_one_precision(metas)
@@ -348,11 +349,10 @@ def in_one_precision(metas: Any) -> Any:
     )
 
 
-def changes(func: Any, name: str) -> bool:
-    """Whether a function writes to its first argument."""
-    if name.endswith("__"):
-        return name in _CHANGES
-    return name.endswith("_")
+def written_in(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a function of this name writes to; None if it only returns something."""
+    is_in_place = name in _CHANGES if name.endswith("__") else name.endswith("_")
+    return args[0] if args and is_in_place else kwargs.get("out")
 
 
 def without_devices(value: Any) -> Any:

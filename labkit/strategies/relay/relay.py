@@ -52,7 +52,6 @@ from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import alias_of
 from labkit.strategies.relay.elsewhere import as_elsewhere
-from labkit.strategies.relay.elsewhere import changes
 from labkit.strategies.relay.elsewhere import check_read
 from labkit.strategies.relay.elsewhere import compute
 from labkit.strategies.relay.elsewhere import current
@@ -65,6 +64,7 @@ from labkit.strategies.relay.elsewhere import of_all
 from labkit.strategies.relay.elsewhere import of_stage
 from labkit.strategies.relay.elsewhere import plain
 from labkit.strategies.relay.elsewhere import replace
+from labkit.strategies.relay.elsewhere import written_in
 from labkit.strategies.relay.functions import Enter
 from labkit.strategies.relay.functions import Everywhere
 from labkit.strategies.relay.functions import Leave
@@ -365,9 +365,7 @@ class Relay:
         stage = max(stages)
         if name == "__setitem__" and any(is_mask(each) for each in leaves_of(args[1])):
             raise UnsupportedLoopError(WRITES_BY_MASK)
-        written: Any = None
-        if changes(func, name):
-            written = args[0] if args else kwargs.get("out")
+        written = written_in(name, args, kwargs)
         if is_tensor(written) and stage_of(written) is None:
             if is_view(written):
                 raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
@@ -384,7 +382,7 @@ class Relay:
             self._pass_on(known, leaves, owner)
             args, kwargs = tree_unflatten(leaves, spec)
             if is_tensor(written):
-                now: Any = args[0] if args else kwargs.get("out")
+                now = written_in(name, args, kwargs)
                 self._replace(written, now, stage)
                 written = now
         draws: Any = contextlib.nullcontext()
