@@ -86,6 +86,8 @@ def is_next(output: Any, found: torch.Tensor) -> bool:
 
 def rewrite(own: torch.Tensor, written: torch.Tensor) -> None:
     """Have a tensor the history of one of its memory, which has been written to."""
+    if own.is_leaf and own.requires_grad:
+        return  # under no_grad, or autograd would have refused it
     with uncounted_changes(own):  # for its values are there already
         Rewritten.apply(own, written)
 
