@@ -441,7 +441,7 @@ def test_a_list_that_is_given_twice_is_not_to_change() -> None:
     first, second = [*mine], [*mine]
     hand_back([(mine, first), (mine, second)], (first, second))
     first.append(torch.ones(1))
-    with pytest.raises(UnsupportedLoopError, match="one list twice"):
+    with pytest.raises(UnsupportedLoopError, match="the same list twice"):
         hand_back([(mine, first), (mine, second)], (first, second))
 
 
