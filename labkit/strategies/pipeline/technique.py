@@ -200,7 +200,7 @@ class Pipeline(Prepared):
             self.options.microbatches or MICROBATCHES_A_STAGE * mesh.size()
         )
         self._num_checked = 0
-        self._flags = flags_of(self.module)
+        self._flags = flags_of(self.module, apart=self._stages.modules)
         self._is_whole: dict[Any, bool] = {}
         """By kind of call of the model, whether its batches pass as a whole: each has
         been compared with its microbatches."""

@@ -891,12 +891,17 @@ def is_float(leaf: Any) -> bool:
     )
 
 
-def flags_of(*modules: nn.Module) -> Callable[[], tuple[bool, ...]]:
-    """What gives the flags of modules and of all in them: whether they train and, of
-    the user's own classes, other attributes that are True or False."""
-    within = [each for module in modules for each in module.modules()]
-    own = [vars(each) for each in within if not is_of_torch(each)]
-    others = [each for each in within if is_of_torch(each)]
+def flags_of(
+    model: nn.Module, apart: Sequence[nn.Module] = ()
+) -> Callable[[], tuple[bool, ...]]:
+    """What gives the flags of a model and of all modules in it: whether they train and,
+    of the user's own classes, other attributes that are True or False. Of modules
+    `apart` only the first, as a layer may set others on the rank alone that has it."""
+    within = [*model.modules()]
+    plain = {id(each) for layer in apart for each in layer.modules()}
+    plain |= {id(each) for each in within if is_of_torch(each)}
+    own = [vars(each) for each in within if id(each) not in plain]
+    others = [each for each in within if id(each) in plain]
 
     def flags() -> tuple[bool, ...]:
         found = [x for names in own for x in names.values() if isinstance(x, bool)]
