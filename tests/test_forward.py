@@ -588,7 +588,7 @@ for x in loader:
 def test_blocks_are_given_objects_as_they_are_and_parts_of_a_model_move(
     lab: Lab, strategy: str
 ) -> None:
-    """`fully_shard` makes them anew, without what was done to them since, and gathers
+    """`fully_shard` re-creates them, without what was done to them since, and gathers
     what a part was before it moved."""
     for each in ("single", strategy):
         lab.train(each, ANEW, live=False, timeout=60)

@@ -140,7 +140,7 @@ def choose_reducing(
     `hand_on(own, hooked)`, of the caller's and of those with the hook. Returns the way
     back.
 
-    `fully_shard` makes dicts and dataclasses anew by their classes, which not all take,
+    `fully_shard` re-creates dicts and dataclasses by their classes, which not all take,
     and which run again what they do as they are made.
     """
     module: Any = sys.modules[f"{_FSDP}._fsdp_param_group"]

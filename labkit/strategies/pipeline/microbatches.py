@@ -33,6 +33,11 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     return [list(part) for part in zip(*pieces, strict=True)]
 
 
+def copied(leaves: Sequence[Any]) -> list[Any]:
+    """A batch to which a model may write that is only tried."""
+    return [each.clone() if is_batch(each) else each for each in leaves]
+
+
 def is_batch(leaf: Any) -> bool:
     """Whether it can be cut: a sparse tensor cannot."""
     is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

@@ -46,6 +46,7 @@ from labkit.strategies.pipeline.losses import Means
 from labkit.strategies.pipeline.microbatches import MICROBATCHES_A_STAGE
 from labkit.strategies.pipeline.microbatches import are_other
 from labkit.strategies.pipeline.microbatches import are_packed
+from labkit.strategies.pipeline.microbatches import copied
 from labkit.strategies.pipeline.microbatches import is_batch
 from labkit.strategies.pipeline.microbatches import joined
 from labkit.strategies.pipeline.microbatches import kind_of
@@ -68,10 +69,10 @@ from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import current
 from labkit.strategies.relay.elsewhere import plain
+from labkit.strategies.relay.flags import flags_of
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import is_absent
 from labkit.strategies.relay.relay import Relay
-from labkit.strategies.relay.relay import flags_of
 from labkit.strategies.relay.stages import CUTS
 from labkit.strategies.relay.stages import cut
 from labkit.theory import ring
@@ -314,8 +315,7 @@ class Pipeline(Prepared):
             self.relay.uncounted(),
             without_dropout(self.module),
         ):
-            copies = [each.clone() if is_batch(each) else each for each in leaves]
-            args, kwargs = tree_unflatten(copies, spec)
+            args, kwargs = tree_unflatten(copied(leaves), spec)
             shared = SharedState(self.module, self._stages)
             self.relay.watch_layer = shared.watching  # also what is new since prepare
             drawn = shared.contents_of_generators()
@@ -329,8 +329,8 @@ class Pipeline(Prepared):
                 draws = is_other(drawn, shared.contents_of_generators())
             try:
                 with unchanged(self.module), self.relay.surviving():
-                    copies = [x.clone() if is_batch(x) else x for x in leaves]
-                    outputs, out_spec = self._run_chunks(function, copies, spec)
+                    given = copied(leaves)
+                    outputs, out_spec = self._run_chunks(function, given, spec)
             except UnsupportedLoopError:
                 raise
             except (IndexError, RuntimeError, ValueError):  # they are no batch's parts
