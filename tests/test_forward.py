@@ -753,16 +753,85 @@ WRITES_WITHIN = {
         "model.blocks[0].register_forward_pre_hook(lambda _, x: (x[0], x[0] * 2))\n"
         "model.blocks[1].register_forward_pre_hook(lambda _, x: (x[0], x[0] * 2))",
     ),
+    "values alone": (
+        "with torch.no_grad():\n            others[0].mul_(0.5)\n"
+        "        return self.b(torch.sigmoid(self.a(x))) + others[0]",
+        "x, total",
+        "",
+    ),
+    "a part of another": (
+        "others[0].mul_(self.a(x)[:, :4].sigmoid())\n        return self.b(x.sin())",
+        "x, total[:, :4]",
+        "",
+    ),
+    "a view that it returns": (
+        "y = x.view(-1, 2, 4)\n"
+        "        y.mul_(self.b(self.a(x.clone()).sin()).view(-1, 2, 4))\n"
+        "        return y.view(-1, 8)",
+        "x * 1",
+        "",
+    ),
 }
 
 
-@pytest.mark.parametrize("within", WRITES_WITHIN)
+HOOKS_WITHIN = {
+    "a hook": (
+        "if x.requires_grad:\n            x.register_hook(lambda g: g / 2)\n"
+        "        return self.b(torch.sigmoid(self.a(x)))",
+        "x",
+        "",
+    ),
+    "two, of which it removes one": (
+        "if x.requires_grad:\n            x.register_hook(lambda g: g / 2)\n"
+        "            x.register_hook(lambda g: g * 3).remove()\n"
+        "        return self.b(torch.sigmoid(self.a(x)))",
+        "x",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("within", WRITES_WITHIN | HOOKS_WITHIN)
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_writes_to_what_it_is_given(lab: Lab, strategy: str, within: str) -> None:
     """The caller goes on with what a block has written to."""
-    body, given, hook = WRITES_WITHIN[within]
+    body, given, hook = (WRITES_WITHIN | HOOKS_WITHIN)[within]
     code = WRITES.replace("BODY", body).replace("GIVEN", given).replace("HOOK", hook)
     lab.train("single", code, live=False)
     expected = lab.pull("result")
     lab.train(strategy, code, live=False)
     torch.testing.assert_close(lab.pull("result"), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "body", "what"),
+    [
+        ("zero3", "x.retain_grad()", "a Block calls retain_grad() of a tensor"),
+        ("fsdp", "x.data = x * 2", "a Block sets .data of a tensor"),
+        (
+            "fsdp",
+            "x.register_hook(torch.sin); x.mul_(2)",
+            "a Block registers a hook on, and writes to, a tensor",
+        ),
+        (
+            "pipeline",
+            "x.register_hook(torch.sin)",
+            "blocks.0 registers a hook on a tensor",
+        ),
+        ("pipeline", "x.data = x * 2", "blocks.0 sets .data of a tensor"),
+        (
+            "zero3",
+            "others[0].mul_(2)",
+            "a Block writes to a tensor, or a view of it, that it is given twice",
+        ),
+    ],
+)
+def test_changes_that_the_caller_would_not_see(
+    lab: Lab, strategy: str, body: str, what: str
+) -> None:
+    """The block is given another tensor than the caller has."""
+    body = f"if x.requires_grad: {body}\n        return self.b(self.a(x))"
+    given = "x, x[:, :4]" if "others" in body else "x"
+    code = WRITES.replace("BODY", body).replace("GIVEN", given).replace("HOOK", "")
+    with pytest.raises(RankError, match=re.escape(what)):
+        lab.train(strategy, code, live=False)

@@ -686,9 +686,16 @@ def test_an_input_that_tells_where_samples_begin_stays_whole(lab: Lab) -> None:
     assert any("as one microbatch" in note for note in run.notes)
 
 
-@pytest.mark.long
-def test_a_layer_may_write_to_what_it_gets(lab: Lab) -> None:
-    code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param("self.linear(x.relu_())", marks=pytest.mark.long),
+        "x.view(-1, 2, 4).add_(self.linear(x * 1).view(-1, 2, 4)).view(-1, 8)",
+    ],
+)
+def test_a_layer_may_write_to_what_it_gets(lab: Lab, layer: str) -> None:
+    code = NET.replace("x + torch.tanh(self.linear(x))", layer)
+    assert code != NET
     assert assert_equals_single(lab, code + FIT_NET).notes == []
 
 

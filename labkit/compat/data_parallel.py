@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.compat.gate import Gate
 from labkit.compat.torch import call_after_backward
 from labkit.compat.torch import is_transformed
+from labkit.compat.torch import writable_view
 
 GATE = Gate("torch")
 _DDP = "torch.nn.parallel:DistributedDataParallel"
@@ -133,12 +134,12 @@ def choose_hooked(
 def choose_reducing(
     group: Any,
     change: Callable[[Any, Callable[[Any], Any]], Any],
-    hand_on: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any],
+    note: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
 ) -> Callable[[], None]:
     """Have `change(given, each)` put `each(tensor)` in the place of the tensors in what
-    a group's module is given, which reduces its gradients once theirs are there: of
-    `hand_on(own, hooked)`, of the caller's and of those with the hook. Returns the way
-    back.
+    a group's module is given, which reduces its gradients once theirs are there: views
+    of them with a hook, to which the module may write. `note` gets the caller's own and
+    these. Returns the way back.
 
     `fully_shard` re-creates dicts and dataclasses by their classes, which not all take,
     and which run again what they do as they are made.
@@ -150,16 +151,18 @@ def choose_reducing(
             return args, kwargs
         found: dict[int, torch.Tensor] = {}
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def find(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.requires_grad:
                 found[id(tensor)] = tensor
             return tensor
 
-        change((args, kwargs), note)
+        change((args, kwargs), find)
         if not found:
             return args, kwargs
         hooked = module.RegisterPostBackwardFunction.apply(group, *found.values())
-        given = hand_on([*found.values()], hooked)
+        own = [*found.values()]
+        given = [*map(writable_view, hooked, own)]
+        note(own, given)
         others = dict(zip(found, given, strict=True))
         return change((args, kwargs), lambda tensor: others.get(id(tensor), tensor))
 

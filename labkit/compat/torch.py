@@ -321,6 +321,33 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
 
 
+Hooks = OrderedDict[int, Callable[[torch.Tensor], Any]]
+"""For the gradient of a tensor, by number."""
+
+
+@GATE.needs("torch:Tensor._backward_hooks")
+def hooks_of(tensor: torch.Tensor) -> Hooks:
+    """Those for the gradient of what an operation has computed, and those to come until
+    something is written to it, which gives it other ones."""
+    held: Any = tensor
+    if held._backward_hooks is None:
+        held._backward_hooks = OrderedDict()
+        held.grad_fn._register_hook_dict(held)
+    hooks: Hooks = held._backward_hooks
+    return hooks
+
+
+def move_hooks(hooks: Hooks, other: torch.Tensor) -> None:
+    """Have hooks called for the gradient of `other` instead, until they are removed."""
+    for key, hook in hooks.copy().items():
+        other.register_hook(functools.partial(_call_if_there, hooks, key, hook))
+        hooks[key] = lambda gradient: None
+
+
+def _call_if_there(hooks: Hooks, key: int, hook: Any, gradient: torch.Tensor) -> Any:
+    return hook(gradient) if key in hooks else None
+
+
 @GATE.needs("torch.nn:Module._forward_hooks")
 def num_hooks(module: Any) -> int:
     """Of a module's forward and backward passes: hooks can be added, not seen."""
@@ -368,6 +395,19 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """What a tensor is a view of; None of one that is none."""
     return tensor._base
+
+
+@GATE.needs(*(f"torch._C._autograd:_{verb}_creation_meta" for verb in ("get", "set")))
+def writable_view(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A view of what a function of autograd has returned in the place of `own`, of
+    which it has the memory. It may be written to as `own`, where torch would refuse
+    that: the history of this then goes around that function."""
+    functions: Any = torch._C._autograd
+    view, allowed = tensor.view_as(tensor), functions.CreationMeta.DEFAULT
+    if base_of_view(own) is not None:
+        allowed = functions._get_creation_meta(own)
+    functions._set_creation_meta(view, allowed)
+    return view
 
 
 @GATE.needs("torch:Tensor._version")

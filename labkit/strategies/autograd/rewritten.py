@@ -1,4 +1,4 @@
-"""What a module writes to a tensor that it is given, where it gets another of the same
+"""What a module does to a tensor that it is given, where it gets another of the same
 memory: `fully_shard` and DeepSpeed put functions of autograd around its inputs."""
 
 from collections.abc import Callable
@@ -9,21 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import base_of_view
+from labkit.compat.torch import hooks_of
+from labkit.compat.torch import is_plain
+from labkit.compat.torch import move_hooks
 from labkit.compat.torch import num_changes
+from labkit.compat.torch import storage_key
 from labkit.compat.torch import uncounted_changes
 
+CHANGED = (
+    "{name} {what} a tensor that it is given, and under this strategy it gets another "
+    "one with the same memory: the rest of the model would not see that. Do it before "
+    "the call, or to a copy (x = x.clone()), or use ddp"
+)
 
-class Alias(torch.autograd.Function):
-    """Forward and backward: identity. What it gives may be written to, as a view that
-    a function returns may not, and that counts as a change of both."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient
+OVERLAP = (
+    "{name} writes to a tensor, or a view of it, that it is given twice, and under "
+    "this strategy it gets tensors without a common history. Give it a copy of one "
+    "(x.clone()), or use ddp"
+)
 
 
 class Rewritten(torch.autograd.Function):
@@ -33,12 +38,58 @@ class Rewritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        ctx.is_view = base_of_view(own) is not None
         ctx.mark_dirty(own)
         return own
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, gradient
+        # Without one for a part of another tensor autograd drops that of the rest.
+        return torch.zeros_like(gradient) if ctx.is_view else None, gradient
+
+
+class Substitute:
+    """What a module gets in the place of a tensor that it is given.
+
+    Parameters
+    ----------
+    own : Tensor
+        The caller's.
+    given : Tensor
+        Another one of the same memory. What is written to either counts as a change of
+        both.
+    """
+
+    def __init__(self, own: torch.Tensor, given: torch.Tensor) -> None:
+        self.own, self.given = own, given
+        self.hooks = None if given.grad_fn is None else hooks_of(given)
+        """For its gradient, until something is written to it."""
+        self._version = num_changes(own)
+        self._address = given.data_ptr() if is_plain(given) else 0
+
+    @property
+    def is_written(self) -> bool:
+        return num_changes(self.own) != self._version
+
+    def check(self, name: str, *, takes_hooks: bool) -> None:
+        """UnsupportedLoopError where a module, as `name` has it, has changed what the
+        caller's does not get: its hooks, too, if it does not take them."""
+        what = ""
+        if self.given.retains_grad:
+            what = "calls retain_grad() of"
+        elif is_plain(self.given) and self.given.data_ptr() != self._address:
+            what = "sets .data of"
+        elif self.hooks and not takes_hooks:
+            what = "registers a hook on"
+            if self.is_written:
+                what += ", and writes to,"
+        if what:
+            raise UnsupportedLoopError(CHANGED.format(name=name, what=what))
+
+    def move_hooks(self) -> None:
+        """Have the caller's tensor those for its gradient, of now."""
+        if self.hooks is not None:
+            move_hooks(hooks_of(self.given), self.own)
 
 
 class Inputs:
@@ -47,31 +98,43 @@ class Inputs:
 
     def __init__(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._other = other
-        self._found: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._found: dict[int, Substitute] = {}
 
     def replace(self, own: torch.Tensor) -> torch.Tensor:
         key = id(own)
         if key not in self._found:
-            self._found[key] = own, self._other(own), num_changes(own)
-        return self._found[key][1]
+            self._found[key] = Substitute(own, self._other(own))
+        return self._found[key].given
 
     def replaced(self, value: Any) -> Any:
         """What was put in the place of one of them; all else as it is."""
-        return self._found[id(value)][1] if id(value) in self._found else value
+        return self._found[id(value)].given if id(value) in self._found else value
 
     def hand_back(
-        self, output: Any, returned: Callable[[torch.Tensor], torch.Tensor]
+        self, name: str, output: Any, returned: Callable[[torch.Tensor], torch.Tensor]
     ) -> Any:
-        """Have the caller's tensors the history of those that the module ran with,
-        where it has written to them: so they are `returned` of it. The one of them that
-        is its output, if it is one, which the caller may go on to write to."""
+        """Have the caller's tensors the history of those that the module, as `name` has
+        it, ran with, where it has written to them: so they are `returned` of it. The
+        one of them that is its output, if it is one, which the caller may go on to
+        write to."""
         result = None
-        for own, found, before in self._found.values():
-            is_written = own is not found and num_changes(own) != before
-            if is_written and found.requires_grad and not isinstance(own, nn.Parameter):
-                if is_next(output, found):
+        written = [each for each in self._found.values() if each.is_written]
+        if any(each.given.requires_grad for each in written):
+            plain = [each.own for each in written if is_plain(each.own)]
+            if len({storage_key(t.untyped_storage()) for t in plain}) < len(plain):
+                raise UnsupportedLoopError(OVERLAP.format(name=name))
+        for each in self._found.values():
+            own, given = each.own, each.given
+            if own is given:
+                continue
+            each.check(name, takes_hooks=True)
+            if not each.is_written:  # or its history, with them, becomes the caller's
+                each.move_hooks()
+            is_trained = given.requires_grad and not isinstance(own, nn.Parameter)
+            if each.is_written and is_trained:
+                if is_next(output, given):
                     result = own
-                rewrite(own, returned(found))
+                rewrite(own, returned(given))
         return result
 
 

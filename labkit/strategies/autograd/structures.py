@@ -191,6 +191,9 @@ def replaced(structure: Any, change: Callable[[Any], Any]) -> Any:
     def visited(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return change(value)
+        if type(value) is tuple:  # mostly: it cannot contain itself
+            items = [visited(each) for each in value]
+            return value if all(map(operator.is_, items, value)) else tuple(items)
         is_data = is_dataclass(value) and not isinstance(value, type)
         if not isinstance(value, CONTAINERS) and not is_data:
             return value

@@ -21,12 +21,10 @@ from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import base_of
 from labkit.compat.torch import held_by
-from labkit.compat.torch import num_changes
 from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.autograd.agreement import Route
-from labkit.strategies.autograd.rewritten import Alias
-from labkit.strategies.autograd.rewritten import rewrite
+from labkit.strategies.autograd.rewritten import Substitute
 from labkit.strategies.autograd.rewritten import tensors_in
 from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import add_attributes
@@ -82,17 +80,14 @@ class Block:
         self._free = group.post_forward
         self._memory = memory_of(group)
         """Of the parameters, as the group has last gathered them."""
-        self._inputs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """Tensors that the caller has given, what the block got in their place, and how
-        often these had been written to."""
+        self._inputs: list[Substitute] = []
+        """Of tensors that the caller has given, of which it gets views."""
         self._untrained: list[torch.Tensor] = []
         """Others, of which it gets themselves."""
-        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Of `_inputs`."""
-        self._use_own_hooks = choose_reducing(group, replaced, self._hand_on)
+        self._use_own_hooks = choose_reducing(group, replaced, self._note_inputs)
         # Not the method itself, which a copy of the model would have, too.
         note = torch.compiler.disable(lambda _, *call: self._note_call(call))
-        forget = torch.compiler.disable(lambda *call: self._forget(call[-1]))
+        forget = torch.compiler.disable(lambda *_: self._forget())
         self._hooks = (
             block.register_forward_pre_hook(note, prepend=True, with_kwargs=True),
             block.register_forward_hook(forget, always_call=True),
@@ -108,44 +103,30 @@ class Block:
     def _note_call(self, called_with: Any) -> None:
         self._called_with = called_with
 
-    def _forget(self, output: Any) -> Any:
-        """The call is over, or has failed: then it would keep its inputs alive. What it
-        has written to the caller's tensors these have the history of; one of them that
-        it returns is the caller's own, which may go on to write to it."""
-        written, self._written = self._written, []
-        for own, given in written:
-            rewrite(own, given)
+    def _forget(self) -> None:
+        """The call is over, or has failed: then it would keep its inputs alive."""
         self._called_with = self._given = None
         self._own, self._inputs, self._untrained = [], [], []
         self._writes.before.pop(self._number, None)
-        for own, given in written:
-            if output is given:
-                return own
-        return None
 
-    def _hand_on(
-        self, own: Sequence[torch.Tensor], hooked: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        given = [*map(Alias.apply, hooked)]
-        self._inputs = [*zip(own, given, map(num_changes, own), strict=True)]
-        return given
+    def _note_inputs(
+        self, own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> None:
+        self._inputs = [*map(Substitute, own, given)]
 
     def computed(self, output: Any) -> list[torch.Tensor]:
         """The tensors with a history within the block, which has parameters gathered
         before their gradients come: in what it returns, and those that it was given and
         has written to."""
-        self._written = [
-            (own, given) for own, given, n in self._inputs if num_changes(own) != n
-        ]
+        written = [base_of(each.own) for each in self._inputs if each.is_written]
         trained = [each for each in self._untrained if each.requires_grad]
-        given = [base_of(each) for _, each in self._written]
-        return [*computed_in(output), *given, *trained]
+        return [*computed_in(output), *written, *trained]
 
     def _begin(self, block: nn.Module, *args: Any) -> Any:
         take_moved(self._group, self._memory)
         called_with, self._called_with = self._called_with, None
         self._own = holders_of(*called_with) if may_hold(*args) else []
-        self._inputs, self._written = [], []
+        self._inputs = []
         if torch.is_grad_enabled():
             given = tensors_in((*args[0], *args[1].values()))
             self._untrained = [each for each in given if not each.requires_grad]
@@ -164,9 +145,13 @@ class Block:
             self._writes.end(self._number, self._tensors)
         given, self._given = self._given, None
         own, self._own = self._own, []
+        name = type(block).__name__.removeprefix("FSDP")
+        for each in self._inputs:
+            # Something else is written to a view: they are of what it was before.
+            each.check(f"a {name}", takes_hooks=not each.is_written)
+            each.move_hooks()
         if given is not None:
             if given.has_changed(output):
-                name = type(block).__name__.removeprefix("FSDP")
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
             for mine, copied in zip(own, given.holders, strict=True):
                 add_attributes(mine, copied)

@@ -299,9 +299,10 @@ def as_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of one that is elsewhere: its gradient goes on to that."""
+    """What stands for one that is elsewhere, and is no view, to which a layer may
+    write: its gradient goes on to that."""
     with DisableTorchFunctionSubclass():
-        return elsewhere(tensor.view_as(tensor), place_of(tensor))
+        return elsewhere(_Alias.apply(tensor), place_of(tensor))
 
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -316,6 +317,18 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
         return empty.requires_grad_()
     found: torch.Tensor = _Leave.apply(tensor)
     return found
+
+
+class _Alias(torch.autograd.Function):
+    """Forward and backward: identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 class _Leave(torch.autograd.Function):

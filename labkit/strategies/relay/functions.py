@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import no_dispatch
@@ -132,17 +134,26 @@ class Everywhere(torch.autograd.Function):
         return gradient / ctx.size, None
 
 
-def inputs_used(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[bool]:
+Edge = GradientEdge | None
+"""Of a tensor's history; None of one without."""
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    with DisableTorchFunctionSubclass():
+        return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def edges_used(output: torch.Tensor, inputs: Sequence[Edge]) -> list[bool]:
     """Which of `inputs` get a gradient in a backward pass from `output`."""
-    trained = [each for each in inputs if each.requires_grad]
+    trained = [each for each in inputs if each is not None]
     if not trained or not output.requires_grad:
         return [False] * len(inputs)
     with DisableTorchFunctionSubclass(), no_dispatch():
         found = torch.autograd.grad(
             output.sum(), trained, retain_graph=True, allow_unused=True
         )
-    there = {id(t) for t, g in zip(trained, found, strict=True) if g is not None}
-    return [id(each) in there for each in inputs]
+    gradients = iter(found)
+    return [each is not None and next(gradients) is not None for each in inputs]
 
 
 @dataclass(frozen=True)

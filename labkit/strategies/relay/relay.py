@@ -30,12 +30,12 @@ from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
 from labkit.compat.torch import no_dispatch
-from labkit.compat.torch import num_changes
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
+from labkit.strategies.autograd.rewritten import Substitute
 from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import Places
 from labkit.strategies.autograd.structures import flatten
@@ -73,7 +73,8 @@ from labkit.strategies.relay.functions import Receive
 from labkit.strategies.relay.functions import Received
 from labkit.strategies.relay.functions import Send
 from labkit.strategies.relay.functions import Shapes
-from labkit.strategies.relay.functions import inputs_used
+from labkit.strategies.relay.functions import edge_of
+from labkit.strategies.relay.functions import edges_used
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.stages import Stages
 
@@ -703,7 +704,7 @@ class Relay:
         """What a layer returns and, after that, those of its leaves that it has written
         to."""
         args, kwargs = unflatten(leaves, spec)
-        before = [num_changes(leaf) if is_tensor(leaf) else 0 for leaf in leaves]
+        inputs = {n: Substitute(x, x) for n, x in enumerate(leaves) if is_tensor(x)}
         # To see every operator takes its time, so the first time alone.
         key = number, *self._mode()
         watch = contextlib.ExitStack()
@@ -727,11 +728,9 @@ class Relay:
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
             places = given.returned_in(found)
         output, out_spec = flatten(found)
-        written = [
-            place
-            for place, (leaf, count) in enumerate(zip(leaves, before, strict=True))
-            if is_tensor(leaf) and num_changes(leaf) != count
-        ]
+        for each in inputs.values():
+            each.check(self.stages.names[number], takes_hooks=False)
+        written = [place for place, each in inputs.items() if each.is_written]
         output += [leaves[place] for place in written]
         return output, (out_spec, places, written)
 
@@ -758,13 +757,14 @@ class Relay:
         if known is None or known[0] != spec[0]:
             # One input may be computed from another, on other ranks.
             own = [alias_of(t) if is_elsewhere(t) else t for t in leaves]
+            # Before the layer writes to them, which gives them another history.
+            inputs = [edge_of(t) for t in own if is_tensor(t)]
             found, out_spec = self._run_layer(number, call, own, spec)
             found = [as_elsewhere(t) if is_tensor(t) else t for t in found]
             outputs = {id(t): t for t in found if is_tensor(t)}.values()
             # Of each by itself: where the loss needs one alone, no rank is to wait for
             # gradients of the others.
-            inputs = [t for t in own if is_tensor(t)]
-            used = [inputs_used(each, inputs) for each in outputs]
+            used = [edges_used(each, inputs) for each in outputs]
             with DisableTorchFunctionSubclass():
                 once = {id(t): t.detach() for t in outputs}
             kept = [once[id(t)] if is_tensor(t) else t for t in found]

@@ -308,7 +308,8 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
     def end(module: Any, args: Any, output: Any) -> Any:
         inputs = under_way.pop()
         # As what it returns: before its gradient comes, parameters are gathered.
-        return inputs and inputs.hand_back(output, module.pre_bwd_fn.apply)
+        name = f"a {type(module).__name__}"
+        return inputs and inputs.hand_back(name, output, module.pre_bwd_fn.apply)
 
     module.post_bwd_fn = Replacing(own, under_way)
     before = module.register_forward_pre_hook(begin, prepend=True)
