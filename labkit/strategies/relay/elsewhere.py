@@ -323,8 +323,12 @@ class _Alias(torch.autograd.Function):
     """Forward and backward: identity."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.data
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """As torch.func asks for."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
