@@ -809,6 +809,33 @@ def test_activation_checkpointing_takes_blocks_of_a_single_layer(
     assert_equals_reference(lab, run, reference("mlp", **BOTH))
 
 
+ENCODER = """
+torch.manual_seed(0)
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+model = torch.nn.TransformerEncoder(layer, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(16, 5, 8)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=4)
+for x in loader:
+    optimizer.zero_grad()
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    found = model(torch.ones(2, 5, 8))
+"""
+
+
+@pytest.mark.parametrize("strategy", release_but([*WITH_SINGLE], "zero3"))
+def test_activation_checkpointing_takes_torchs_own_attention(
+    lab: Lab, strategy: str
+) -> None:
+    """It reads the weight of a layer that it does not call."""
+    train(lab, "single", ENCODER)
+    expected = lab.pull("found")
+    train(lab, strategy, ENCODER, activation_checkpointing=True)
+    torch.testing.assert_close(lab.pull("found"), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_activation_checkpointing_leaves_batchnorm_alone(lab: Lab) -> None:
     run = train(lab, "single", cell("resnet"), activation_checkpointing=True)
     assert_equals_reference(lab, run, reference("resnet"))

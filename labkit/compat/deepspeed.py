@@ -52,7 +52,7 @@ ATTRIBUTES = (
     "deepspeed.ops:_probe_compatible_ops",  # of what a look at it would compile for 4 s
 )
 
-_OF_A_PASS = {"applied_pre_backward_ref_cnt", "_parameters"}
+_OF_A_PASS = {"applied_pre_backward_ref_cnt", "_external_params", "_parameters"}
 
 
 def is_of_deepspeed(attribute: Any) -> bool:
