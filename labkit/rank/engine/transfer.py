@@ -17,6 +17,7 @@ from labkit.compat.torch import tree_map_only
 from labkit.estimate import forecast
 from labkit.rank.engine.rpc import runner
 from labkit.rank.group.recovery import check_groups_of
+from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import full_state_dict
 from labkit.strategies.zero.engines import is_zero
@@ -100,6 +101,13 @@ def is_sharded(name: str) -> bool:
     return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
 
+def has_stages(value: Any) -> bool:
+    """Whether layers of it, or parameters in it, are on other ranks."""
+    if isinstance(value, nn.Module):
+        return pipeline_of(value) is not None
+    return any(isinstance(leaf, StagedParameter) for leaf in tree_leaves(value))
+
+
 def pull(
     name: str,
     full: bool,
@@ -122,6 +130,11 @@ def pull(
     if runner().placement.rank not in ranks:
         return None
     instead = MODEL if isinstance(value, nn.Module) else OTHER
+    if has_stages(value):  # of which this rank cannot ask the others alone
+        raise ValueError(
+            f"{name} cannot be sent to another process: its layers are in stages on "
+            f"several ranks; {instead}"
+        )
     payload = serialization.dumps(value, name, instead)
     drop_parts()
     if file_bytes < len(payload) <= memory_bytes:

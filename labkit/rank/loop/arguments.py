@@ -1,11 +1,13 @@
 """What `prepare` and `fit` can be called with."""
 
+import itertools
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
@@ -33,7 +35,7 @@ def check_prepared(model: Any, optimizer: Any) -> None:
             "model is wrapped in DistributedDataParallel already; give prepare the "
             "plain model, or use %%dist_train raw"
         )
-    if is_zero(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+    if is_zero(model) or is_fully_sharded(model):
         raise ValueError(
             "model is sharded already, by an earlier run or by the cell; build it "
             "again in this cell, or use %%dist_train raw. To go on with its weights, "
@@ -68,6 +70,13 @@ def check_prepared(model: Any, optimizer: Any) -> None:
             "the optimizer holds no parameter of this model; make it after the model, "
             "from model.parameters()"
         )
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether it has DTensors, or is under `fully_shard`, where the parameters of the
+    root are whole after a forward pass that no backward pass follows."""
+    parts = itertools.chain(model.modules(), model.parameters())
+    return any(isinstance(part, FSDPModule | DTensor) for part in parts)
 
 
 def check_reduction(reduction: Any, weigh: Any) -> None:

@@ -5,6 +5,7 @@ import functools
 import io
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -63,6 +64,9 @@ ALREADY = (
     "again with its weights, on all ranks, and prepare that with an optimizer of its "
     f"own: {WITH_ITS_WEIGHTS}"
 )
+
+of_former_runs: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""Optimizers that runs which are over have prepared."""
 
 
 class LoopChecks:
@@ -321,6 +325,9 @@ class LoopChecks:
         )
         if is_whole and self._options.accumulate == 1:
             return  # every rank has whole batches
+        is_plain = self._options.accumulate == 1 and self._options.precision != "fp16"
+        if is_plain and optimizer in of_former_runs:
+            return  # its gradients are whole
         batch = self._batch()
         parameter = next(iter(parameters_of(optimizer)))
         first = self._first_batch.setdefault(parameter, batch)

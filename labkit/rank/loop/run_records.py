@@ -5,6 +5,8 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from labkit.rank.loop.arguments import type_and_value
 from labkit.rank.loss.hooks import Loss
 from labkit.rank.loss.hooks import snapshot
@@ -107,6 +109,8 @@ class RunRecords:
                 at = self._log_calls.get(name, 0)
                 self._log_calls[name] = at + 1
             try:
+                if isinstance(value, torch.Tensor) and value.is_complex():
+                    raise TypeError
                 scalar = snapshot(value)
             except (ArithmeticError, TypeError, ValueError, RuntimeError):
                 raise ValueError(

@@ -1,9 +1,14 @@
 """What the cell's loop does, handed on to all that a run has for it."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import ClassVar
 
+import torch
+
+from labkit.checks import UnsupportedLoopError
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
@@ -17,11 +22,23 @@ from labkit.rank.steps.observers import listening
 from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.rank.steps.stop_point import StoppedAtStep
 from labkit.strategies.prepared import Closure
+from labkit.strategies.prepared import Prepared
+
+OF_A_FORMER_RUN = (
+    "the loop draws a batch from a loader that an earlier run prepared, and ranks' "
+    "parts of it are unequal, or microbatches, or weigh counts them; this run weights "
+    "losses by the batches of its own loader alone. Use the loader that prepare "
+    "returns in this cell, to which the earlier one may be given: prepare(model, "
+    "optimizer, loader). To evaluate with it, draw from it under torch.no_grad()"
+)
 
 
 class LoopEvents:
     """The passes, batches, backward passes and steps of one run's loop, in the order in
     which optimizers, observers and records hear of each."""
+
+    _last: ClassVar["weakref.ref[LoopEvents] | None"] = None
+    """Those of the last run that has begun."""
 
     def __init__(
         self,
@@ -39,6 +56,9 @@ class LoopEvents:
         """Whether there was a backward pass."""
         self.has_ended = False
         """Whether the run has, and its loaders may be in another cell's hands."""
+        self._former: list[weakref.ref[Prepared]] = []
+        """What it had prepared."""
+        LoopEvents._last = weakref.ref(self)
         self._hooks = hooks
         self._data = data
         self._records = records
@@ -81,6 +101,7 @@ class LoopEvents:
 
     def begin_batch(self, share: Share, loader: RankLoader) -> None:
         if self.has_ended:
+            self._leave_unweighted(share.weight)
             return
         self._data.give(share, loader)
         for optimizer in self._optimizers:
@@ -95,12 +116,37 @@ class LoopEvents:
             begin(number)
 
     def end_epoch(self) -> None:
+        if self.has_ended:
+            self._leave_unweighted(1.0)
         self._data.end_epoch()
         for optimizer in self._optimizers:
             if not self.has_ended:
                 optimizer.prepared.course.end_pass()
         for observer in self._observers:
             observer.end_epoch()
+
+    def end(self) -> None:
+        """The run ends. From now on no backward pass is weighted by its batch."""
+        self.has_ended = True
+        for optimizer in self._optimizers:
+            optimizer.prepared.loss_weight = 1.0
+            self._former.append(weakref.ref(optimizer.prepared))
+
+    def _leave_unweighted(self, weight: float) -> None:
+        """Another cell has a batch whose loss would need this weight: what it steps is
+        told so. One that a backward pass has needed stays until the step.
+
+        UnsupportedLoopError where a later run would train with the batch."""
+        if weight != 1 and torch.is_grad_enabled():
+            last = LoopEvents._last and LoopEvents._last()
+            if last and not last.has_ended and last._optimizers:
+                raise UnsupportedLoopError(OF_A_FORMER_RUN)
+        for each in self._former:
+            prepared = each()
+            if prepared is not None and not (
+                prepared.loss_weight != 1 and has_gradients(prepared)
+            ):
+                prepared.loss_weight = weight
 
     # ---- of an optimizer of `prepare` ----
 
@@ -159,3 +205,8 @@ class LoopEvents:
         except StoppedAtStep:
             self._stop()
             raise
+
+
+def has_gradients(prepared: Prepared) -> bool:
+    """Whether there was a backward pass since its last step."""
+    return prepared.is_reached or any(p.grad is not None for p in prepared.updated())

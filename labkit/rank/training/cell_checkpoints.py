@@ -22,6 +22,7 @@ from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import is_zero
 from labkit.strategies.zero.engines import strategy_of
 
@@ -195,6 +196,13 @@ class Checkpoints:
         for part in self._prepared():
             if model is part.module:
                 return [part]
+        if (pipeline := pipeline_of(model)) is not None:  # of another cell
+            if optimizer not in (None, pipeline.optimizer):
+                raise ValueError(
+                    "the model is in stages, and this is not the optimizer that it "
+                    "was prepared with; give that one, or model=model alone"
+                )
+            return [pipeline]
         if is_zero(model):
             raise ValueError(
                 "the model is partitioned by ZeRO, in another cell; save and load it "

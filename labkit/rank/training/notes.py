@@ -20,6 +20,11 @@ SUM_OF_SAME = (
     "this has each of them {same} times. Take it over the ranks that share a batch, "
     "which is right under any strategy: group=loader.group"
 )
+GRADIENTS_BEFORE = (
+    "parameters have gradients from before prepare, which one process adds to those of "
+    "the first step, and {strategy} has dropped. Call optimizer.zero_grad() before "
+    "prepare"
+)
 NO_STEPS = (
     "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
     "there are no steps by which to plot its losses and measure its memory. "

@@ -48,6 +48,7 @@ from labkit.rank.loop.early_stop import StopRule
 from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_checks import LoopChecks
+from labkit.rank.loop.loop_checks import of_former_runs
 from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
@@ -282,11 +283,12 @@ class Session:
 
     def _free_optimizers(self) -> None:
         """From now on their steps are plain ones, and no part of this run."""
+        self._events.end()
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
             optimizer.prepared.course.end()
             optimizer.num_ranks = 1  # there are no others to compare with
-        self._events.has_ended = True
+            of_former_runs.add(optimizer.prepared.optimizer)
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
@@ -392,6 +394,11 @@ class Session:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         """
+        if self._events.has_ended:
+            raise UnsupportedLoopError(
+                "this prepare is that of a run which is over; call the one that a cell "
+                "has which begins with %%dist_train STRATEGY"
+            )
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         dataset = as_given(dataset)
@@ -712,6 +719,7 @@ class Session:
         if self.options.sync_batchnorm and self.peers.size > 1:
             self._undo.append(watch_plain_batchnorm(self._note_statistics))
         release_former(model.parameters())
+        self._drop_gradients(model)
         hooked = hooked_parameters(model)  # and not those that a strategy hooks to
         self._is_preparing = True
         try:
@@ -732,6 +740,15 @@ class Session:
             is_of_part = prepared.gives_part_of_gradient(parameter)
             self._checks.note_hook(name, is_of_part=is_of_part)
         return prepared
+
+    def _drop_gradients(self, model: nn.Module) -> None:
+        """Those from before `prepare`, where a strategy has others in their place."""
+        strategy = self.strategy
+        if not strategy.is_partitioned or strategy.has_own_gradients:
+            return
+        if any(parameter.grad is not None for parameter in model.parameters()):
+            model.zero_grad()
+            self.note(notes.GRADIENTS_BEFORE.format(strategy=strategy.name))
 
     def _hook(self, prepared: Prepared, step: Forecastable, unset: list[str]) -> None:
         """See the model's forward passes as long as the run lasts."""
@@ -854,7 +871,23 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "the loss scaling of --precision fp16 no longer work; prepare model and "
             "optimizer again in a %%dist_train cell"
         )
-    optimizer.prepared.step(closure)
+    if (prepared.options.average_every or 1) > 1:
+        raise UnsupportedLoopError(
+            "this optimizer was prepared in a run that is over, so no mean over the "
+            "ranks is taken any longer, as --average-every says; prepare model and "
+            "optimizer again in a %%dist_train cell"
+        )
+    if prepared.loss_weight != 1:
+        raise UnsupportedLoopError(
+            "the run in which this optimizer was prepared is over, and with it the "
+            "weighting of losses, which this step needs: ranks' parts of a batch are "
+            'unequal, or prepare was given weigh or reduction="sum". Prepare a model '
+            "and an optimizer again in a %%dist_train cell, or make all parts equal: "
+            "drop_last=True, and a batch size that is a multiple of the number of "
+            "ranks"
+        )
+    prepared.check_layout()
+    prepared.step(closure)
 
 
 def speak_as_ddp(model: nn.Module) -> None:

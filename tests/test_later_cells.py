@@ -1,0 +1,240 @@
+"""What a run has prepared, in the cells after it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torch.utils.data import TensorDataset
+
+from labkit import Lab
+from labkit import RankError
+
+MAKE = """
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+def make(size):
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 4, generator=numbers)
+    return TensorDataset(x, torch.randint(3, (size,), generator=numbers))
+
+def net():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    )
+
+def train(model, optimizer, loader):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+PREPARE = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(
+    model, optimizer, make({size}), batch_size=8, shuffle=False
+)
+train(model, optimizer, loader)
+"""
+UNEVEN = MAKE + PREPARE.format(size=13)
+EVEN = MAKE + PREPARE.format(size=16)
+LOOK = "with torch.no_grad(): found = model(make(8)[:][0].to(device)).cpu()"
+
+
+def one_process(size: int, *, epochs: int) -> torch.Tensor:
+    """What `found` is after so many passes over so many samples."""
+    names: dict[str, object] = {"torch": torch, "F": F, "TensorDataset": TensorDataset}
+    exec(MAKE, names)
+    make, net, train = (names[name] for name in ("make", "net", "train"))
+    model = net()  # type: ignore[operator]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        train(model, sgd, DataLoader(make(size), batch_size=8))  # type: ignore[operator]
+    with torch.no_grad():
+        return model(make(8)[:][0])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "pipeline"])
+def test_a_prepared_model_trains_on_in_an_ordinary_cell(
+    lab: Lab, strategy: str
+) -> None:
+    lab.train(strategy, EVEN, live=False)
+    lab.run("train(model, optimizer, loader)")
+    lab.run(LOOK)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_later_step_that_needs_weights_is_refused(lab: Lab, strategy: str) -> None:
+    lab.train(strategy, UNEVEN, live=False)
+    lab.run("with torch.no_grad():\n    for x, y in loader: model(x)")
+    lab.run(LOOK)
+    before = lab.pull("found")
+    with pytest.raises(RankError, match="weighting of losses, which this step needs"):
+        lab.run(
+            "for x, y in loader: F.cross_entropy(model(x), y).backward()\n"
+            "optimizer.step()"
+        )
+    lab.run(LOOK)
+    torch.testing.assert_close(lab.pull("found"), before)
+    # Batches of equal parts need none.
+    lab.run("optimizer.zero_grad()\nx, y = next(iter(loader))")
+    lab.run("F.cross_entropy(model(x), y).backward()\noptimizer.step()")
+
+
+def test_steps_after_gradients_of_the_run_are_weighted(lab: Lab) -> None:
+    code = UNEVEN.replace("        optimizer.step()\n", "")
+    code = code.replace("        optimizer.zero_grad()\n", "")
+    lab.train("ddp", code, live=False)
+    lab.run("optimizer.step()")
+
+
+def test_a_sum_of_losses_is_refused_after_its_run(lab: Lab) -> None:
+    code = EVEN.replace("batch_size=8", "batch_size=8, reduction='sum'")
+    code = code.replace("(model(x), y)", "(model(x), y, reduction='sum')")
+    lab.train("ddp", code, live=False)
+    with pytest.raises(RankError, match="weighting of losses"):
+        lab.run("train(model, optimizer, loader)")
+
+
+NEW = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(
+    model, optimizer, {data}, batch_size=8, shuffle=False
+)
+"""
+
+
+def test_a_loader_of_an_earlier_run_is_refused_where_its_batches_need_weights(
+    lab: Lab,
+) -> None:
+    lab.train("ddp", f"{UNEVEN}old = loader", live=False)
+    new = NEW.format(data="make(16)")
+    run = lab.train(
+        "ddp",
+        f"{new}with torch.no_grad():\n    for x, y in old: model(x)\n"
+        "train(model, optimizer, loader)",
+        live=False,
+    )
+    assert not run.notes
+    with pytest.raises(RankError, match="from a loader that an earlier run prepared"):
+        lab.train("ddp", f"{new}train(model, optimizer, old)", live=False)
+
+
+def test_prepare_takes_the_loader_of_an_earlier_run(lab: Lab) -> None:
+    lab.train("ddp", UNEVEN, live=False)
+    new = NEW.format(data="loader").replace(", batch_size=8, shuffle=False", "")
+    lab.train("ddp", f"{new}train(model, optimizer, loader)\n{LOOK}", live=False)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(13, epochs=1))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_optimizer_of_an_earlier_run_gets_no_note(lab: Lab, strategy: str) -> None:
+    lab.train(strategy, UNEVEN, live=False)
+    run = lab.train(
+        strategy,
+        "before, of_before = model, optimizer\n"
+        f"{PREPARE.format(size=13)}train(before, of_before, loader)\n"
+        "model = before\n" + LOOK,
+        live=False,
+    )
+    assert not run.notes
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(13, epochs=2))
+
+
+def test_a_model_under_fsdp_is_known_after_an_evaluation(lab: Lab) -> None:
+    code = EVEN.replace(
+        """    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    )
+""",
+        "    return torch.nn.Linear(4, 3)\n",
+    )
+    lab.train("fsdp", code, live=False)
+    lab.run(LOOK)  # after which the parameters of the root stay whole
+    again = (
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "prepare(model, sgd, make(16), batch_size=8)"
+    )
+    for strategy in ("fsdp", "ddp"):
+        with pytest.raises(RankError, match="model is sharded already"):
+            lab.train(strategy, again, live=False)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline"])
+def test_gradients_from_before_prepare_are_dropped_with_a_note(
+    lab: Lab, strategy: str
+) -> None:
+    lab.run(
+        f"{MAKE}\nmodel = net()\nF.cross_entropy(model(make(8)[:][0]), make(8)[:][1])"
+        ".backward()"
+    )
+    code = PREPARE.format(size=16).replace("model = net()", "")
+    run = lab.train(strategy, f"{code}\n{LOOK}", live=False)
+    assert any("gradients from before prepare" in note for note in run.notes)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=1))
+
+
+def test_a_later_cell_saves_and_loads_all_stages_of_a_pipeline(
+    lab: Lab, tmp_path: Path
+) -> None:
+    lab.train("pipeline", EVEN, live=False)
+    both = "model=model, optimizer=optimizer"
+    lab.run(f"save_checkpoint({str(tmp_path / 'a')!r}, {both})")
+    code = EVEN.replace(
+        "train(model, optimizer, loader)\n",
+        f"load_checkpoint({str(tmp_path / 'a')!r})\n",
+    )
+    lab.train("ddp", f"{code}{LOOK}", live=False)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=1))
+    lab.train("pipeline", EVEN.replace("lr=0.1", "lr=0.5"), live=False)
+    lab.run(f"load_checkpoint({str(tmp_path / 'a')!r}, {both})\n{LOOK}")
+    lab.run("train(model, optimizer, loader)")
+    lab.run(LOOK)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=2))
+    other = "model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)"
+    with pytest.raises(RankError, match="not the optimizer that it was prepared with"):
+        lab.run(f"save_checkpoint({str(tmp_path / 'b')!r}, {other})")
+
+
+def test_steps_after_a_run_that_averages_now_and_then_are_refused(lab: Lab) -> None:
+    lab.train("ddp", EVEN, average_every=2, live=False)
+    with pytest.raises(RankError, match="no mean over the ranks is taken any longer"):
+        lab.run("train(model, optimizer, loader)")
+
+
+def test_a_hook_of_a_later_cell_that_fsdp_never_calls_is_refused(lab: Lab) -> None:
+    lab.train("fsdp", EVEN, live=False)
+    lab.run("model[0].weight.register_hook(lambda gradient: 0 * gradient);")
+    with pytest.raises(RankError, match="has a hook for its gradient"):
+        lab.run("train(model, optimizer, loader)")
+
+
+def test_a_pipeline_is_not_pulled_as_one_object(lab: Lab) -> None:
+    lab.train("pipeline", f"{EVEN}parameters = list(model.parameters())", live=False)
+    for name in ("model", "parameters"):
+        with pytest.raises(ValueError, match="in stages on several ranks"):
+            lab.pull(name)
+    assert lab.pull("model", full=True)["0.weight"].shape == (8, 4)
+
+
+def test_prepare_of_a_run_that_is_over_is_refused(lab: Lab) -> None:
+    lab.train("ddp", f"{EVEN}former = prepare", live=False)
+    with pytest.raises(RankError, match="that of a run which is over"):
+        lab.run("former(model, optimizer, make(16), batch_size=8)")
+
+
+def test_a_complex_tensor_is_no_scalar_to_log(lab: Lab) -> None:
+    with pytest.raises(RankError, match="takes a number or a tensor of one element"):
+        lab.train("raw", "log(a=torch.tensor(1j))", live=False)
