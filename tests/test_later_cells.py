@@ -238,3 +238,27 @@ def test_prepare_of_a_run_that_is_over_is_refused(lab: Lab) -> None:
 def test_a_complex_tensor_is_no_scalar_to_log(lab: Lab) -> None:
     with pytest.raises(RankError, match="takes a number or a tensor of one element"):
         lab.train("raw", "log(a=torch.tensor(1j))", live=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+def test_a_later_step_of_the_optimizer_that_fit_was_given(
+    lab: Lab, strategy: str
+) -> None:
+    code = f"""{MAKE}
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fit(model, make(16), F.cross_entropy, optimizer=optimizer, batch_size=8, shuffle=False)
+"""
+    lab.train(strategy, code, live=False)
+    later = """
+whole = torch.utils.data.DataLoader(make(16), batch_size=8)
+train(model, optimizer, whole)
+"""
+    if strategy.startswith("zero"):
+        with pytest.raises(RankError, match="so its step changes nothing"):
+            lab.run(later)
+        return
+    lab.run(later)
+    lab.run(LOOK)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=2))

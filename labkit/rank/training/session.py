@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Iterator
@@ -289,6 +290,8 @@ class Session:
             optimizer.prepared.course.end()
             optimizer.num_ranks = 1  # there are no others to compare with
             of_former_runs.add(optimizer.prepared.optimizer)
+            if self.strategy.has_own_gradients:
+                optimizer.prepared.optimizer.register_step_pre_hook(refuse_own_step)
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
@@ -887,7 +890,29 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "ranks"
         )
     prepared.check_layout()
-    prepared.step(closure)
+    inner = prepared.optimizer
+    _stepping.add(inner)
+    try:
+        prepared.step(closure)
+    finally:
+        _stepping.discard(inner)
+
+
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Of former runs, in the step of what `prepare` has returned."""
+
+
+def refuse_own_step(optimizer: torch.optim.Optimizer, *called: Any) -> None:
+    """UnsupportedLoopError where a cell after the run steps the optimizer that it gave
+    to `prepare` or `fit`, in which there are no gradients."""
+    if optimizer not in _stepping:
+        kind = type(optimizer).__name__
+        raise UnsupportedLoopError(
+            f"this {kind} was given to prepare or fit in a run that is over, and has "
+            "partitions without gradients in place of the model's parameters, so its "
+            "step changes nothing. Call step() on the optimizer that prepare returned, "
+            "or make a new one and prepare it with the model in a %%dist_train cell"
+        )
 
 
 def speak_as_ddp(model: nn.Module) -> None:
