@@ -262,3 +262,15 @@ train(model, optimizer, whole)
     lab.run(LOOK)
     for found in lab.pull("found", "all"):
         torch.testing.assert_close(found, one_process(16, epochs=2))
+
+
+@pytest.mark.parametrize("strategy", ["single", "parameter_server"])
+def test_stages_are_refused_where_not_all_ranks_train(lab: Lab, strategy: str) -> None:
+    lab.train("pipeline", EVEN, live=False)
+    again = "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    again += "prepare(model, sgd, make(16), batch_size=8)"
+    with pytest.raises(RankError, match="in stages on ranks that do not all train"):
+        lab.train(strategy, again, live=False, timeout=30)
+    lab.train("ddp", f"{again}\n{LOOK}", live=False)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=1))

@@ -34,6 +34,7 @@ from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.prepared import Prepared
+from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.unsupported import check_supported
 from labkit.train_options import TrainOptions
 
@@ -169,6 +170,13 @@ class LoopChecks:
                 "name, as prepare(model, optimizer, dataset, batch_size=64)"
             )
         self.check_first(model)
+        pipeline = pipeline_of(model) if isinstance(model, nn.Module) else None
+        if pipeline is not None and pipeline.team.size > self._world_size:
+            raise ValueError(  # to have it whole asks all of them
+                "model is in stages on ranks that do not all train under "
+                f"{self._strategy.name}. Build it again; to go on with its weights, in "
+                f"a %%dist cell before, on all ranks: {WITH_ITS_WEIGHTS}"
+            )
         check_prepared(model, optimizer)
         check_supported(
             model,
