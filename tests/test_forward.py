@@ -700,10 +700,10 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.stem(x)
-        total = x * 1
+        total, made = x * 1, x.new_zeros(2, len(x), 8)
         for block in self.blocks:
             x = x + block(GIVEN)
-        return x + total
+        return x + total + made.sum(0)
 
 
 model = Net()
@@ -764,6 +764,23 @@ WRITES_WITHIN = {
         "x, total[:, :4]",
         "",
     ),
+    "parts of one, which it does not return": (
+        "others[0].copy_(self.b(torch.sigmoid(self.a(x))))\n"
+        "        return x[:, :4].repeat(1, 2)",
+        "x, made[block is self.blocks[0]]",
+        "",
+    ),
+    "parts without a common element": (
+        "x.mul_(self.b(torch.sigmoid(self.a(x.clone()))))\n        return x + others[0]",
+        "*torch.stack([x, x.sin()])",
+        "",
+    ),
+    "one that is given without its history, too": (
+        "x.mul_(self.b(torch.sigmoid(self.a(x.clone()))))\n"
+        "        return self.a(x) * others[0]",
+        "x, x.detach()",
+        "",
+    ),
     "a view that it returns": (
         "y = x.view(-1, 2, 4)\n"
         "        y.mul_(self.b(self.a(x.clone()).sin()).view(-1, 2, 4))\n"
@@ -780,6 +797,20 @@ HOOKS_WITHIN = {
         "        return self.b(torch.sigmoid(self.a(x)))",
         "x",
         "",
+    ),
+    "before and after it writes to a part": (
+        "y = x + 1\n        for _ in range(2 * x.requires_grad):\n"
+        "            x.register_hook(lambda g: g / 2)\n            x[:, :4] *= 2\n"
+        "        x.mul_(self.a(x.clone()).sigmoid())\n        return self.b(x.sin()) + y",
+        "total",
+        "",
+    ),
+    "after its pass": (
+        "return self.b(torch.sigmoid(self.a(x)))",
+        "x",
+        "def change(_, given, output):\n    if output.requires_grad:\n"
+        "        given[0].register_hook(lambda g: g / 2)\n"
+        "model.blocks[1].register_forward_hook(change)",
     ),
     "two, of which it removes one": (
         "if x.requires_grad:\n            x.register_hook(lambda g: g / 2)\n"
@@ -809,11 +840,6 @@ def test_writes_to_what_it_is_given(lab: Lab, strategy: str, within: str) -> Non
         ("zero3", "x.retain_grad()", "a Block calls retain_grad() of a tensor"),
         ("fsdp", "x.data = x * 2", "a Block sets .data of a tensor"),
         (
-            "fsdp",
-            "x.register_hook(torch.sin); x.mul_(2)",
-            "a Block registers a hook on, and writes to, a tensor",
-        ),
-        (
             "pipeline",
             "x.register_hook(torch.sin)",
             "blocks.0 registers a hook on a tensor",
@@ -835,3 +861,32 @@ def test_changes_that_the_caller_would_not_see(
     code = WRITES.replace("BODY", body).replace("GIVEN", given).replace("HOOK", "")
     with pytest.raises(RankError, match=re.escape(what)):
         lab.train(strategy, code, live=False)
+
+
+COUNTED = """
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+gather, count = groups.foreach_all_gather, 0
+
+
+def counted(*args):
+    global count
+    count += 1
+    return gather(*args)
+
+
+groups.foreach_all_gather = counted
+"""
+
+
+def test_fsdp_gathers_no_block_again_for_what_it_hands_on(lab: Lab) -> None:
+    """Its gradient comes when those of the block have been reduced."""
+    body = "return PAIR[0], self.b(torch.sigmoid(self.a(x)))"
+    code = WRITES.replace("BODY", body).replace("GIVEN", "x").replace("HOOK", COUNTED)
+    code = code.replace("+ block(x)", "+ sum(block(x))")
+    code += "\ngroups.foreach_all_gather = gather"
+    counts = []
+    for handed_on in ("x", "x.view(-1, 8)", "x * 1"):
+        lab.train("fsdp", code.replace("PAIR[0]", handed_on), live=False)
+        counts.append(lab.pull("count"))
+    assert counts[0] == counts[1] == counts[2] > 0

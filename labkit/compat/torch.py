@@ -327,25 +327,28 @@ Hooks = OrderedDict[int, Callable[[torch.Tensor], Any]]
 
 @GATE.needs("torch:Tensor._backward_hooks")
 def hooks_of(tensor: torch.Tensor) -> Hooks:
-    """Those for the gradient of what an operation has computed, and those to come until
-    something is written to it, which gives it other ones."""
+    """Those for the gradient of a tensor, and those to come until something is written
+    to it, which gives it other ones."""
     held: Any = tensor
+    # Asked first: of a view autograd finds out here that its base has been written to,
+    # and drops the hooks.
+    function = held.grad_fn
     if held._backward_hooks is None:
         held._backward_hooks = OrderedDict()
-        held.grad_fn._register_hook_dict(held)
+        if function is not None:
+            function._register_hook_dict(held)
     hooks: Hooks = held._backward_hooks
     return hooks
 
 
-def move_hooks(hooks: Hooks, other: torch.Tensor) -> None:
-    """Have hooks called for the gradient of `other` instead, until they are removed."""
-    for key, hook in hooks.copy().items():
-        other.register_hook(functools.partial(_call_if_there, hooks, key, hook))
-        hooks[key] = lambda gradient: None
-
-
-def _call_if_there(hooks: Hooks, key: int, hook: Any, gradient: torch.Tensor) -> Any:
-    return hook(gradient) if key in hooks else None
+def share_hooks(tensor: torch.Tensor, own: torch.Tensor) -> Hooks:
+    """Have hooks to come for the gradient of `tensor` called for that of `own`, until
+    something is written to it. Returns those that `own` has."""
+    held: Any = tensor
+    hooks = hooks_of(own)
+    if held.grad_fn is not None:  # asked as above
+        held._backward_hooks = hooks
+    return hooks
 
 
 @GATE.needs("torch.nn:Module._forward_hooks")
@@ -401,13 +404,19 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
 def writable_view(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """A view of what a function of autograd has returned in the place of `own`, of
     which it has the memory. It may be written to as `own`, where torch would refuse
-    that: the history of this then goes around that function."""
+    that: the history of this then goes around that function. Hooks for its gradient
+    are those of `own`."""
     functions: Any = torch._C._autograd
-    view, allowed = tensor.view_as(tensor), functions.CreationMeta.DEFAULT
+    view: Any = tensor.view_as(tensor)
+    allowed = functions.CreationMeta.DEFAULT
     if base_of_view(own) is not None:
         allowed = functions._get_creation_meta(own)
     functions._set_creation_meta(view, allowed)
-    return view
+    # And not its own, which torch gives a view that is written to through another one
+    # (x[0] = 0) before it knows of that: it loses them, or crashes.
+    view.register_hook = own.register_hook
+    found: torch.Tensor = view
+    return found
 
 
 @GATE.needs("torch:Tensor._version")

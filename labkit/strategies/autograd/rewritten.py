@@ -11,11 +11,9 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import base_of_view
-from labkit.compat.torch import hooks_of
 from labkit.compat.torch import is_plain
-from labkit.compat.torch import move_hooks
 from labkit.compat.torch import num_changes
-from labkit.compat.torch import storage_key
+from labkit.compat.torch import share_hooks
 from labkit.compat.torch import uncounted_changes
 
 CHANGED = (
@@ -62,8 +60,9 @@ class Substitute:
 
     def __init__(self, own: torch.Tensor, given: torch.Tensor) -> None:
         self.own, self.given = own, given
-        self.hooks = None if given.grad_fn is None else hooks_of(given)
+        self._hooks = {} if given.grad_fn is None else share_hooks(given, own)
         """For its gradient, until something is written to it."""
+        self._known = set(self._hooks)
         self._version = num_changes(own)
         self._address = given.data_ptr() if is_plain(given) else 0
 
@@ -79,17 +78,10 @@ class Substitute:
             what = "calls retain_grad() of"
         elif is_plain(self.given) and self.given.data_ptr() != self._address:
             what = "sets .data of"
-        elif self.hooks and not takes_hooks:
+        elif self._hooks.keys() - self._known and not takes_hooks:
             what = "registers a hook on"
-            if self.is_written:
-                what += ", and writes to,"
         if what:
             raise UnsupportedLoopError(CHANGED.format(name=name, what=what))
-
-    def move_hooks(self) -> None:
-        """Have the caller's tensor those for its gradient, of now."""
-        if self.hooks is not None:
-            move_hooks(hooks_of(self.given), self.own)
 
 
 class Inputs:
@@ -120,22 +112,49 @@ class Inputs:
         result = None
         written = [each for each in self._found.values() if each.is_written]
         if any(each.given.requires_grad for each in written):
-            plain = [each.own for each in written if is_plain(each.own)]
-            if len({storage_key(t.untyped_storage()) for t in plain}) < len(plain):
+            if overlap([each.own for each in written]):
                 raise UnsupportedLoopError(OVERLAP.format(name=name))
         for each in self._found.values():
             own, given = each.own, each.given
             if own is given:
                 continue
             each.check(name, takes_hooks=True)
-            if not each.is_written:  # or its history, with them, becomes the caller's
-                each.move_hooks()
             is_trained = given.requires_grad and not isinstance(own, nn.Parameter)
             if each.is_written and is_trained:
                 if is_next(output, given):
                     result = own
                 rewrite(own, returned(given))
         return result
+
+
+def overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these are views of one tensor, or it, with elements in common."""
+    of_base: dict[int, list[torch.Tensor]] = {}
+    for each in filter(is_plain, tensors):
+        of_base.setdefault(id(origin(each)), []).append(each)
+    return any(len(views) > 1 and have_common(views) for views in of_base.values())
+
+
+def have_common(views: list[torch.Tensor]) -> bool:
+    if len({each.dtype for each in views}) > 1:
+        return True  # perhaps: their elements are not of one size
+    storage = views[0].untyped_storage()
+    taken = torch.zeros(storage.nbytes() // views[0].element_size(), dtype=torch.bool)
+    for each in views:
+        # An element once, which an expanded one has many times.
+        steps = zip(each.shape, each.stride(), strict=True)
+        size = [n if step else min(n, 1) for n, step in steps]
+        place = taken.as_strided(size, each.stride(), each.storage_offset())
+        if place.any():
+            return True
+        place.fill_(True)
+    return False
+
+
+def origin(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, or itself."""
+    base = base_of_view(tensor)
+    return tensor if base is None else base
 
 
 def is_next(output: Any, found: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.rewritten import Substitute
+from labkit.strategies.autograd.rewritten import origin
 from labkit.strategies.autograd.rewritten import tensors_in
 from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import add_attributes
@@ -117,10 +118,16 @@ class Block:
     def computed(self, output: Any) -> list[torch.Tensor]:
         """The tensors with a history within the block, which has parameters gathered
         before their gradients come: in what it returns, and those that it was given and
-        has written to."""
+        has written to. What it hands on as it was has none: its gradient comes when
+        those of the block are there."""
         written = [base_of(each.own) for each in self._inputs if each.is_written]
-        trained = [each for each in self._untrained if each.requires_grad]
-        return [*computed_in(output), *written, *trained]
+        trained = [base_of(each) for each in self._untrained if each.requires_grad]
+        as_given = {
+            id(origin(each.given)) for each in self._inputs if not each.is_written
+        }
+        found = computed_in(output)
+        changed = [each for each in (*written, *trained) if each.grad_fn is not None]
+        return [*(x for x in found if id(origin(x)) not in as_given), *changed]
 
     def _begin(self, block: nn.Module, *args: Any) -> Any:
         take_moved(self._group, self._memory)
@@ -147,9 +154,7 @@ class Block:
         own, self._own = self._own, []
         name = type(block).__name__.removeprefix("FSDP")
         for each in self._inputs:
-            # Something else is written to a view: they are of what it was before.
-            each.check(f"a {name}", takes_hooks=not each.is_written)
-            each.move_hooks()
+            each.check(f"a {name}", takes_hooks=True)
         if given is not None:
             if given.has_changed(output):
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
