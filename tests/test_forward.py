@@ -771,8 +771,9 @@ WRITES_WITHIN = {
         "",
     ),
     "parts without a common element": (
-        "x.mul_(self.b(torch.sigmoid(self.a(x.clone()))))\n        return x + others[0]",
-        "*torch.stack([x, x.sin()])",
+        "x.mul_(self.b(torch.sigmoid(self.a(x.clone()))))\n"
+        "        return x + others[0]",
+        "*(lambda both: (both[:, :8], both[:, 8:]))(x.repeat(1, 2))",
         "",
     ),
     "one that is given without its history, too": (
@@ -801,7 +802,8 @@ HOOKS_WITHIN = {
     "before and after it writes to a part": (
         "y = x + 1\n        for _ in range(2 * x.requires_grad):\n"
         "            x.register_hook(lambda g: g / 2)\n            x[:, :4] *= 2\n"
-        "        x.mul_(self.a(x.clone()).sigmoid())\n        return self.b(x.sin()) + y",
+        "        x.add_(self.a(x.clone()).sigmoid())\n"
+        "        return self.b(x.sin()) + y",
         "total",
         "",
     ),

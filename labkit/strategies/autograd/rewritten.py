@@ -111,9 +111,9 @@ class Inputs:
         write to."""
         result = None
         written = [each for each in self._found.values() if each.is_written]
-        if any(each.given.requires_grad for each in written):
-            if overlap([each.own for each in written]):
-                raise UnsupportedLoopError(OVERLAP.format(name=name))
+        is_trained = any(each.given.requires_grad for each in written)
+        if is_trained and overlap([each.own for each in written]):
+            raise UnsupportedLoopError(OVERLAP.format(name=name))
         for each in self._found.values():
             own, given = each.own, each.given
             if own is given:
