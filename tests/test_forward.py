@@ -803,7 +803,7 @@ HOOKS_WITHIN = {
         "y = x + 1\n        for _ in range(2 * x.requires_grad):\n"
         "            x.register_hook(lambda g: g / 2)\n            x[:, :4] *= 2\n"
         "        x.add_(self.a(x.clone()).sigmoid())\n"
-        "        return self.b(x.sin()) + y",
+        "        return self.b(x.clone()) + y",
         "total",
         "",
     ),
