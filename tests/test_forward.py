@@ -799,14 +799,6 @@ HOOKS_WITHIN = {
         "x",
         "",
     ),
-    "before and after it writes to a part": (
-        "y = x + 1\n        for _ in range(2 * x.requires_grad):\n"
-        "            x.register_hook(lambda g: g / 2)\n            x[:, :4] *= 2\n"
-        "        x.add_(self.a(x.clone()).sigmoid())\n"
-        "        return self.b(x.clone()) + y",
-        "total",
-        "",
-    ),
     "after its pass": (
         "return self.b(torch.sigmoid(self.a(x)))",
         "x",
@@ -892,3 +884,20 @@ def test_fsdp_gathers_no_block_again_for_what_it_hands_on(lab: Lab) -> None:
         lab.train("fsdp", code.replace("PAIR[0]", handed_on), live=False)
         counts.append(lab.pull("count"))
     assert counts[0] == counts[1] == counts[2] > 0
+
+
+HOOKS_AND_WRITES = (
+    "y = x + 1\n        for _ in range(2 * x.requires_grad):\n"
+    "            x.register_hook(lambda g: g / 2)\n            x[:, :4] *= 0.5\n"
+    "        x.add_(self.a(x.clone()).sigmoid())\n"
+    "        return self.b(x.clone()) + y"
+)
+
+
+def test_fsdp_calls_hooks_before_and_after_a_write_to_a_part(lab: Lab) -> None:
+    code = WRITES.replace("BODY", HOOKS_AND_WRITES).replace("HOOK", "")
+    code = code.replace("GIVEN", "total")
+    lab.train("single", code, live=False)
+    expected = lab.pull("result")
+    lab.train("fsdp", code, live=False)
+    torch.testing.assert_close(lab.pull("result"), expected, rtol=1e-4, atol=1e-5)
