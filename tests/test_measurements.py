@@ -547,6 +547,14 @@ def test_what_zero_trained_with_is_not_charged_to_the_next_run(
         assert before > 2 * after
 
 
+def test_a_run_under_zero3_keeps_no_model_of_earlier_ones(lab: Lab) -> None:
+    lab.run("import gc, weakref\nmodels = []")
+    for _ in range(3):
+        lab.train("zero3", f"{SMALL}\nmodels.append(weakref.ref(model))", live=False)
+    lab.run("gc.collect()\nalive = [model() is not None for model in models]")
+    assert lab.pull("alive", "all") == [[False, False, True]] * 2
+
+
 # ---- runs side by side ----
 
 

@@ -7,6 +7,7 @@ underscore: they are in `ATTRIBUTES`.
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _BASE = "deepspeed.runtime.base_optimizer"
 _UTILS = "deepspeed.runtime.zero.utils"
 _COMPARES = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
@@ -61,6 +63,14 @@ def is_of_deepspeed(attribute: Any) -> bool:
     return isinstance(attribute, str) and (
         attribute.startswith("ds_") or attribute in _OF_A_PASS
     )
+
+
+@GATE.needs(f"{_COORDINATOR}:PartitionedParameterCoordinator.{_RELEASES}")
+def forget_passes() -> None:
+    """Drop what DeepSpeed remembers of the passes of every model of stage 3, and the
+    models with it: in a cache of a method, which it has around another function."""
+    kind: Any = sys.modules[_COORDINATOR].PartitionedParameterCoordinator
+    inspect.getclosurevars(getattr(kind, _RELEASES)).nonlocals["func"].cache_clear()
 
 
 MAX_DEPTH = 3

@@ -15,6 +15,7 @@ from torch import nn
 
 from labkit.compat.deepspeed import GATE as DEEPSPEED
 from labkit.compat.deepspeed import drop_trace
+from labkit.compat.deepspeed import forget_passes
 from labkit.compat.deepspeed import load
 from labkit.compat.deepspeed import look_at_numa_once
 from labkit.compat.deepspeed import look_into_objects
@@ -140,6 +141,7 @@ def destroy_former_engines() -> None:
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
+        forget_passes()
 
 
 def free_training_states(engine: Any, masters: Sequence[torch.Tensor]) -> None:
