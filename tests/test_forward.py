@@ -30,6 +30,7 @@ from labkit.strategies.autograd.structures import hand_back
 from labkit.strategies.autograd.structures import holders_in
 from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.autograd.structures import unflatten
+from labkit.strategies.zero.stage_3 import TRANSFORMED
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -206,7 +207,8 @@ JVP = "torch.func.jvp(model, (data[:2][0],), (data[:2][0],))"
         ("fsdp", REMOVED, NEW_PARAMETER),
         ("zero3", REMOVED, NEW_PARAMETER),
         ("zero3", CALLED, UNKNOWN_OUTPUT),
-        ("zero3", JVP, FORWARD_MODE),
+        ("zero3", JVP, TRANSFORMED),
+        ("zero3", "torch.func.vjp(model, data[:2][0])", TRANSFORMED),
         ("pipeline", JVP, FORWARD_MODE),
     ],
 )

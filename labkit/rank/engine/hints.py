@@ -86,9 +86,9 @@ FUNCTIONAL = (
     "computes the gradients, use single"
 )
 FORWARD_MODE = (
-    "if the model is prepared under zero3 or pipeline: DeepSpeed gathers a layer's "
-    "parameters, and stages exchange what they compute, in ways that torch.func.jvp "
-    "and the like cannot transform; use ddp, zero1, zero2 or fsdp"
+    "if the model is prepared under pipeline: stages exchange what they compute, in "
+    "ways that torch.func.jvp and the like cannot transform; use ddp, zero1, zero2 or "
+    "fsdp"
 )
 NEW_PARAMETER = (
     "a parameter of the model did not exist yet in prepare, as after "

@@ -18,6 +18,7 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.rewritten import Inputs
@@ -37,6 +38,13 @@ from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
 from labkit.strategies.zero.states import Partitions
 from labkit.strategies.zero.states import own_part
+
+TRANSFORMED = (
+    "torch.func (grad, vjp, jvp, vmap) calls the model, and zero3 gathers its "
+    "parameters in such a call, which torch.func cannot transform. If the loop ends in "
+    "loss.backward(), use ddp, zero1 or zero2; if torch.func computes the gradients, "
+    "use single"
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -323,6 +331,8 @@ def run_on_route(
     route: Route, numbers: Mapping[int, int], run: Callable[..., None], module: Any
 ) -> None:
     """What stage 3 does before a layer runs, which is noted."""
+    if is_transformed():  # a parameter that is gathered there ends the process
+        raise UnsupportedLoopError(TRANSFORMED)
     route.add(numbers.get(id(module), -1))
     run(module)
 
