@@ -316,7 +316,7 @@ class Prepared:
 
     def check_layout(self) -> None:
         """UnsupportedLoopError if the loop has put other tensors in the place of this
-        rank's parts."""
+        rank's parts, or its steps need others' that have gone with the run."""
 
     def agree(
         self, used: Sequence[bool] = (), alike: Sequence[bool] = ()

@@ -880,6 +880,7 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "ranks is taken any longer, as --average-every says; prepare model and "
             "optimizer again in a %%dist_train cell"
         )
+    prepared.check_layout()
     if prepared.loss_weight != 1:
         raise UnsupportedLoopError(
             "the run in which this optimizer was prepared is over, and with it the "
@@ -889,7 +890,6 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "drop_last=True, and a batch size that is a multiple of the number of "
             "ranks"
         )
-    prepared.check_layout()
     inner = prepared.optimizer
     _stepping.add(inner)
     try:

@@ -236,9 +236,12 @@ class Worker(Prepared):
                     "--clip NORM; for all else use ddp"
                 )
 
-    def step(self, closure: Closure | None = None) -> Norm | None:
+    def check_layout(self) -> None:
         if self._is_over:
             raise UnsupportedLoopError(OVER)
+
+    def step(self, closure: Closure | None = None) -> Norm | None:
+        self.check_layout()
         if closure is not None:
             raise UnsupportedLoopError(
                 f"{type(self.optimizer).__name__}.step(closure) evaluates the loss "
