@@ -76,7 +76,7 @@ class Substitute:
         what = ""
         if self.given.retains_grad:
             what = "calls retain_grad() of"
-        elif is_plain(self.given) and self.given.data_ptr() != self._address:
+        elif self._address and self.given.data_ptr() != self._address:
             what = "sets .data of"
         elif self._hooks.keys() - self._known and not takes_hooks:
             what = "registers a hook on"
@@ -109,18 +109,17 @@ class Inputs:
         it, ran with, where it has written to them: so they are `returned` of it. The
         one of them that is its output, if it is one, which the caller may go on to
         write to."""
-        result = None
-        written = [each for each in self._found.values() if each.is_written]
-        is_trained = any(each.given.requires_grad for each in written)
-        if is_trained and overlap([each.own for each in written]):
-            raise UnsupportedLoopError(OVERLAP.format(name=name))
         for each in self._found.values():
-            own, given = each.own, each.given
-            if own is given:
-                continue
             each.check(name, takes_hooks=True)
-            is_trained = given.requires_grad and not isinstance(own, nn.Parameter)
-            if each.is_written and is_trained:
+        written = [each for each in self._found.values() if each.is_written]
+        if not any(each.given.requires_grad for each in written):
+            return None
+        if overlap([each.own for each in written]):
+            raise UnsupportedLoopError(OVERLAP.format(name=name))
+        result = None
+        for each in written:
+            own, given = each.own, each.given
+            if given.requires_grad and not isinstance(own, nn.Parameter):
                 if is_next(output, given):
                     result = own
                 rewrite(own, returned(given))
