@@ -776,7 +776,7 @@ class Lab:
         for name in values:
             check_pushed_name(name)
         targets = parse_ranks(ranks, self.world_size)
-        payload = serialization.dumps_named(
+        payload = serialization.pickled_by_name(
             values, "make it on the ranks instead, in a %%dist cell"
         )
         with self._working() as cluster:

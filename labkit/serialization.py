@@ -1,14 +1,23 @@
 """Values as bytes, for a process that has not their GPU, group or classes."""
 
+import ctypes
 import io
 import mmap
 import os
+import pickle
+import struct
 import sys
+from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+
+LARGE_BYTES = 2**16
+"""The memory of a tensor or array that has more follows its pickle, not copied into
+it: PEP 574."""
 
 
 class PortablePickler(cloudpickle.Pickler):
@@ -21,74 +30,201 @@ class PortablePickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and not isinstance(value, type):
             if isinstance(value, torch.nn.parallel.DistributedDataParallel):
                 return _same, (value.module,)
-            if isinstance(value, torch.Tensor) and (
-                value.device.type not in ("cpu", "meta") or _is_part(value)
-            ):
-                here = value.detach()
-                here = here.clone() if _is_part(value) else here.cpu()
-                here.requires_grad_(value.requires_grad)
-                if isinstance(value, torch.nn.Parameter):
-                    here = torch.nn.Parameter(here.detach(), value.requires_grad)
-                return here.__reduce_ex__(_PROTOCOL)
+            if isinstance(value, torch.Tensor):
+                here = value
+                if value.device.type not in ("cpu", "meta") or _is_part(value):
+                    here = value.detach()
+                    here = here.clone() if _is_part(value) else here.cpu()
+                    here.requires_grad_(value.requires_grad)
+                    if isinstance(value, torch.nn.Parameter):
+                        here = torch.nn.Parameter(here.detach(), value.requires_grad)
+                if _is_large(here):
+                    return _reduced(here)
+                if here is not value:
+                    return here.__reduce_ex__(_PROTOCOL)
+        if numpy is not None and type(value) is numpy.ndarray:
+            make, (memory, *rest), *state = value.__reduce_ex__(_PROTOCOL)
+            if isinstance(memory, pickle.PickleBuffer) and _follows(memory):
+                return _array, (make, memory, *rest), *state
         return super().reducer_override(value)
 
 
 _PROTOCOL = 5
+_WRITE_BYTES = 2**26
+"""What a bar waits for."""
+
+
+def _follows(memory: pickle.PickleBuffer) -> bool:
+    """Whether it follows the pickle. What is read-only may be anybody's, who takes it
+    as it comes: it would keep a file open."""
+    raw = memory.raw()
+    return len(raw) > LARGE_BYTES and not raw.readonly
 
 
 def _is_part(tensor: Any) -> bool:
     """Whether a tensor on the CPU is a part of a storage that has more."""
-    import torch
-
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return False
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        _is_dense(tensor)
         and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     )
+
+
+def _is_dense(tensor: Any) -> bool:
+    import torch
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+    )
+
+
+def _is_large(tensor: Any) -> bool:
+    """Whether it has much memory, and nothing that its memory does not tell."""
+    return (
+        _is_dense(tensor)
+        and tensor.untyped_storage().nbytes() > LARGE_BYTES
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not tensor.__dict__
+    )
+
+
+def _reduced(tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """How pickle makes it again: from its whole memory."""
+    import torch
+
+    torch.utils.hooks.warn_if_has_hooks(tensor)
+    return _tensor, (
+        pickle.PickleBuffer(_memory(tensor.untyped_storage())),
+        *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
+        *(tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)),
+    )
+
+
+def _tensor(
+    memory: Any,
+    dtype: Any,
+    offset: int,
+    size: Any,
+    stride: Any,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Any:
+    import torch
+
+    byte = torch.uint8
+    storage = torch.UntypedStorage.from_buffer(memory, byte_order="native", dtype=byte)
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _memory(storage: Any) -> Any:
+    """A buffer. That of `Tensor.numpy` would be one, after which no tensor of this
+    storage could be resized."""
+    memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.storage = storage  # for as long as it is used
+    return memory
+
+
+def _array(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What numpy makes of memory, in memory of its own: a file would stay open."""
+    return make(*arguments).copy(order="K")
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def dumps(
+class Pickled:
+    """A pickled value: a header, its pickle, and the memory of what is large in it,
+    which is that of the value itself and not a copy.
+
+    Attributes
+    ----------
+    parts : list of memoryview
+        All that `loads` takes, in order.
+    """
+
+    def __init__(self, pickled: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
+        parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+        header = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
+        self.parts = [memoryview(header), *parts]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+    def write_to(
+        self, path: Path, on_written: Callable[[int], object] = lambda num_bytes: None
+    ) -> None:
+        """Write it to a file; `on_written` is called with the bytes of each write."""
+        with path.open("wb") as file:
+            for part in self.parts:
+                for start in range(0, len(part), _WRITE_BYTES):
+                    on_written(file.write(part[start : start + _WRITE_BYTES]))
+
+
+def pickled(
     value: Any, what: str = "this", instead: str = "make it there instead"
-) -> bytes:
-    """`value` as bytes; `loads` makes it again, in any process with labkit.
+) -> Pickled:
+    """`value` for `loads`, which makes it again in any process with labkit.
 
     Raises ValueError for what belongs to this process: a lock, an open file, a lab. It
     says `what` that is, and what to do `instead`.
     """
-    buffer = io.BytesIO()
+    stream = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+
+    def is_within(memory: pickle.PickleBuffer) -> bool:
+        if follows := _follows(memory):
+            buffers.append(memory)
+        return not follows
+
     try:
-        PortablePickler(buffer, protocol=_PROTOCOL).dump(value)
+        PortablePickler(stream, _PROTOCOL, is_within).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ may raise
         raise ValueError(
             f"{what} cannot be sent to another process: {error}; {instead}"
         ) from error
-    return buffer.getvalue()
+    return Pickled(stream.getvalue(), buffers)
 
 
-def dumps_named(values: Mapping[str, Any], instead: str) -> bytes:
-    """`values` as bytes; the ValueError names the first of them that cannot be."""
+def pickled_by_name(values: Mapping[str, Any], instead: str) -> Pickled:
+    """`values` for `loads`; the ValueError names the first of them that cannot be."""
     try:
-        return dumps(values)
+        return pickled(values)
     except ValueError:
         for name, value in values.items():
-            dumps(value, name, instead)
+            pickled(value, name, instead)
         raise
 
 
+def dumps(value: Any) -> bytes:
+    """What `pickled` gives, in one piece."""
+    return bytes(pickled(value))
+
+
 def loads(payload: bytes | bytearray | memoryview) -> Any:
-    """What `dumps` was given. ValueError where it cannot be made in this process."""
+    """What `pickled` was given. ValueError where it cannot be made in this process."""
+    rest = memoryview(payload).toreadonly()
+    [num_parts] = struct.unpack_from("<Q", rest)
+    header = struct.Struct(f"<{num_parts + 1}Q")
+    sizes = header.unpack_from(rest)[1:]
+    rest = rest[header.size :]
+    parts = []
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
     try:
-        return cloudpickle.loads(payload)
+        return cloudpickle.loads(parts[0], buffers=parts[1:])
     except (Exception, SystemExit) as error:  # whatever a value runs when it is made
         raise ValueError(
             f"this cannot be loaded in another process: {type(error).__name__}: {error}"
@@ -96,22 +232,22 @@ def loads(payload: bytes | bytearray | memoryview) -> Any:
 
 
 class MemoryFile:
-    """Bytes in memory that this user's other processes can open by a path.
+    """What is pickled, in memory that this user's other processes can open by a path.
 
     They are there until it is closed or this process ends, so that none are left
     behind. OSError where the system has no such files (it is Linux's memfd_create) or
     no memory.
     """
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: Pickled) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("no files in memory on this system")
         self._file = io.FileIO(os.memfd_create("labkit"), "w")
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
         try:
-            rest = memoryview(payload)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            for rest in payload.parts:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
             self.path.stat()  # there may be no /proc
         except OSError:
             self.close()

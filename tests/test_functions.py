@@ -1,5 +1,6 @@
 """Functions are defined as a notebook does it, and called in another process."""
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -255,6 +258,116 @@ def test_cpu_tensors_come_back_as_they_were(tensor: torch.Tensor) -> None:
     torch.testing.assert_close(copy, tensor, rtol=0, atol=0)
     assert copy.requires_grad == tensor.requires_grad
     assert copy.stride() == tensor.stride()
+
+
+def large(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """More than what goes within a pickle."""
+    assert math.prod(size) * dtype.itemsize > serialization.LARGE_BYTES
+    return torch.randn(size).to(dtype)
+
+
+LARGE_TENSORS = {
+    "plain": lambda: large(200, 100),
+    "bfloat16": lambda: large(400, 200, dtype=torch.bfloat16),
+    "transposed": lambda: large(200, 100).T,
+    "channels_last": lambda: large(8, 3, 40, 40).to(memory_format=torch.channels_last),
+    "a view": lambda: large(400, 100)[10:390, ::2],
+    "expanded": lambda: torch.randn(20_000, 1).expand(20_000, 3),
+    "requires_grad": lambda: large(200, 100).requires_grad_(),
+    "with a history": lambda: large(200, 100).requires_grad_() * 2,
+    "parameter": lambda: nn.Parameter(large(200, 100)),
+    "frozen": lambda: nn.Parameter(large(200, 100), requires_grad=False),
+    "conjugate": lambda: torch.randn(9999, dtype=torch.complex64).conj(),
+    "sparse": lambda: large(200, 100).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(
+        large(400, 300), 0.1, 0, torch.qint8
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore:torch.quantize")
+@pytest.mark.parametrize("kind", LARGE_TENSORS)
+def test_large_tensors_come_back_as_they_were(kind: str) -> None:
+    tensor = LARGE_TENSORS[kind]()
+    copy, again = round_trip([tensor, tensor])
+    assert copy is again
+    assert type(copy) is type(tensor)
+    assert (copy.dtype, copy.requires_grad) == (tensor.dtype, tensor.requires_grad)
+    if tensor.is_quantized:
+        assert torch.equal(copy.dequantize(), tensor.dequantize())
+        return
+    assert torch.equal(copy.to_dense(), tensor.to_dense())
+    if not tensor.is_sparse:
+        assert copy.stride() == (
+            tensor.clone().stride() if kind == "a view" else tensor.stride()
+        )
+    with torch.no_grad():
+        copy.mul_(2) if kind != "expanded" else copy.contiguous()
+
+
+def test_a_large_tensor_keeps_its_attributes() -> None:
+    tensor = large(200, 100)
+    tensor.note = "kept"
+    assert round_trip(tensor).note == "kept"
+
+
+def test_a_large_tensor_can_be_resized() -> None:
+    tensor = large(200, 100)
+    for each in (round_trip(tensor), tensor):
+        each.resize_(400, 100)
+
+
+ARRAYS = {
+    "rows": lambda: np.random.rand(200, 100),
+    "columns": lambda: np.asfortranarray(np.random.rand(200, 100)),
+    "apart": lambda: np.random.rand(200, 200)[:, ::2],
+    "dates": lambda: np.arange(20_000).astype("datetime64[s]"),
+    "records": lambda: np.zeros(20_000, dtype=[("x", "f8"), ("y", "i4")]),
+    "objects": lambda: np.array([{"x": n} for n in range(20_000)]),
+    "small": lambda: np.arange(3),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_come_back_as_they_were_and_can_be_written_to(kind: str) -> None:
+    array = ARRAYS[kind]()
+    copy, again = round_trip([array, array])
+    assert copy is again
+    assert copy.dtype == array.dtype
+    assert np.array_equal(copy, array)
+    copy[0] = copy[1]
+
+
+def test_what_is_read_only_stays_so() -> None:
+    array = np.random.rand(200, 100)
+    array.flags.writeable = False
+    copy = round_trip(array)
+    assert np.array_equal(copy, array)
+    assert not copy.flags.writeable
+
+
+def test_a_table_comes_back_and_can_be_written_to() -> None:
+    table = pd.DataFrame({"x": np.random.rand(20_000), "name": "a"})
+    copy = round_trip(table)
+    pd.testing.assert_frame_equal(copy, table)
+    copy.loc[0, "x"] = 2.0
+
+
+def test_what_is_large_is_not_copied_to_be_sent() -> None:
+    tensor, array = large(200, 100), np.random.rand(200, 100)
+    _, _, *memory = serialization.pickled({"tensor": tensor, "array": array}).parts
+    sent = [np.frombuffer(part, np.uint8).ctypes.data for part in memory]
+    assert sent == [tensor.data_ptr(), array.ctypes.data]
+
+
+def test_what_is_received_has_memory_of_its_own() -> None:
+    """That of a file, which all ranks map, would stay as long as any of it is used."""
+    sent = bytearray(serialization.dumps([large(200, 100), np.random.rand(200, 100)]))
+    tensor, array = serialization.loads(sent)
+    before = tensor.clone(), array.copy()
+    sent[:] = bytes(len(sent))
+    assert torch.equal(tensor, before[0])
+    assert np.array_equal(array, before[1])
 
 
 def test_a_module_comes_back_ready_to_train() -> None:

@@ -96,7 +96,7 @@ def test_what_may_not_be_opened_goes_in_parts(
     left = "labkit.rank.engine.transfer:push_part", b"left", True
     lab._ranks.cluster.call(*left, ranks=[0, 1])
     try:
-        large = torch.arange(2 * transfer.FILE_BYTES)
+        large = torch.arange(2**21)
         lab.push(large=large)
         assert "push: 100%" in capsys.readouterr().err
         for found in lab.pull("large", "all"):

@@ -158,7 +158,9 @@ def notes(figures: dict[str, Any]) -> Iterator[str]:
         yield "## Where labkit is not first\n"
         by_reason: dict[str, list[str]] = {}
         for row, best in behind:
-            by_reason.setdefault(row.why, []).append(f"{full_title(row)} ({best} is)")
+            by_reason.setdefault(row.why, []).append(
+                f"{full_title(row)} ({best} is first)"
+            )
         for why, which in by_reason.items():
             yield f"- {'; '.join(which)}. {why}"
         yield ""

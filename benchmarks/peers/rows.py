@@ -66,12 +66,12 @@ WHAT_FAILS = {
 FAILURE_WHY = {
     "raise": NOTHING_TO_KEEP,
     "kill": (
-        "What is first ends the cell as soon as a connection breaks, without naming "
+        "The fastest tool ends the cell as soon as a connection breaks, without naming "
         "the cause, and takes longer until the next cell works."
     ),
     "interrupt": (
-        "What is first ends the cell and leaves its ranks in the collective, or ends "
-        "them; labkit's cell ends when every rank is out of it."
+        "The fastest tool ends the cell and leaves its ranks in the collective, or "
+        "ends them; labkit's cell ends when every rank is out of it."
     ),
 }
 
@@ -81,7 +81,8 @@ ROWS = (
         "start to a cell that all-reduces, 2 ranks",
         "s",
         "import_torch",
-        why=FASTER_LAUNCH + " The others bring up no controller and no watchdog.",
+        why=f"{FASTER_LAUNCH} Monarch, nbdistributed and jupyter-distributed start no "
+        "controller and no watchdog.",
     ),
     Row("start_8", "the same, 8 ranks", "s", "import_torch", why=FASTER_LAUNCH),
     Row("start_16", "the same, 16 ranks", "s", "import_torch", why=FASTER_LAUNCH),
@@ -91,7 +92,7 @@ ROWS = (
         "s",
         "loopback",
         why="`%%dist_train` prepares a run before its first step: its folder, its "
-        "journals and its picture. The others run the cell, and nothing more.",
+        "record files and its picture. The others run the cell, and nothing more.",
     ),
     Row("cell_2", "a trivial cell, 2 ranks", "s", "loopback", why=TRIVIAL),
     Row("cell_8", "the same, 8 ranks", "s", "loopback", why=TRIVIAL),
@@ -102,10 +103,10 @@ ROWS = (
             f"{verb} {size} MB {way}",
             "s",
             f"memcpy_{size}",
-            why="labkit sends up to 1 MiB encrypted through its controller; what is "
-            "larger goes through a file in memory that only the user can read, and is "
-            "copied three times. Monarch and ipyparallel do not encrypt by default; "
-            "what `notebook_launcher` forks has the array already.",
+            why="labkit sends up to 128 KiB encrypted through its controller; what is "
+            "larger goes through memory, or a file, that only the user's processes can "
+            "open, and is copied twice. Monarch and ipyparallel do not encrypt by "
+            "default; what `notebook_launcher` forks has the array already.",
         )
         for verb, way in (("push", "to 2 ranks"), ("pull", "from a rank"))
         for size in (1, 100)

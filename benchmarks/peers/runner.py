@@ -335,7 +335,7 @@ class Bench:
                 if not (ended and works_again(session, kind)):
                     began = time.time()  # a user would not have waited in vain
                     renew(session)
-                    how = "lost, all started again"
+                    how = "lost, all ranks restarted"
                 else:
                     how = what_is_kept(session, kind)
                 figures.add(f"{kind}_next", name, time.time() - began)

@@ -14,6 +14,7 @@ from typing import Any
 from labkit import serialization
 from labkit.checks import UserError
 from labkit.rank_spec import format_ranks
+from labkit.serialization import Pickled
 
 if TYPE_CHECKING:
     from labkit.notebook.cluster.engines import LabEngines
@@ -23,7 +24,7 @@ _TRANSFER = "labkit.rank.engine.transfer"
 
 Payload = bytes | bytearray | memoryview
 
-FILE_BYTES = 2**20
+FILE_BYTES = 2**17
 """What is larger goes by way of a file: the controller decrypts, copies and encrypts
 all that it carries, once for each rank."""
 MEMORY_BYTES = 2**28
@@ -34,12 +35,12 @@ PART_BYTES = 2**26
 through the controller in parts of this size."""
 
 
-def push(cluster: "LabEngines", payload: bytes, ranks: Sequence[int]) -> None:
+def push(cluster: "LabEngines", payload: Pickled, ranks: Sequence[int]) -> None:
     """Put pickled names and values into the namespaces of `ranks`."""
     # To unpickle may take as long as it likes: what is pushed may run code.
     call = partial(cluster.call, ranks=ranks, timeout_s=None)
     if len(payload) <= FILE_BYTES:
-        call(f"{_TRANSFER}:push", payload)
+        call(f"{_TRANSFER}:push", bytes(payload))
         return
     with contextlib.ExitStack() as files:
         path = None
@@ -48,8 +49,9 @@ def push(cluster: "LabEngines", payload: bytes, ranks: Sequence[int]) -> None:
         if path is not None and all(call(f"{_TRANSFER}:push_file", str(path))):
             return
     with _in_parts(cluster, "push", len(payload), ranks) as progress:
-        for start in range(0, len(payload), PART_BYTES):
-            part = payload[start : start + PART_BYTES]
+        whole = memoryview(bytes(payload))
+        for start in range(0, len(whole), PART_BYTES):
+            part = bytes(whole[start : start + PART_BYTES])
             call(f"{_TRANSFER}:push_part", part, start == 0)
             progress.update(len(part))
         call(f"{_TRANSFER}:push_parts")
@@ -64,14 +66,7 @@ def pull(
     where one of `ranks` has no such variable.
     """
     cluster = group.cluster
-    asked = group.everyone if full else ranks
-    missing = cluster.call(f"{_TRANSFER}:missing", [name], ranks=asked)
-    having = [rank for rank, no in zip(asked, missing, strict=True) if not no]
-    if without := set(ranks) - set(having):
-        raise NameError(
-            f"{format_ranks(without)}: no variable {name!r}; a cell that "
-            "begins with %%dist sets one"
-        )
+    is_collective = full and _is_sharded(group, name, ranks)
     file = cluster.folder / f"pull-{uuid.uuid4().hex}"
     begin = partial(cluster.call, f"{_TRANSFER}:pull", name, full, list(ranks))
     # A file of another host's has a name here too, and is another file.
@@ -79,12 +74,13 @@ def pull(
     sizes = (file_bytes, MEMORY_BYTES, PART_BYTES)
     begin = partial(begin, str(file), *sizes, timeout_s=None)
     try:
-        if full and _is_sharded(group, name, having, ranks):
+        if is_collective:
             with group.risking_the_group():
                 answers = begin(ranks=group.everyone, is_collective=True)
             begun = [answers[rank] for rank in ranks]
         else:
             begun = begin(ranks=ranks)
+        _check_found(name, ranks, [answer is not None for answer in begun])
         return _payloads(cluster, begun, ranks)
     except BaseException:
         _drop_parts(cluster, ranks)  # of those that could pickle theirs
@@ -132,13 +128,26 @@ def _payloads(
     return found
 
 
-def _is_sharded(
-    group: "LabRanks", name: str, having: Sequence[int], ranks: Sequence[int]
-) -> bool:
+def _check_found(name: str, ranks: Sequence[int], found: Sequence[bool]) -> None:
+    if without := [
+        rank for rank, is_there in zip(ranks, found, strict=True) if not is_there
+    ]:
+        raise NameError(
+            f"{format_ranks(without)}: no variable {name!r}; a cell that "
+            "begins with %%dist sets one"
+        )
+
+
+def _is_sharded(group: "LabRanks", name: str, ranks: Sequence[int]) -> bool:
     """Whether one of `ranks` has but a shard, so that to gather it is collective.
 
-    UserError where not all ranks have one.
+    NameError where one of them has nothing, and UserError where not all ranks have a
+    shard.
     """
+    everyone = group.everyone
+    missing = group.cluster.call(f"{_TRANSFER}:missing", [name], ranks=everyone)
+    having = [rank for rank, no in zip(everyone, missing, strict=True) if not no]
+    _check_found(name, ranks, [rank in having for rank in ranks])
     found = group.cluster.call(f"{_TRANSFER}:is_sharded", name, ranks=having)
     parts = [rank for rank, is_part in zip(having, found, strict=True) if is_part]
     if not set(parts) & set(ranks):
@@ -153,7 +162,7 @@ def _is_sharded(
 
 
 @contextlib.contextmanager
-def _file_with(cluster: "LabEngines", payload: bytes) -> Iterator[Path | None]:
+def _file_with(cluster: "LabEngines", payload: Pickled) -> Iterator[Path | None]:
     """A file from which ranks can read it; None where there is no room for it."""
     if len(payload) <= MEMORY_BYTES:
         try:
@@ -171,15 +180,13 @@ def _file_with(cluster: "LabEngines", payload: bytes) -> Iterator[Path | None]:
         path.unlink(missing_ok=True)
 
 
-def _is_written(path: Path, payload: bytes) -> bool:
+def _is_written(path: Path, payload: Pickled) -> bool:
     """Whether the disk has room for it; what others need there is not filled up."""
     try:
         if shutil.disk_usage(path.parent).free < 2 * len(payload):
             return False
-        with path.open("wb") as file, _bar("push", len(payload)) as progress:
-            for start in range(0, len(payload), PART_BYTES):
-                part = memoryview(payload)[start : start + PART_BYTES]
-                progress.update(file.write(part))
+        with _bar("push", len(payload)) as progress:
+            payload.write_to(path, progress.update)
     except OSError:
         path.unlink(missing_ok=True)
         return False

@@ -122,8 +122,10 @@ def pull(
     `memory_bytes`, which `drop_parts` closes, or else `file` and the rank.
 
     With `full` it is gathered whole, a collective; None on a rank that only takes part
-    in that, being none of `ranks`.
+    in that, being none of `ranks`, and where there is no such variable.
     """
+    if name not in runner().shell.user_ns:
+        return None
     value = runner().shell.user_ns[name]
     if full:
         value = gather_full(value)
@@ -135,7 +137,7 @@ def pull(
             f"{name} cannot be sent to another process: its layers are in stages on "
             f"several ranks; {instead}"
         )
-    payload = serialization.dumps(value, name, instead)
+    payload = serialization.pickled(value, name, instead)
     drop_parts()
     if file_bytes < len(payload) <= memory_bytes:
         with contextlib.suppress(OSError):
@@ -144,14 +146,15 @@ def pull(
     if len(payload) > file_bytes:
         path = Path(f"{file}-{runner().placement.rank}")
         try:
-            path.write_bytes(payload)
+            payload.write_to(path)
         except OSError:  # the disk is full
             path.unlink(missing_ok=True)
         else:
             return len(payload), str(path)
-    if len(payload) > part_bytes:
-        _outgoing.append(payload)
-    return len(payload), payload[:part_bytes]
+    whole = bytes(payload)
+    if len(whole) > part_bytes:
+        _outgoing.append(whole)
+    return len(whole), whole[:part_bytes]
 
 
 def pull_part(start: int, num_bytes: int) -> bytes:
