@@ -68,31 +68,6 @@ KEYS = ("plan", "sequence", "loss_parallel")
 """Of `--config`: the rest is for `fully_shard`, where the mesh has an axis for it."""
 
 
-def apply_tensor_parallel(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    config: Mapping[str, Any] | None = None,
-    *,
-    device: torch.device | None = None,
-) -> nn.Module:
-    """Split the layers of `model` that a plan names along the one axis of `mesh`, in
-    place, with the values of its first rank. Collective.
-
-    A block at a time comes to `device`, from the meta device too, and is split before
-    the next. What the plan does not name is whole on every rank. Parameters that layers
-    share stay shared. Make the optimizer after it.
-
-    Raises UnsupportedLoopError, and changes nothing, where a layer cannot be split
-    evenly.
-
-    Source: Shoeybi et al., "Megatron-LM", 2019;
-    `torch.distributed.tensor.parallel.parallelize_module`.
-    """
-    device = device or torch.device(mesh.device_type)
-    split_layers(model, checked_plan(model, mesh.size(), config or {}), mesh, device)
-    return model
-
-
 def checked_plan(
     model: nn.Module, num_parts: int, config: Mapping[str, Any]
 ) -> dict[str, Styles]:
@@ -109,7 +84,16 @@ def split_layers(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Split those of a plan, which has been checked. Collective."""
+    """Split those of a plan, which has been checked, with the values of the mesh's
+    first rank. Collective.
+
+    A block at a time comes to `device`, from the meta device too, and is split before
+    the next. What the plan does not name is whole on every rank. Parameters that layers
+    share stay shared.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019;
+    `torch.distributed.tensor.parallel.parallelize_module`.
+    """
     styles = {model.get_submodule(name): each for name, each in plan.items()}
     tied = owners_of_tied(model)
     for part, tensors in parts(model, units(model)):
