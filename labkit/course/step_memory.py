@@ -1,6 +1,5 @@
 """Judges exercises on memory, by what tensors hold and who owns which."""
 
-import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
 from functools import partial
@@ -10,48 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.compat.torch import TorchDispatchMode
-from labkit.compat.torch import storage_key
-from labkit.compat.torch import tree_leaves
 from labkit.course.exercise import Verdict
 from labkit.course.exercise import of_all_ranks
+from labkit.estimate.trace import Watch
 from labkit.models import GPT
 from labkit.models import next_token_loss
 
 BATCH, SEQUENCE = 8, 64
-
-
-class Made(TorchDispatchMode):
-    """The bytes of tensors that operators have made and that are alive, at their most.
-
-    Counted are storages on the CPU, not views. Those made before are no part of it.
-    """
-
-    def __init__(self, older: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._older = {storage_key(each.untyped_storage()) for each in older}
-        self._alive: list[weakref.ref[torch.UntypedStorage]] = []
-        self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                key = storage_key(storage)
-                if key not in self._older and key not in self._sizes:
-                    self._sizes[key] = storage.nbytes()
-                    forget = partial(self._forget, key)
-                    self._alive.append(weakref.ref(storage, forget))
-        self.peak = max(self.peak, sum(self._sizes.values()))
-        return out
-
-    def _forget(self, key: int, reference: Any) -> None:
-        del self._sizes[key]
-        self._alive.remove(reference)
 
 
 def peak_bytes(step: Callable[[], Any], older: Sequence[torch.Tensor]) -> int:
@@ -66,9 +30,10 @@ def peak_bytes(step: Callable[[], Any], older: Sequence[torch.Tensor]) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with Made(older) as made:
+    totals = [0]
+    with Watch(older, lambda stage: totals.append(watch.totals[stage])) as watch:
         step()
-    return made.peak
+    return max(totals)
 
 
 def half_the_peak(answer: Callable[[nn.Module, Any, Any], Any]) -> Verdict:

@@ -82,7 +82,7 @@ NOTHING = Trace([Moment(0, 0, 0, is_backward=False)], activations=math.nan)
 """In the place of a step whose input is not known."""
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Counts the bytes of live storages that operators returned, as StepProbe does, by
     the stage that computes them.
 
@@ -232,7 +232,7 @@ def trace_step(
             layer = fake.get_submodule(name)
             layer.register_forward_pre_hook(partial(receive, stage))
             _follow(layer, now, "stage", stage, None)
-        watch = _Watch([*parameters, *fake.buffers()], note, 1 + last, stage_now)
+        watch = Watch([*parameters, *fake.buffers()], note, 1 + last, stage_now)
         autocast = torch.autocast(device, dtype) if is_low else nullcontext()
         with running(inputs), watch:
             if is_low and casts_model:
@@ -362,7 +362,7 @@ def _trace_update(
     updates.step()  # makes the state
     states = list(optimizer_tensors(updates))
     gradients = [p.grad for p in parameters if p.grad is not None]
-    watch = _Watch(
+    watch = Watch(
         [*parameters, *gradients, *states],
         lambda stage: temporaries.append(watch.totals[stage]),
     )
