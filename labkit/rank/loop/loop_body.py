@@ -41,13 +41,19 @@ EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
 
 
+def tree_of(code: str) -> ast.Module:
+    """The syntax tree of a cell; an empty one of a cell that is no Python, which says
+    so itself."""
+    try:
+        return ast.parse(code)
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 def extra_work(code: str) -> str | None:
     """The first line of a loop over batches that does more than compute a loss and
     take a step, as "line 12: ema.update_parameters(model)"; None if there is none."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:  # which the cell itself will say
-        return None
+    tree = tree_of(code)
     loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
     models = {name for node in ast.walk(tree) for name in prepared_names(node, 0)}
     for node in ast.walk(tree):
@@ -149,10 +155,7 @@ def use_of_batch_size(code: str) -> str | None:
     That are the loss that it multiplies, gradients, an optimizer's option, the argument
     of a scheduler's step, and a condition on which it ends or skips a batch.
     """
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return None
+    tree = tree_of(code)
     if any(word in code for word in EXCHANGES):
         return None
     loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
@@ -172,10 +175,7 @@ def sum_over_all(code: str) -> str | None:
     Not one of which a mean is made: what it sums is divided by the number of ranks, or
     by another such sum.
     """
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return None
+    tree = tree_of(code)
     found = [(node, call) for node, call in _reductions(tree) if is_sum(call)]
     of = {id(call): words_in(call.args[0]) for _, call in found}
     summed = set().union(*of.values())
@@ -245,10 +245,7 @@ def update_by_batch_size(code: str) -> str | None:
     """The first line of a loop with a backward pass that calls something with the size
     of its batch, as "line 12: updater(x.shape[0])", and is no meter; None if there is
     none, or if the cell exchanges anything between ranks."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return None
+    tree = tree_of(code)
     if any(word in code for word in EXCHANGES if word != "reduction="):
         return None
     for loop in ast.walk(tree):

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from labkit.rank.loop.loop_body import tree_of
+
 CLIPPING = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "get_total_norm"}
 """Functions that read the gradients of parameters."""
 HARMLESS = {"zero_", "detach_", "requires_grad_"}
@@ -23,10 +25,7 @@ OTHER_GRADS = {"autograd", "func"}
 def gradient_use(code: str) -> str | None:
     """The first line that reads `parameter.grad`, as "line 12: norm = p.grad.norm()";
     None where it is only cleared, or asked whether it is there."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:  # which the cell itself will say
-        return None
+    tree = tree_of(code)
     parents = parents_in(tree)
     found = [
         node.lineno
@@ -40,29 +39,18 @@ def group_gradient_use(code: str) -> str | None:
     """The first line that reads gradients of what an optimizer's groups hold, as
     "line 12: clip_grad_norm_(optimizer.param_groups[0]['params'], 1.0)"; None if there
     is none."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return None
-    return first_line(code, [*GroupUse(tree).lines()])
+    return first_line(code, [*GroupUse(tree_of(code)).lines()])
 
 
 def group_value_use(code: str) -> str | None:
     """The first line after `prepare` that uses or sets what an optimizer's groups hold,
     or looks whether something is in them: of a parameter, not of its gradient."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return None
-    return first_line(code, [*GroupUse(tree).value_lines()])
+    return first_line(code, [*GroupUse(tree_of(code)).value_lines()])
 
 
 def step_value_use(code: str) -> str | None:
     """The first line that uses what `optimizer.step()` returns; None without one."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return None
+    tree = tree_of(code)
     parents = parents_in(tree)
     names = {
         getattr(target.elts[1], "id", "")

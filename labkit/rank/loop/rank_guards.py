@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from labkit.rank.loop.loop_body import tree_of
+
 RANK_NAMES = {"rank", "local_rank", "global_rank", "RANK", "LOCAL_RANK", "is_main"}
 RANK_CALLS = {"get_rank", "is_main_process", "is_rank_0"}
 RANK_ATTRIBUTES = {
@@ -44,11 +46,7 @@ def lonely_use(
     """
     if not any(word in code for word in RANK_NAMES | RANK_CALLS | RANK_ATTRIBUTES):
         return None  # as in most cells: to read one takes 10 ms for 70 lines
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:  # which the cell itself will say
-        return None
-    cell = Cell(tree, of_loader=of_loader)
+    cell = Cell(tree_of(code), of_loader=of_loader)
     for node in cell.nodes:
         for part in cell.parts_of_some_ranks(node):
             if gradients_alone and not mentions_gradients(part):
