@@ -24,9 +24,7 @@ in full then."""
 def draw_units(num_ranks: int, num_units: int, gathered: int) -> RunFigure:
     """What each rank holds of each unit: a shard of its own colour; all shards of the
     unit that is `gathered`, which is the one that is computed."""
-    figure = RunFigure(
-        figsize=(8.6, 0.9 + 0.55 * num_ranks), dpi=100, facecolor="white"
-    )
+    figure = RunFigure(figsize=(8.6, 0.9 + 0.55 * num_ranks))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(-1.1, num_units + 0.1), ylim=(num_ranks + 0.1, -0.9))
@@ -58,7 +56,7 @@ def draw_gathered(runs: Mapping[str, tuple[Sequence[str], Moments]]) -> RunFigur
     where a rank has the unit's parameters in full."""
     rows = [len(units) for units, _ in runs.values()]
     height = sum(0.27 * count + 1.05 for count in rows)
-    figure = RunFigure(figsize=(8.2, height), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(8.2, height))
     top = height
     for (title, (units, moments)), count in zip(runs.items(), rows, strict=True):
         tall = 0.27 * count

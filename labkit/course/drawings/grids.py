@@ -60,7 +60,7 @@ def draw_exchanges(by_rank: Sequence[Mapping[str, tuple[Any, Any]]]) -> RunFigur
         num_columns * (width + 2.6) * CELL_INCHES,
         num_rows * (num_ranks + 0.2 + head) * ROW_INCHES,
     )
-    figure = RunFigure(figsize=inches, dpi=100, facecolor="white")
+    figure = RunFigure(figsize=inches)
     figure.subplots_adjust(left=0, right=1, bottom=0, top=1, wspace=0, hspace=0)
     for place, (title, (before, after)) in enumerate(numbers.items(), start=1):
         axes = figure.add_subplot(num_rows, num_columns, place)
@@ -85,7 +85,7 @@ def draw_ring(num_ranks: int) -> RunFigure:
     turns = ring_turns(num_ranks)
     width = len(turns) * (num_ranks + 0.8)
     inches = (width + 2.8) * RING_INCHES, (num_ranks + 1.5) * RING_INCHES
-    figure = RunFigure(figsize=inches, dpi=100, facecolor="white")
+    figure = RunFigure(figsize=inches)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(-2.6, width + 0.2), ylim=(num_ranks + 0.2, -1.3))
@@ -119,7 +119,7 @@ def draw_compressions() -> RunFigure:
             "6 numbers and places: 48",
         ),
     }
-    figure = RunFigure(figsize=(9.6, 2.0), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(9.6, 2.0))
     panels = figure.subplots(1, len(ways))
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.14, top=0.86, wspace=0.1)
     limit = float(np.abs(whole).max())

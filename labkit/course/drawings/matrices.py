@@ -60,7 +60,7 @@ def draw_split_layers(num_ranks: int) -> RunFigure:
     elements = (num_ranks + 3) * DIM + 2 * hidden
     width = 0.4 + elements * SIDE + 2.85 + num_ranks * 0.4
     strip = hidden * SIDE + 0.85
-    figure = RunFigure(figsize=(width, 3 * strip), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(width, 3 * strip))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(0, width), ylim=(0, 3 * strip))

@@ -30,11 +30,7 @@ def draw_deal(deal: Deal, batch_size: int) -> RunFigure:
     black frame.
     """
     longest = max(map(len, deal))
-    figure = RunFigure(
-        figsize=(1.0 + 0.42 * longest, 0.75 + 0.42 * len(deal)),
-        dpi=100,
-        facecolor="white",
-    )
+    figure = RunFigure(figsize=(1.0 + 0.42 * longest, 0.75 + 0.42 * len(deal)))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(-2.2, longest + 0.2), ylim=(len(deal) + 0.15, -1.1))
@@ -77,9 +73,7 @@ def draw_mosaic(deals: Mapping[str, Deal], num_samples: int) -> RunFigure:
     width = 10.4 / max(2, len(deals))
     height = 0.95 * width * num_rows / NUM_COLUMNS
     num_ranks = max(map(len, deals.values()))
-    figure = RunFigure(
-        figsize=(width * len(deals), height + 0.75), dpi=100, facecolor="white"
-    )
+    figure = RunFigure(figsize=(width * len(deals), height + 0.75))
     figure.subplots_adjust(
         left=0.01,
         right=0.99,

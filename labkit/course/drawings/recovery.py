@@ -20,7 +20,7 @@ from labkit.notebook.plots.style import use_title
 def draw_recovery(*, every: int, died_at: int, num_steps: int) -> RunFigure:
     """A run with a checkpoint `every` so many steps that dies, and the one that
     resumes from the last checkpoint."""
-    figure = RunFigure(figsize=(8.4, 2.1), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(8.4, 2.1))
     axes = figure.add_axes((0.12, 0.3, 0.85, 0.62))
     resumed = died_at // every * every
     axes.barh(1, died_at, 0.34, color=RANK_COLOURS[0])
@@ -67,7 +67,7 @@ def draw_join(
     The first is the reference: broad and grey, the others thin on it. `near_is` is the
     title of the second picture.
     """
-    figure = RunFigure(figsize=(9.0, 3.1), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(9.0, 3.1))
     whole, near = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1, 1.25)})
     figure.subplots_adjust(left=0.075, right=0.82, top=0.88, bottom=0.17, wspace=0.2)
     for place, (name, series) in enumerate(losses.items()):
@@ -94,7 +94,7 @@ def draw_diff(cell: str, script: str) -> RunFigure:
         for line in difflib.ndiff(cell.splitlines(), script.splitlines())
         if line[2:].strip() and not line.startswith("?")
     ]
-    figure = RunFigure(figsize=(8.4, 0.17 * len(lines)), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(8.4, 0.17 * len(lines)))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 1), ylim=(len(lines), 0))
     axes.axis("off")
@@ -117,7 +117,7 @@ def draw_diff(cell: str, script: str) -> RunFigure:
 def draw_apart(losses: Mapping[str, list[float]], first_step: int) -> RunFigure:
     """How far the losses of runs are from those of the first one, step by step, on a
     log axis: what is equal is on the floor."""
-    figure = RunFigure(figsize=(7.6, 2.9), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(7.6, 2.9))
     axes = figure.add_axes((0.11, 0.18, 0.6, 0.7))
     (_, reference), *others = losses.items()
     floor = 1e-9

@@ -266,7 +266,7 @@ def draw_zero_stages(
     parts = {"parameters": 2, "gradients": 2, "optimizer_state": optimizer_bytes}
     labels = ("parameters", "gradients", "optimizer state, fp32 copy")
     of_all = sum(parts.values())
-    figure = RunFigure(figsize=(8.4, 3.2), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(8.4, 3.2))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(-0.75, 4.3), ylim=(-0.75, 4.65))
     axes.axis("off")
@@ -355,7 +355,7 @@ def draw_arrow(
 
 def _canvas(width: float, height: float) -> Axes:
     """Axes without a frame whose units are inches."""
-    figure = RunFigure(figsize=(width, height), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(0, width), ylim=(0, height))

@@ -50,8 +50,7 @@ def draw_stages(
     `held` has for each rank, by stage and model state, what was measured.
     """
     width = 9.6 if held else 8.2  # names below the bars need room
-    figure = RunFigure(figsize=(width, 3.2), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(width, 3.2), layout="constrained")
     axes = figure.add_subplot()
     formula = bytes_per_parameter(world_size, is_mixed=is_mixed)
     num_bars = 1 + len(held)
@@ -91,8 +90,7 @@ def draw_step(activations: float = 4.0) -> RunFigure:
 
     Adam's state is twice the parameters, the activations are `activations` times.
     """
-    figure = RunFigure(figsize=(7.4, 3.1), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(7.4, 3.1), layout="constrained")
     axes = figure.add_subplot()
     moments = [0.0, 1.0, 2.0, 3.0]
     parts = {
@@ -134,8 +132,7 @@ def draw_steps(moments_by_run: Mapping[str, pd.DataFrame]) -> RunFigure:
     for run, each in moments_by_run.items():
         place = int(each[shown].sum(axis=1).to_numpy().argmax())
         chosen[run] = each[each["rank"] == each["rank"].iloc[place]]
-    figure = RunFigure(figsize=(9.4, 2.9), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(9.4, 2.9), layout="constrained")
     panels = figure.subplots(1, len(chosen), squeeze=False)[0]
     peaks = [float(each[shown].sum(axis=1).max()) for each in chosen.values()]
     unit, name = memory_unit(max(peaks))

@@ -45,8 +45,7 @@ def draw_times(
     num_bytes: Sequence[float], seconds_by_name: Mapping[str, Sequence[float]]
 ) -> RunFigure:
     """Measured seconds against message size, and the line alpha + n / beta of each."""
-    figure = RunFigure(figsize=(7.4, 3.6), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(7.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     sizes = np.geomspace(min(num_bytes), max(num_bytes), 200)
     for place, (name, seconds) in enumerate(seconds_by_name.items()):
@@ -84,8 +83,7 @@ def _in_words(num_bytes: float) -> str:
 
 def draw_losses(history: pd.DataFrame, first: int, last: int) -> RunFigure:
     """The loss of each rank in the steps `first` to `last` of a run, and their mean."""
-    figure = RunFigure(figsize=(7.4, 2.8), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(7.4, 2.8), layout="constrained")
     axes = figure.add_subplot()
     losses = history[history.step.between(first, last)].pivot(
         index="step", columns="rank", values="loss"
@@ -101,8 +99,7 @@ def draw_losses(history: pd.DataFrame, first: int, last: int) -> RunFigure:
 
 def draw_distances(distances: Mapping[str, Sequence[float]]) -> RunFigure:
     """How far apart weights are after each step, on a log axis that has a 0 below."""
-    figure = RunFigure(figsize=(8.4, 3.6), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(8.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     above_0 = [each for line in distances.values() for each in line if each > 0]
     floor = 0.03 * min(above_0, default=1.0)
@@ -124,10 +121,7 @@ def draw_distances(distances: Mapping[str, Sequence[float]]) -> RunFigure:
 
 def draw_seconds(seconds: Mapping[str, float]) -> RunFigure:
     """A bar for each name, as long as the seconds that it takes."""
-    figure = RunFigure(
-        figsize=(7.4, 0.8 + 0.35 * len(seconds)), dpi=100, facecolor="white"
-    )
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(7.4, 0.8 + 0.35 * len(seconds)), layout="constrained")
     axes = figure.add_subplot()
     names, values = list(seconds), [1e3 * each for each in seconds.values()]
     bars = axes.barh(names, values, color=RANK_COLOURS[0], height=0.6)
@@ -151,7 +145,7 @@ def draw_memory_against_gpus(
     cards : tuple of int
         Memories of GPUs, in GB, at which a line is drawn; that at 80 is the thick one.
     """
-    figure = RunFigure(figsize=(9.0, 3.7), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(9.0, 3.7))
     figure.subplots_adjust(left=0.08, right=0.86, top=0.9, bottom=0.15, wspace=0.18)
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for panel, (title, table) in zip(panels, tables.items(), strict=True):
@@ -209,7 +203,7 @@ def draw_predicted_and_measured(
     predicted, measured : dict of str to float
         Bytes of the fullest rank at its peak, by strategy.
     """
-    figure = RunFigure(figsize=(6.6, 2.8), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(6.6, 2.8))
     figure.subplots_adjust(left=0.1, right=0.8, top=0.95, bottom=0.12)
     axes = figure.subplots()
     style_axes(axes, "", "peak of a rank (MiB)")
@@ -240,9 +234,7 @@ def draw_lanes(
     first = min(b[2] for blocks in blocks_by_rank for b in blocks)
     lanes = list(dict.fromkeys(b[0] for blocks in blocks_by_rank for b in blocks))
     num_lanes = len(lanes) * len(blocks_by_rank)
-    figure = RunFigure(figsize=(10.4, 0.9 + 0.42 * num_lanes), dpi=100)
-    figure.set_facecolor("white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(10.4, 0.9 + 0.42 * num_lanes), layout="constrained")
     axes = figure.add_subplot()
     latest = max(b[3] for blocks in blocks_by_rank for b in blocks) - first
     names: list[str] = []
@@ -319,9 +311,9 @@ def draw_passes(
     """When each rank had which microbatch: by title the passes of all ranks, each as
     (kind, rank, microbatch, began, ended) in seconds. All panels have one scale."""
     heights = [len({each[1] for each in rows}) for rows in passes.values()]
-    figure = RunFigure(figsize=(8.8, sum(0.75 + 0.36 * n for n in heights)), dpi=100)
-    figure.set_facecolor("white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(
+        figsize=(8.8, sum(0.75 + 0.36 * n for n in heights)), layout="constrained"
+    )
     grid = figure.subplots(
         len(passes),
         1,
@@ -405,8 +397,7 @@ def draw_speed_up(
     widths: Sequence[int], speed_ups: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> RunFigure:
     """For each title a panel: how often faster than one rank, against model width."""
-    figure = RunFigure(figsize=(10.4, 3.6), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(10.4, 3.6), layout="constrained")
     panels = figure.subplots(1, len(speed_ups), sharey=True, squeeze=False)[0]
     for axes, (title, lines) in zip(panels, speed_ups.items(), strict=True):
         axes.axhline(1, color=INK, lw=1.2)
@@ -434,8 +425,7 @@ def draw_busiest(
 
     `size` are the bytes of the gradients. Of S servers each has 1/S of them.
     """
-    figure = RunFigure(figsize=(8.2, 3.6), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(8.2, 3.6), layout="constrained")
     axes = figure.add_subplot()
     ranks = np.arange(2, most_ranks + 1)
     lines = {
@@ -479,8 +469,7 @@ def draw_losses_by_time(
     histories: Mapping[str, pd.DataFrame], loss: float
 ) -> RunFigure:
     """The loss of runs against time, and when each first comes down to `loss`."""
-    figure = RunFigure(figsize=(7.4, 3.4), dpi=100, facecolor="white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(7.4, 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(loss, color="#999999", lw=1, ls="--")
     for place, (name, history) in enumerate(histories.items()):
@@ -495,9 +484,7 @@ def draw_losses_by_time(
 
 def draw_writing(losses: pd.Series, samples: Mapping[int, str]) -> RunFigure:
     """The loss by step, and beside it what the model wrote before some of the steps."""
-    figure = RunFigure(figsize=(10.4, 0.36 * len(samples) + 1.5), dpi=100)
-    figure.set_facecolor("white")
-    figure.set_layout_engine("constrained")
+    figure = RunFigure(figsize=(10.4, 0.36 * len(samples) + 1.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 2.1))
     left.plot(losses.index, losses, lw=1.5, color="#999999")
     style_axes(left, "step", "loss")

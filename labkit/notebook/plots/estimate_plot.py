@@ -114,7 +114,7 @@ class Forecast:
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
         num_bars = [len(self.table.loc[size]) for size in world_sizes]
         width = max(7.2, 2.85 + 0.42 * sum(num_bars))
-        figure = RunFigure(figsize=(width, 3.5), dpi=100, facecolor="white")
+        figure = RunFigure(figsize=(width, 3.5))
         figure.subplots_adjust(0.72 / width, 0.26, 1 - 1.9 / width, 0.85, wspace=0.1)
         rows: Any = figure.subplots(
             *(1, len(num_bars)), sharey=True, squeeze=False, width_ratios=num_bars

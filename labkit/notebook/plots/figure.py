@@ -1,6 +1,7 @@
 """Figures that any notebook shows as a small PNG, without pyplot."""
 
 import io
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,6 +11,9 @@ from PIL import Image
 
 class RunFigure(Figure):
     """A figure that any notebook shows as a PNG, without pyplot."""
+
+    def __init__(self, *, dpi: float = 100, **options: Any) -> None:
+        super().__init__(dpi=dpi, facecolor="white", **options)
 
     def _repr_png_(self) -> bytes:
         return to_png(self)

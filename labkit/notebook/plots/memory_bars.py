@@ -111,7 +111,7 @@ def plot_buckets(table: pd.DataFrame) -> RunFigure:
     sizes = table.groupby("bucket")["num_bytes"].sum()
     unit, name = memory_unit(float(sizes.max()))
     height = 0.9 + 0.32 * len(sizes)
-    figure = RunFigure(figsize=(8.8, height), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(8.8, height))
     axes = figure.add_axes((0.1, 0.55 / height, 0.87, (height - 0.85) / height))
     longest = float(sizes.max()) / unit
     for bucket in sizes.index.to_list():

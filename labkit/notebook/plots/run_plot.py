@@ -58,7 +58,7 @@ class RunPlot:
     ) -> None:
         """`memory_is` says what the memory at a step is."""
         self.collector = collector
-        self.figure = RunFigure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor="white")
+        self.figure = RunFigure(figsize=(WIDTH, HEIGHT))
         self._canvas = FigureCanvasAgg(self.figure)
         self._title = self.figure.text(0.0, 0.0, "", fontsize=LARGE, color=INK)
         self._remarks = self.figure.text(

@@ -26,7 +26,7 @@ def plot_schedule(table: pd.DataFrame, name: str) -> RunFigure:
     the numbers of their microbatches, and what is left, the bubble."""
     ranks = sorted(table["rank"].unique())
     height = 1.35 + 0.52 * len(ranks)
-    figure = RunFigure(figsize=(8.8, height), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(8.8, height))
     axes = figure.add_axes((0.1, 0.55 / height, 0.87, (height - 1.15) / height))
     span = float(table["ended"].max())
     stages = table["stage"].nunique()

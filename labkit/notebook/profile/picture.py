@@ -52,7 +52,7 @@ def draw_lanes(
     lanes = 0.6 * len(chosen)
     below = 0.0 if memory.empty else TITLE + MEMORY + FOOT + LEGEND
     height = HEAD + lanes + FOOT + below
-    figure = RunFigure(figsize=(7.0, height), dpi=125, facecolor="white")
+    figure = RunFigure(figsize=(7.0, height), dpi=125)
     place_of_lanes = (0.1, (FOOT + below) / height, 0.87, lanes / height)
     _draw_parts(figure.add_axes(place_of_lanes), traces, chosen, name)
     if below:

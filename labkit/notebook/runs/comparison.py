@@ -72,7 +72,7 @@ def _row(run: Run) -> dict[str, Any]:
 
 def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     """Loss against step, time and bytes sent; memory at its peak, steps/s, bytes."""
-    figure = RunFigure(figsize=(11.0, 6.4), dpi=100, facecolor="white")
+    figure = RunFigure(figsize=(11.0, 6.4))
     by_step = figure.add_axes((0.065, 0.6, 0.225, 0.33))
     by_time = figure.add_axes((0.345, 0.6, 0.225, 0.33), sharey=by_step)
     by_bytes = figure.add_axes((0.625, 0.6, 0.225, 0.33), sharey=by_step)

@@ -64,7 +64,7 @@ class StudyDrawing:
         """Left: the curves, pruned ones pale, the best in front. Right: the values, and
         the best so far."""
         # Small, so that its letters can be read where a page shows it in 450 pixels.
-        figure = RunFigure(figsize=(7.5, 4.2), dpi=100, facecolor="white")
+        figure = RunFigure(figsize=(7.5, 4.2))
         curves = figure.add_axes((0.08, 0.26, 0.50, 0.51))
         values = figure.add_axes((0.67, 0.26, 0.31, 0.51))
         self._draw_curves(curves)
