@@ -1,7 +1,6 @@
 """What `prepare` and `fit` can be called with."""
 
 import itertools
-from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from labkit.checks import check_choice
 from labkit.checks import short_repr
+from labkit.strategies.model.states import parameters_of
 from labkit.strategies.zero.engines import is_zero
 from labkit.strategies.zero.engines import strategy_of
 
@@ -53,11 +53,7 @@ def check_prepared(model: Any, optimizer: Any) -> None:
             "parameters, as torch.optim.SGD(model.parameters(), lr=0.1)"
         )
     ours = {id(parameter) for parameter in model.parameters()}
-    if not any(
-        id(parameter) in ours
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ):
+    if not any(id(parameter) in ours for parameter in parameters_of(optimizer)):
         if strategy := strategy_of(optimizer):
             raise ValueError(
                 f"the optimizer is prepared under {strategy} already, by an earlier "
@@ -107,11 +103,6 @@ def check_functions(loss_fn: Any, metrics: Any) -> None:
                 f"{short_repr(name)} is {short_repr(function)}; give a "
                 "function(output, y), named by a string"
             )
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def type_and_value(value: Any) -> str:

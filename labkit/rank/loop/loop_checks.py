@@ -22,7 +22,6 @@ from labkit.checks import short_repr
 from labkit.compat.torch import tree_leaves
 from labkit.rank.loop.arguments import WITH_ITS_WEIGHTS
 from labkit.rank.loop.arguments import check_prepared
-from labkit.rank.loop.arguments import parameters_of
 from labkit.rank.loop.own_gradients import gradient_use
 from labkit.rank.loop.own_gradients import group_gradient_use
 from labkit.rank.loop.own_gradients import group_value_use
@@ -33,6 +32,7 @@ from labkit.rank.loss.gradient_hooks import TOO_LATE
 from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.model.states import parameters_of
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.unsupported import check_supported

@@ -49,6 +49,7 @@ from labkit.records import Collective
 from labkit.records import Measurement
 from labkit.records import ModelFacts
 from labkit.records import Moments
+from labkit.strategies.model.states import parameters_of
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import optimizer_tensors
 
@@ -104,8 +105,7 @@ class Noticed:
         """Theory needs more: how the cell divides what among the ranks."""
 
     def _parameters(self) -> list[torch.Tensor]:
-        groups = [group for each in self._optimizers() for group in each.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]
+        return [p for each in self._optimizers() for p in parameters_of(each)]
 
 
 class StepProbe(TorchDispatchMode):

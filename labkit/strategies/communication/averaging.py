@@ -16,6 +16,7 @@ from labkit.records import Averages
 from labkit.strategies.autograd.agreement import agree
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.fingerprints import fingerprints
+from labkit.strategies.model.states import parameters_of
 
 CHUNK_BYTES = 25 * 2**20
 """That are averaged together, as in a bucket of DDP."""
@@ -171,11 +172,6 @@ class Averaging:
         return Averages(
             self._num_here, self._count, self._payload, self._wire, self._seconds
         )
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

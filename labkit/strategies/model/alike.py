@@ -17,6 +17,7 @@ from labkit.compat.torch import no_dispatch
 from labkit.compat.torch import tree_leaves
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model.fingerprints import fingerprints
+from labkit.strategies.model.states import parameters_of
 
 
 def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
@@ -28,9 +29,7 @@ def check_states(optimizer: torch.optim.Optimizer, team: Peers) -> None:
     if team.size == 1:
         return
     kept: list[dict[str, Any]] = [
-        optimizer.state.get(parameter, {})
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)
     ]
     facts = [
         (key, [as_fact(leaf) for leaf in tree_leaves(value)])

@@ -6,6 +6,7 @@ first name; `optimizer.<name>.<key>` is what the optimizer keeps of that paramet
 
 from collections.abc import Callable
 from collections.abc import Container
+from collections.abc import Iterator
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -141,6 +142,12 @@ def parameter_names(
         [names.get(id(parameter), "") for parameter in group["params"]]
         for group in optimizer.param_groups
     ]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Those of all its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def check_names(names: list[list[str]]) -> None:

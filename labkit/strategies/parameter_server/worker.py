@@ -28,6 +28,7 @@ from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.model.states import Named
 from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
+from labkit.strategies.model.states import parameters_of
 from labkit.strategies.model.states import separate_buffers
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.parameter_server.optimizers import OFFER
@@ -87,13 +88,8 @@ class Worker(Prepared):
         if self.num_shards > 1:
             check_elementwise(self.optimizer, self.device, is_by_group=False)
         self._channel = self.roles.channel
-        self._parameters = list(
-            {
-                id(p): p
-                for group in self.optimizer.param_groups
-                for p in group["params"]
-            }.values()
-        )
+        given = parameters_of(self.optimizer)
+        self._parameters = list({id(p): p for p in given}.values())
         self._number = -1
         """By which the servers know this model."""
         self._clock = 0
