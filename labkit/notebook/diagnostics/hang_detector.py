@@ -16,6 +16,7 @@ from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import waits_for
 from labkit.notebook.kernel.output import is_notebook
+from labkit.notebook.kernel.place import Place
 
 
 class HangDetector:
@@ -55,7 +56,7 @@ class HangDetector:
         self._request: StackRequest | None = None
         self._left: list[str] = []
         self._is_noted = False
-        self._handle: Any = None
+        self._place = Place()
 
     def saw_life(self) -> None:
         """A rank has sent something."""
@@ -126,7 +127,7 @@ class HangDetector:
 
     def _note(self, stacks: Stacks, quiet_s: float) -> None:
         lines = stacks.lines(self._in_cell)
-        if self._is_noted and self._handle is None:
+        if self._is_noted and not self._place.is_filled:
             return  # what a terminal shows stays there
         self._is_noted = True
         # One of several cells at a time has a thread, and the notebook waits for all.
@@ -157,16 +158,13 @@ class HangDetector:
             self._before_output()
             print(f"labkit: {text}", file=sys.stderr, flush=True)
             return
-        from IPython.display import display
-
-        bundle = {
-            "text/plain": text,
-            "text/html": (
-                f"<pre style='margin:0;word-break:normal'>{html.escape(text)}</pre>"
-            ),
-        }
-        if self._handle is None:
+        if not self._place.is_filled:
             self._before_output()
-            self._handle = display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
+        self._place.show(
+            {
+                "text/plain": text,
+                "text/html": (
+                    f"<pre style='margin:0;word-break:normal'>{html.escape(text)}</pre>"
+                ),
+            }
+        )

@@ -1,7 +1,6 @@
 """Shows a run while it runs: one output, displayed once, updated in place."""
 
 import itertools
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from labkit.host.devices import num_cores
 from labkit.notebook.kernel.background import Job
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import say
+from labkit.notebook.kernel.place import Place
 from labkit.notebook.live.render_process import GONE
 from labkit.notebook.live.render_process import Picture
 from labkit.notebook.live.render_process import PictureRequest
@@ -25,7 +25,6 @@ from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
-from labkit.records import shorten
 
 REFRESH_S = 0.5
 NO_RECORDS = (
@@ -56,7 +55,8 @@ class LiveView:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._handle: Any = None
+        self._place = Place()
+        self.clear_line = self._place.clear
         self._picture: Future[Picture] | None = None
         """What the painter is drawing."""
         self._asked_at = 0.0
@@ -67,8 +67,6 @@ class LiveView:
         self._has_failed = False
         self._in_notebook = is_notebook()
         self._in_terminal = not self._in_notebook and sys.stdout.isatty()
-        self._line_width = 0
-        """Of the line of text that is on the terminal now."""
         self._ended_paintings: list[int] = []
         """Those that the painter may forget."""
         self._start_painting()
@@ -87,16 +85,10 @@ class LiveView:
         self._num_drawn = -1
         self._has_failed = False
         self._try(self._refresh)
-        if self._line_width:
+        if self._in_terminal and self._place.is_filled:
             print()
         if self.run.state == "finished" and not self._num_records:
             say(NO_RECORDS)
-
-    def clear_line(self) -> None:
-        """Take the line of text away: something else is about to be printed."""
-        if self._line_width:
-            print("\r" + " " * self._line_width, end="\r", flush=True)
-            self._line_width = 0
 
     def follow(self) -> None:
         """Show the run until it ends."""
@@ -117,7 +109,7 @@ class LiveView:
 
     def _refresh(self) -> None:
         num_records = self._num_records
-        is_there = num_records or self._handle is not None or self._line_width
+        is_there = num_records or self._place.is_filled
         is_late = time.monotonic() - self._began > timeouts.EMPTY_AFTER_S
         is_late &= self.run.state == "running"
         if not (is_there or is_late) or num_records == self._num_drawn:
@@ -127,20 +119,12 @@ class LiveView:
         if self._in_notebook:
             self._draw()
         elif self._in_terminal:
-            self._write_line()
+            is_last = self.run.state != "running"
+            self._place.write(self.run.status_line(), is_last=is_last)
 
     @property
     def _num_records(self) -> int:
         return sum(self.run.collector.num_records.values())
-
-    def _write_line(self) -> None:
-        line = self.run.status_line()
-        if self.run.state == "running":
-            # One that wraps cannot be rewritten: "\r" goes back over one row only.
-            line = shorten(line, shutil.get_terminal_size().columns - 1)
-        self.clear_line()
-        print(line, end="", flush=True)
-        self._line_width = len(line)
 
     def _draw(self) -> None:
         if self.run.state == "running":
@@ -210,15 +194,9 @@ class LiveView:
 
     def _show(self, data: dict[str, Any]) -> None:
         """Put `data`, by mime type, in the view's one place in the output."""
-        from IPython.display import display
-
         # Constant, because nbval compares it with what the first display had.
         text = f"<live picture of {self.run.name}: loss and memory by rank>"
-        bundle = {**data, "text/plain": text}
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
+        self._place.show({**data, "text/plain": text})
 
 
 def show(run: Run) -> None:

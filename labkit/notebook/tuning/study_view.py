@@ -1,19 +1,17 @@
 """Shows a study while it runs: one picture of all trials, or one line in a terminal."""
 
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from labkit import timeouts
 from labkit.notebook.kernel.output import is_notebook
+from labkit.notebook.kernel.place import Place
 from labkit.notebook.live.render_process import GONE
 from labkit.notebook.live.render_process import Picture
 from labkit.notebook.live.render_process import painter
 from labkit.notebook.tuning.study import Study
-from labkit.records import shorten
 
 REFRESH_S = 1.0
 MAX_LOAD = 0.1
@@ -37,11 +35,10 @@ class StudyView:
         self._study = study
         self._in_notebook = is_shown and is_notebook()
         self._in_terminal = is_shown and not is_notebook() and sys.stdout.isatty()
-        self._handle: Any = None
+        self._place = Place()
+        self.clear_line = self._place.clear
         self._picture: Future[Picture] | None = None
         self._next = time.monotonic() + REFRESH_S
-        self._width = 0
-        """Of the line that is on the terminal now."""
         self.left: Callable[[], str] = str
         """What is left of the study, in words, asked for when they are drawn."""
 
@@ -66,7 +63,7 @@ class StudyView:
     def close(self) -> None:
         """Show the last state."""
         self.left = str
-        if self._in_notebook and (self._study.trials or self._handle is not None):
+        if self._in_notebook and (self._study.trials or self._place.is_filled):
             drawing = self._study.drawing()
             try:
                 png = painter().draw(drawing).result(timeouts.LAST_PICTURE_S).png
@@ -77,26 +74,10 @@ class StudyView:
             self._write_line()
             print()
 
-    def clear_line(self) -> None:
-        """Take the line away: something else is about to be printed."""
-        if self._width:
-            print("\r" + " " * self._width, end="\r", flush=True)
-            self._width = 0
-
     def _write_line(self) -> None:
-        line = f"{self._study.summary()}{self.left()}"
-        line = shorten(line, shutil.get_terminal_size().columns - 1)
-        self.clear_line()
-        print(line, end="", flush=True)
-        self._width = len(line)
+        self._place.write(f"{self._study.summary()}{self.left()}")
 
     def _show(self, png: bytes) -> None:
-        from IPython.display import display
-
         # Constant, because nbval compares it with what the first display had.
         text = f"<picture of the study {self._study.name}: all trials>"
-        bundle = {"image/png": png, "text/plain": text}
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
+        self._place.show({"image/png": png, "text/plain": text})
