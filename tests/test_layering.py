@@ -324,6 +324,7 @@ TEXT = {
     ("notebook/diagnostics/stacks.py", "_try_get_data"),
     ("notebook/diagnostics/stacks.py", "_get_data"),
     ("rank/engine/hints.py", "_cuda_setDevice"),
+    ("rank/measuring/step_profiler.py", "_dynamo"),
 }
 """What is looked for in a stack or in a message, where it may be absent as well."""
 LIBRARIES = "torch|deepspeed|IPython|ipykernel|ipyparallel|matplotlib|pandas|accelerate"

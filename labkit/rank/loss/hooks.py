@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from labkit.compat.torch import Overflows
 from labkit.compat.torch import Unscale
 from labkit.compat.torch import unscaling_by
+from labkit.rank.telemetry.stack_trace import is_called_from
 from labkit.strategies.autograd import backward
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import Seeds
@@ -232,12 +233,7 @@ def num_steps_under_way() -> int:
 def is_deepspeeds_step() -> bool:
     """Whether DeepSpeed takes the step under way: one so that the optimizer makes its
     state, and in training one for each group of parameters."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("deepspeed."):
-            return True
-        frame = frame.f_back
-    return False
+    return is_called_from("deepspeed.")
 
 
 def value_of(root: Any, seed: torch.Tensor | None) -> Loss | None:

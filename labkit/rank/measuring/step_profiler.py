@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import sys
 import threading
 import time
 import weakref
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any
 from typing import Protocol
 
@@ -44,6 +42,7 @@ from labkit.rank.measuring.collectives import bytes_on_the_wire
 from labkit.rank.measuring.collectives import group_size
 from labkit.rank.measuring.memory import PeakOfStep
 from labkit.rank.measuring.moments import MomentLog
+from labkit.rank.telemetry.stack_trace import is_called_from
 from labkit.records import COMPONENTS
 from labkit.records import Collective
 from labkit.records import Measurement
@@ -608,9 +607,4 @@ def hindrance() -> str:
 
 def is_called_by_compiled() -> bool:
     """Whether code that torch.compile has made is on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch._dynamo"):
-            return True
-        frame = frame.f_back
-    return False
+    return is_called_from("torch._dynamo")

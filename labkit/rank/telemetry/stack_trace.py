@@ -260,6 +260,12 @@ def _call_in(innermost: FrameType) -> Call | None:
     )
 
 
+def is_called_from(prefix: str) -> bool:
+    """Whether a module whose name begins so is on the stack."""
+    names = (each.f_globals.get("__name__") for each in _callers(sys._getframe(1)))
+    return any(str(name).startswith(prefix) for name in names)
+
+
 def _callers(innermost: FrameType) -> Iterator[FrameType]:
     frame: FrameType | None = innermost
     while frame is not None:
