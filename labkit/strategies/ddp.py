@@ -22,7 +22,7 @@ from labkit.records import ModelFacts
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.communication import hook_of
+from labkit.strategies.communication import HOOKS
 from labkit.strategies.communication.averaging import Averaging
 from labkit.strategies.communication.hook import Hook
 from labkit.strategies.communication.saved import restoring_state
@@ -107,7 +107,7 @@ class DDP(Prepared):
         if method is None:
             check_keys(config, names, "DistributedDataParallel")
             return None
-        hook = hook_of(method, self.peers, config)
+        hook = HOOKS[method](method, self.peers, config)
         taker = f"--comm {method} with DistributedDataParallel"
         check_keys(config, [*names, *hook.takes], taker)
         hook.check(self.module)
