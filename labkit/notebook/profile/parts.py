@@ -42,17 +42,8 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def both(some: Spans, others: Spans) -> Spans:
-    """The moments that are in both."""
-    found: Spans = []
-    place = 0
-    for began, ended in some:
-        while place < len(others) and others[place][1] <= began:
-            place += 1
-        at = place
-        while at < len(others) and others[at][0] < ended:
-            found.append((max(began, others[at][0]), min(ended, others[at][1])))
-            at += 1
-    return found
+    """The moments that are in both: in `some`, and not outside of `others`."""
+    return without(some, without(some, others))
 
 
 def without(some: Spans, others: Spans) -> Spans:
