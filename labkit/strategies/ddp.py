@@ -209,7 +209,7 @@ class DDP(Prepared):
                 self.steps_to_measure = self._hook.steps_to_measure()
                 self.note(self._hook.note)
         if ddp.find_unused_parameters and not ddp.static_graph:
-            ddp.reducer.prepare_for_backward([r for r in roots if is_tensor(r)])
+            ddp.reducer.prepare_for_backward([r for r in roots if torch.is_tensor(r)])
             return
         if len(used) < len(self._reduced) and not ddp.static_graph:
             unused = {id(p) for p, _ in self._reduced} - {id(p) for p in used}
@@ -428,7 +428,3 @@ def shape_of_matrix(parameter: torch.Tensor) -> tuple[int, int]:
     """Its first dimension, and all the others together."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return rows, parameter.numel() // max(1, rows)
-
-
-def is_tensor(root: Any) -> bool:
-    return isinstance(root, torch.Tensor)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import is_tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -874,10 +875,6 @@ def stage_of(leaf: Any) -> int | None:
     if isinstance(leaf, Here | Elsewhere | StagedParameter):
         return leaf.stage
     return None
-
-
-def is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def is_mask(leaf: Any) -> bool:
