@@ -59,7 +59,7 @@ from labkit.options import Option
 from labkit.options import flag_of
 from labkit.options import option_of
 from labkit.rank.group.process_group import RankProcessGroup
-from labkit.rank.measuring.serving import Serving
+from labkit.rank.measuring.serving import server_of
 from labkit.rank.steps.observers import Slowing
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.training.cell_checkpoints import Checkpoints
@@ -322,7 +322,7 @@ class _Training:
             elif servers:
                 roles = world.enter_context(group.divided(servers))
                 if self._rank in servers:
-                    Serving(self._strategy, roles, group.device, step, self._show)()
+                    server_of(self._strategy, roles, group.device, step, self._show)()
                     return
                 world_size = len(roles.workers)
             # Before the hooks of the run, which would see it as a part of it.

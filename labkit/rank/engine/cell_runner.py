@@ -38,7 +38,7 @@ from labkit.rank.group.spawned import send_definitions
 from labkit.rank.measuring.devices import why_lost
 from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
-from labkit.rank.measuring.serving import Serving
+from labkit.rank.measuring.serving import server_of
 from labkit.rank.profiling.block import BlockProfile
 from labkit.rank.profiling.recorder import ProfiledSteps
 from labkit.rank.profiling.recorder import Recorder
@@ -484,7 +484,7 @@ class CellRunner:
         """Serve the others in the place of the cell."""
         self.function = None
         self._is_serving = True
-        self.shell.user_ns[SERVE_NAME] = Serving(
+        self.shell.user_ns[SERVE_NAME] = server_of(
             strategy,
             roles,
             self.group.device,

@@ -18,33 +18,25 @@ from labkit.strategies.mesh.roles import Roles
 from labkit.train_options import TrainOptions
 
 
-class Serving:
-    """One server of one run, which ends when the cell has ended on all workers."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        roles: Roles,
-        device: torch.device,
-        options: TrainOptions,
-        report: Callable[[Any], None],
-    ) -> None:
-        """`report(measured)` is given what a step took."""
-        watch = _Watch(device, roles, report)
-        self._server = strategy.load_server()(roles, device, options, watch)
-
-    def __call__(self) -> None:
-        self._server.serve()
+def server_of(
+    strategy: Strategy,
+    roles: Roles,
+    device: torch.device,
+    options: TrainOptions,
+    report: Callable[[Any], None],
+) -> Callable[[], None]:
+    """Runs one server of one run, and ends when the cell has ended on all workers.
+    `report(measured)` is given what a step took."""
+    server = strategy.load_server()(roles, device, options, _Watch(device, report))
+    serve: Callable[[], None] = server.serve
+    return serve
 
 
 class _Watch:
     """Measures some of a server's steps, those that are measured of a worker."""
 
-    def __init__(
-        self, device: torch.device, roles: Roles, report: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, device: torch.device, report: Callable[[Any], None]) -> None:
         self._device = device
-        self._roles = roles
         self._report = report
         self._probe: StepProbe | None = None
         self._served: Trained | None = None
