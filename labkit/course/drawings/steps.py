@@ -25,25 +25,19 @@ STATES = {"parameters": 3, "gradients": 2, "optimizer_state": 1}
 """The model states, and the stage of ZeRO that divides each by the number of ranks."""
 
 
-def bytes_per_parameter(
-    world_size: int, *, is_mixed: bool = False
-) -> dict[str, list[float]]:
+def bytes_per_parameter(world_size: int) -> dict[str, list[float]]:
     """By model state: what a rank holds for each parameter, at each of `STAGES`.
 
-    With Adam that is 4 + 4 + 8 bytes in fp32, and 2 + 2 + 12 in mixed precision.
+    With Adam in fp32 that is 4 + 4 + 8 bytes.
     """
-    widths = (2, 2, 12) if is_mixed else (4, 4, 8)
     return {
         state: [width / (world_size if place >= stage else 1) for place in range(4)]
-        for (state, stage), width in zip(STATES.items(), widths, strict=True)
+        for (state, stage), width in zip(STATES.items(), (4, 4, 8), strict=True)
     }
 
 
 def draw_stages(
-    world_size: int,
-    held: Sequence[Mapping[str, Mapping[str, float]]] = (),
-    *,
-    is_mixed: bool = False,
+    world_size: int, held: Sequence[Mapping[str, Mapping[str, float]]] = ()
 ) -> RunFigure:
     """Bytes for each parameter at each of `STAGES`: by the paper, and as measured.
 
@@ -52,7 +46,7 @@ def draw_stages(
     width = 9.6 if held else 8.2  # names below the bars need room
     figure = RunFigure(figsize=(width, 3.2), layout="constrained")
     axes = figure.add_subplot()
-    formula = bytes_per_parameter(world_size, is_mixed=is_mixed)
+    formula = bytes_per_parameter(world_size)
     num_bars = 1 + len(held)
     columns: dict[str, list[float]] = {state: [] for state in STATES}
     labels = []
