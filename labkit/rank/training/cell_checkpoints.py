@@ -72,7 +72,7 @@ class Checkpoints:
         >>> epoch = load_checkpoint("checkpoints/first")["epoch"]
         """
         path = path_of(folder)
-        tensors, sections = self._collect(model, optimizer)
+        tensors, sections = self.collect(model, optimizer)
         if not tensors and not values:
             raise ValueError(
                 "there is nothing to save: without model= that is what prepare made in "
@@ -123,14 +123,14 @@ class Checkpoints:
         self.restore(found, values.get("sections"), model, optimizer)
         return user
 
-    def collect(self) -> tuple[Named, list[dict[str, Any]]]:
-        """The states of all that `prepare` made, for `checkpoint.save`; this rank's
-        part of the tensors, and a section of settings for each. Collective."""
-        return self._collect(None, None)
-
-    def _collect(
-        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    def collect(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> tuple[Named, list[dict[str, Any]]]:
+        """The states of all that `prepare` made, or of what is given, for
+        `checkpoint.save`; this rank's part of the tensors, and a section of settings
+        for each. Collective."""
         tensors: Named = {}
         sections: list[dict[str, Any]] = []
         with_optimizer = model is None or optimizer is not None
