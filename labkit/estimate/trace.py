@@ -99,7 +99,7 @@ class Watch(TorchDispatchMode):
         """`stage_now` tells which one computes; None for the last of those whose
         tensors an operator takes, and for the first where there are none."""
         super().__init__()
-        self._known = {storage_key(storage_of(tensor)) for tensor in known}
+        self._known = {storage_key(tensor.untyped_storage()) for tensor in known}
         self._alive: dict[int, tuple[int, int, Any]] = {}
         self._note = note
         self._stage_now = stage_now
@@ -114,7 +114,7 @@ class Watch(TorchDispatchMode):
             stage = max(map(self.stage_of, tree_leaves(args)), default=0)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._see(storage_of(leaf), stage)
+                self._see(leaf.untyped_storage(), stage)
         self._note(stage)
         return out
 
@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):
         """The stage that has computed a tensor; the first for what is none."""
         if not isinstance(leaf, torch.Tensor):
             return 0
-        return self._alive.get(storage_key(storage_of(leaf)), (0, 0))[1]
+        return self._alive.get(storage_key(leaf.untyped_storage()), (0, 0))[1]
 
     def _see(self, storage: torch.UntypedStorage, stage: int) -> None:
         key = storage_key(storage)
@@ -134,10 +134,6 @@ class Watch(TorchDispatchMode):
     def _forget(self, key: int, reference: Any) -> None:
         num_bytes, stage, _ = self._alive.pop(key)
         self.totals[stage] -= num_bytes
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 def fake_copy(
@@ -368,5 +364,5 @@ def _trace_update(
     )
     with watch:
         updates.step()
-    unique = {storage_key(storage_of(s)): storage_of(s) for s in states}
+    unique = {storage_key(s.untyped_storage()): s.untyped_storage() for s in states}
     return sum(s.nbytes() for s in unique.values()), max(temporaries)
