@@ -220,10 +220,9 @@ class Collector:
 
     def series(self, rank: int, metric: str) -> np.ndarray:
         """The records of one metric of a rank, in order; empty where it has none."""
-        names = self._names[rank]
+        names, records = self._names[rank], self.records(rank)
         if metric not in names:
-            return _empty()
-        records = self.records(rank)
+            return records[:0]
         return records[records["metric"] == names.index(metric)]
 
     def ends(self, rank: int, metric: str) -> tuple[float, float]:
@@ -308,10 +307,6 @@ class GrowingArray:
     def view(self) -> np.ndarray:
         """What it holds: (length,)."""
         return self._elements[: self._length]
-
-
-def _empty() -> np.ndarray:
-    return np.empty(0, dtype=RECORD)
 
 
 def of_peak_rank(moments: pd.DataFrame) -> pd.DataFrame:
