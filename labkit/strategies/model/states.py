@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Iterator
 from collections.abc import Mapping
-from functools import partial
+from operator import methodcaller
 from typing import Any
 from typing import Protocol
 
@@ -265,14 +265,10 @@ def move_states(optimizer: torch.optim.Optimizer) -> None:
         counts_on_device = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
             state: Any = optimizer.state.get(parameter)
-            to_device = partial(tree_map_only, torch.Tensor, mover(parameter.device))
+            move = methodcaller("to", parameter.device)
             for key, value in state.items() if isinstance(state, dict) else ():
                 if key != "step" or counts_on_device:
-                    state[key] = to_device(value)
-
-
-def mover(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(device)
+                    state[key] = tree_map_only(torch.Tensor, move, value)
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
