@@ -192,14 +192,11 @@ def docstring_of(run: RunFacts, file_name: str, notes: Sequence[str]) -> str:
         "",
         "--help lists the options, whose defaults are those of the run.",
     ]
+    wrapper = textwrap.TextWrapper(88, break_long_words=False, break_on_hyphens=False)
     for note in notes:
-        lines += ["", *_wrapped(note + ".")]
+        lines += ["", *wrapper.wrap(note + ".")]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     return f'"""{text}\n"""'
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False)
 
 
 def imports_of(layout: Layout, own: Iterable[str]) -> str:
