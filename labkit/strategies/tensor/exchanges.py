@@ -28,7 +28,6 @@ class Exchange:
     columns: int
     num_rings: int = 1
     """2 for an all-reduce, 1 for a gather or a reduce-scatter."""
-    is_in_forward: bool = False
     is_for_input: bool = False
     """The gradient of an input that the layer itself lays out, if it has one."""
     is_repeated: bool = False
@@ -49,9 +48,7 @@ def exchanges(model: nn.Module, plan: Mapping[str, Styles]) -> Iterator[Exchange
     inside = {name for names in in_blocks for name in names[:-1]}
     for name, styles in plan.items():
         layer: Any = model.get_submodule(name)
-        forward = partial(
-            Exchange, name, is_in_forward=True, is_repeated=name in inside
-        )
+        forward = partial(Exchange, name, is_repeated=name in inside)
         is_table = isinstance(layer, nn.Embedding)
         for style in styles:
             is_whole = all(
