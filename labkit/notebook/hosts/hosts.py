@@ -26,6 +26,7 @@ from labkit.host.facts import versions
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
 from labkit.notebook.hosts.launcher import last_line
+from labkit.notebook.hosts.launcher import written
 from labkit.notebook.kernel import interrupts
 
 _HOST = re.compile(r"((?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(:(?P<num>[^:]*))?")
@@ -231,13 +232,11 @@ class _Question:
 
     def said(self) -> str:
         """What it wrote to its output."""
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")
+        return written(self._said)
 
     def why(self) -> str:
         """Why it did not say what the host has."""
-        self._errors.seek(0)
-        errors = self._errors.read().decode(errors="replace")
+        errors = written(self._errors)
         last = last_line(errors)
         if self.code is None:
             said = f" ({last})" if last else ""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
+from typing import Any
 
 from labkit import timeouts
 from labkit.checks import UserError
@@ -129,7 +130,7 @@ def has_let_go(holder: "subprocess.Popen[str]") -> bool:
     return False
 
 
-def written(file: IO[str]) -> str:
+def written(file: IO[Any]) -> str:
     """What a process has written to a file that it shares with this one: to read it
     as a file would move where that process writes."""
     size = os.fstat(file.fileno()).st_size
