@@ -52,7 +52,7 @@ def swap_two_ranks(answer: Answer) -> Verdict:
 
     Counted is how often a rank calls torch.distributed.
     """
-    last = _num_ranks() - 1
+    last = several_ranks() - 1
     complaint, calls_of_two, calls_of_others = "", 0, 0
     for a, b in sorted({(0, last), (last, 0), (last - 1, last)}):
         tensors = [_whole_numbers(5, seed) for seed in range(last + 1)]
@@ -84,7 +84,7 @@ def ring_all_reduce(answer: Answer) -> Verdict:
 
     Counted are the bytes that the busiest rank sends.
     """
-    num_ranks = _num_ranks()
+    num_ranks = several_ranks()
     to_beat = 2 * (num_ranks - 1) / num_ranks
     complaint, is_beaten, measured = "", True, ""
     for size in (MANY, *FEW):
@@ -192,7 +192,8 @@ def time_by_size(
     return fastest
 
 
-def _num_ranks() -> int:
+def several_ranks() -> int:
+    """How many there are; ValueError where an exercise has nothing to exchange."""
     num_ranks = dist.get_world_size()
     if num_ranks < 2:
         raise ValueError("this exercise is for two ranks or more, as %dist_start -n 2")

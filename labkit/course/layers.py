@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.course.collectives import Traffic
+from labkit.course.collectives import several_ranks
 from labkit.course.exercise import Verdict
 from labkit.course.exercise import of_all_ranks
 from labkit.records import Pass
@@ -32,9 +33,7 @@ def one_all_reduce_each_way(answer: Callable[..., Any]) -> Verdict:
     The sum over the ranks of a weight's gradients has to be the gradient, and `x` has
     the whole gradient on every rank. Counted are the calls of torch.distributed.
     """
-    num_ranks = dist.get_world_size()
-    if num_ranks < 2:
-        raise ValueError("this exercise is for two ranks or more, as %dist_start -n 2")
+    num_ranks = several_ranks()
     dim, hidden = 8 * num_ranks, 16 * num_ranks
     shapes = [(6, dim), (hidden, dim), (hidden, dim), (dim, hidden)]
     given = [_random(shape, seed) for seed, shape in enumerate(shapes)]
