@@ -196,7 +196,6 @@ class Pipeline(Prepared):
         _ = self.relay.channel  # all ranks make its groups, and here all come along
         own = self._placement.own
         self._num_parameters = sum(p.numel() for p in own)
-        self._num_trainable = sum(p.numel() for p in own if p.requires_grad)
         self._num_microbatches = (
             self.options.microbatches or MICROBATCHES_A_STAGE * mesh.size()
         )
