@@ -1,5 +1,6 @@
 """A run on disk: kept as it runs, and opened again."""
 
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -7,6 +8,7 @@ import platform
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -121,9 +123,17 @@ def save(run: Run) -> None:
     """Write what is known of a run by now."""
     if run.folder is None:
         return
-    try:
+    with _going_on_without(run):
         run_files.write_info(run.folder, run_info(run))
+
+
+@contextlib.contextmanager
+def _going_on_without(run: Run) -> Iterator[None]:
+    """What cannot be written of a run is said, and no more."""
+    try:
+        yield
     except OSError as error:
+        assert run.folder is not None
         warn_once(
             run.folder,
             f"the newest state of {run.name} cannot be written to {run.folder}: "
@@ -144,14 +154,8 @@ def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
     run.info["restarts"].append(asdict(restarted))
     if run.folder is None:
         return
-    try:
+    with _going_on_without(run):
         journals_of(run).mkdir()
-    except OSError as error:
-        warn_once(
-            run.folder,
-            f"the newest state of {run.name} cannot be written to {run.folder}: "
-            f"{error}. The run continues; what is on disk is older",
-        )
     save(run)
 
 
