@@ -195,15 +195,8 @@ def sent_by_zero(
 
 def worker_states(model: ModelFacts, options: TrainOptions) -> Bytes:
     """A worker has parameters and gradients, 4P + 4P; the optimizer's state is on the
-    servers."""
+    servers, each of which has 1/S of it, of the parameters and of a gradient."""
     return {**replica_states(model, options), "optimizer_state": 0.0}
-
-
-def server_states(model: ModelFacts, options: TrainOptions) -> Bytes:
-    """Each of S servers has 1/S of the parameters, of a gradient and of the optimizer's
-    state: (4P + 4P + sP) / S."""
-    states = replica_states(model, options)
-    return {part: size / options.servers for part, size in states.items()}
 
 
 def sent_by_busiest(model: ModelFacts, options: TrainOptions, world_size: int) -> float:

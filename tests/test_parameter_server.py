@@ -16,7 +16,7 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.runs.run import Run
-from labkit.theory import server_states
+from labkit.theory import replica_states
 from labkit.train_options import TrainOptions
 
 pytestmark = pytest.mark.timeout(90)
@@ -170,7 +170,7 @@ def test_memory_and_bytes_are_those_of_the_formulas(lab_of_3: Lab) -> None:
     worker, server = run.memory.loc[0], run.memory.loc[2]
     assert worker["parameters"] == worker["gradients"] == run.theory["parameters"]
     assert worker["optimizer_state"] == 0
-    for part, size in server_states(model, TrainOptions()).items():
+    for part, size in replica_states(model, TrainOptions()).items():  # all on one
         assert server[part] == pytest.approx(size, rel=0.01), part
     sent, received = (bytes_of(run.comm, kind) for kind in ("send", "recv"))
     size = 4 * model.num_parameters
