@@ -462,8 +462,8 @@ def test_a_check_that_hangs_fails_and_an_interrupt_ends_them_all(
 
 # ---- what is known of the machine ----
 
-H100 = Gpu("NVIDIA H100", "9.0", 80 * 2**30, 79 * 2**30)
-SMALL = Gpu("NVIDIA A100", "8.0", 40 * 2**30, 40 * 2**30)
+H100 = Gpu("NVIDIA H100", 80 * 2**30, 79 * 2**30)
+SMALL = Gpu("NVIDIA A100", 40 * 2**30, 40 * 2**30)
 BUSY = dataclasses.replace(H100, free=10 * 2**30)
 WELL = Machine(
     system="Linux 6.8 x86_64",

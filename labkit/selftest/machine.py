@@ -41,7 +41,6 @@ class Gpu:
     """One GPU, as torch sees it."""
 
     name: str
-    capability: str
     memory: int
     free: int
 

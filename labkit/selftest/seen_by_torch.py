@@ -46,7 +46,6 @@ def describe(number: int) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(number)
     return {
         "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
         "memory": total,
         "free": free,
     }
