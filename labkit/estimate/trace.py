@@ -173,34 +173,6 @@ def trace_step(
     Raises UntraceableError where the model, or the loss, raises anything.
     """
     is_low = dtype is not torch.float32
-    stage_of = stage_of or {}
-    last = max(stage_of.values(), default=0)
-    finished: list[int] = []
-    entered: list[int] = []
-    traces = [Trace(finished=finished, entered=entered) for _ in range(1 + last)]
-    now: dict[str, Any] = {"unit": 0, "stage": None, "backward": False}
-    left = last
-    """The stage whose layer was computed last, in a backward pass."""
-
-    def stage_now() -> int | None:
-        nonlocal left
-        if now["backward"]:
-            # What is between layers there is of the one that it goes on from.
-            left = left if now["stage"] is None else now["stage"]
-            return left
-        found: int | None = now["stage"]
-        return found
-
-    def note(stage: int) -> None:
-        traces[stage].moments.append(
-            Moment(now["unit"], watch.totals[stage], len(finished), now["backward"])
-        )
-
-    def receive(stage: int, layer: nn.Module, args: Any) -> None:
-        for leaf in tree_leaves(args):
-            if isinstance(leaf, torch.Tensor) and watch.stage_of(leaf) < stage:
-                traces[stage].received += leaf.numel() * leaf.element_size()
-
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = fake_copy(model, device, dtype if is_low and casts_model else None)
         fake.train(model.training)
@@ -215,45 +187,92 @@ def trace_step(
             ),
             inputs,
         )
-        parameters = list(fake.parameters())
-        for index, parameter in enumerate(parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    partial(_finish, finished, index)
-                )
-        for unit, block in enumerate(blocks(fake), 1):
-            _follow(block, now, "unit", unit, 0)
-            block.register_forward_pre_hook(partial(_enter, entered, unit))
-        for name, stage in stage_of.items():
-            layer = fake.get_submodule(name)
-            layer.register_forward_pre_hook(partial(receive, stage))
-            _follow(layer, now, "stage", stage, None)
-        watch = Watch([*parameters, *fake.buffers()], note, 1 + last, stage_now)
+        step = _Step(fake, stage_of or {})
         autocast = torch.autocast(device, dtype) if is_low else nullcontext()
-        with running(inputs), watch:
+        with running(inputs), step.watch:
             if is_low and casts_model:
                 args, kwargs = cast_floats((args, kwargs), dtype)
             with nullcontext() if casts_model else autocast:
                 output = fake(*args, **kwargs)
             if is_low:
                 output = cast_floats(output, torch.float32)
-            before, begin = watch.totals[last], len(traces[last].moments)
-            loss = loss_fn(output)
-            since = [moment.others for moment in traces[last].moments[begin:]]
-            traces[last].in_loss = max(since, default=before) - before
-            traces[last].returned = sum(
-                leaf.numel() * leaf.element_size()
-                for leaf in tree_leaves(output)
-                if isinstance(leaf, torch.Tensor)
-            )
+            loss = step.loss(output, loss_fn)
             del output
-            now["backward"] = True
-            for stage, trace in enumerate(traces):
-                trace.activations = watch.totals[stage]
-            loss.backward()
-            for stage in range(1 + last):
-                note(stage)
-    return traces
+            step.backward(loss)
+    return step.traces
+
+
+class _Step:
+    """What each stage of a model has alive at every moment of a step."""
+
+    def __init__(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
+        """`model` is on fake tensors; `stage_of` has the stages of layers, by name."""
+        finished: list[int] = []
+        entered: list[int] = []
+        num_stages = 1 + max(stage_of.values(), default=0)
+        self.traces = [
+            Trace(finished=finished, entered=entered) for _ in range(num_stages)
+        ]
+        known = [*model.parameters(), *model.buffers()]
+        self.watch = Watch(known, self._note, num_stages, self._stage_now)
+        self._now: dict[str, Any] = {"unit": 0, "stage": None, "backward": False}
+        self._left = num_stages - 1
+        """The stage whose layer was computed last, in a backward pass."""
+        self._hook(model, stage_of)
+
+    def loss(self, output: Any, loss_fn: Loss) -> torch.Tensor:
+        """That of what the model returns, which the last stage computes."""
+        trace = self.traces[-1]
+        before, begin = self.watch.totals[-1], len(trace.moments)
+        loss = loss_fn(output)
+        since = [moment.others for moment in trace.moments[begin:]]
+        trace.in_loss = max(since, default=before) - before
+        trace.returned = sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, torch.Tensor)
+        )
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._now["backward"] = True
+        for trace, total in zip(self.traces, self.watch.totals, strict=True):
+            trace.activations = total
+        loss.backward()
+        for stage in range(len(self.traces)):
+            self._note(stage)
+
+    def _hook(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.requires_grad:
+                finish = partial(_finish, self.traces[0].finished, index)
+                parameter.register_post_accumulate_grad_hook(finish)
+        for unit, block in enumerate(blocks(model), 1):
+            _follow(block, self._now, "unit", unit, 0)
+            enter = partial(_enter, self.traces[0].entered, unit)
+            block.register_forward_pre_hook(enter)
+        for name, stage in stage_of.items():
+            layer = model.get_submodule(name)
+            layer.register_forward_pre_hook(partial(self._receive, stage))
+            _follow(layer, self._now, "stage", stage, None)
+
+    def _stage_now(self) -> int | None:
+        found: int | None = self._now["stage"]
+        if not self._now["backward"]:
+            return found
+        # What is between layers there is of the one that it goes on from.
+        self._left = self._left if found is None else found
+        return self._left
+
+    def _note(self, stage: int) -> None:
+        trace, now = self.traces[stage], self._now
+        total, num_finished = self.watch.totals[stage], len(trace.finished)
+        trace.moments.append(Moment(now["unit"], total, num_finished, now["backward"]))
+
+    def _receive(self, stage: int, layer: nn.Module, args: Any) -> None:
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.Tensor) and self.watch.stage_of(leaf) < stage:
+                self.traces[stage].received += leaf.numel() * leaf.element_size()
 
 
 @contextmanager
