@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from labkit.checks import check_choice
 from labkit.checks import short_repr
+from labkit.rank.data.evaluation import LossFunction
 from labkit.strategies.model.states import parameters_of
 from labkit.strategies.zero.engines import is_zero
 from labkit.strategies.zero.engines import strategy_of
@@ -90,8 +91,11 @@ def check_reduction(reduction: Any, weigh: Any) -> None:
         )
 
 
-def check_functions(loss_fn: Any, metrics: Any) -> None:
-    """ValueError unless `fit` can call these."""
+def functions_of_fit(
+    loss_fn: Any, metrics: Any, *, validates: bool
+) -> dict[str, LossFunction]:
+    """What `fit` computes of a batch, by name; ValueError for what it cannot."""
+    metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping) or "loss" in metrics:
         raise ValueError(
             f"metrics are {short_repr(metrics)}; give a dict of functions by name, "
@@ -103,6 +107,9 @@ def check_functions(loss_fn: Any, metrics: Any) -> None:
                 f"{short_repr(name)} is {short_repr(function)}; give a "
                 "function(output, y), named by a string"
             )
+    if metrics and not validates:
+        raise ValueError("metrics need data: pass validate=dataset as well")
+    return {"loss": loss_fn, **metrics}
 
 
 def type_and_value(value: Any) -> str:

@@ -41,8 +41,8 @@ from labkit.rank.data.loader import RankLoader
 from labkit.rank.data.loader import Weigh
 from labkit.rank.data.loader import is_in_main_thread
 from labkit.rank.data.sharing import as_given
-from labkit.rank.loop.arguments import check_functions
 from labkit.rank.loop.arguments import check_reduction
+from labkit.rank.loop.arguments import functions_of_fit
 from labkit.rank.loop.early_stop import EarlyStop
 from labkit.rank.loop.early_stop import EarlyStops
 from labkit.rank.loop.early_stop import StopRule
@@ -511,10 +511,7 @@ class Session:
         >>> fit(model, digits(), F.cross_entropy, optimizer=optimizer, batch_size=64)
         """
         check_count("epochs", epochs)
-        check_functions(loss_fn, {} if metrics is None else metrics)
-        if metrics and validate is None:
-            raise ValueError("metrics need data: pass validate=dataset as well")
-        functions = {"loss": loss_fn, **(metrics or {})}
+        functions = functions_of_fit(loss_fn, metrics, validates=validate is not None)
         of_data = [] if validate is None else [f"val_{name}" for name in functions]
         monitored, rule = rule_of_fit(
             monitor,
@@ -537,37 +534,19 @@ class Session:
             weigh=weigh,
             reduction=reduction,
         )
-        prepared = self._optimizers[-1].prepared
+        size = batch_size or loader.batches.batch_size
         hooked = hooked_parameters(model)
         self._records.note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
         watch = None if rule is None else EarlyStop(rule)
         self._records.sum_losses(monitored == "loss" and watch is not None)
         for epoch in range(1, epochs + 1):
-            model.train()
-            for batch in loader:
-                loss = prepared.train_batch(score, batch)
-                if loss is not None:  # it had a backward pass for each microbatch
-                    self._loss_hooks.set_loss(loss)
-                    for name, _ in hooked[:1]:
-                        self._checks.note_hook(name, is_of_part=True)
-                optimizer.step()
-                optimizer.zero_grad()
+            self._train_epoch(model, optimizer, loader, score, hooked)
             if self._checkpointer.is_replaying:
                 continue
             found: dict[str, float] = {}
             if validate is not None:
-                size = batch_size or loader.batches.batch_size
-                self._unite()
-                found = evaluate(
-                    prepared,
-                    validate,
-                    functions,
-                    batch_size=size,
-                    peers=self.peers,
-                )
-                self._agree()
-                self.log(step=None, **found)
+                found = self._validate(validate, functions, size)
             if watch is None:
                 continue
             value, weight = found.get(monitored, math.nan), 1.0
@@ -580,6 +559,43 @@ class Session:
                 return
         if watch is not None and watch.num_no_better:
             self._early_stops.restore_best(watch)
+
+    def _train_epoch(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: RankLoader,
+        score: Scores,
+        hooked: Sequence[tuple[str, nn.Parameter]],
+    ) -> None:
+        """One pass through the dataset; `hooked` are parameters with the cell's own
+        hooks."""
+        prepared = self._optimizers[-1].prepared
+        model.train()
+        for batch in loader:
+            loss = prepared.train_batch(score, batch)
+            if loss is not None:  # it had a backward pass for each microbatch
+                self._loss_hooks.set_loss(loss)
+                for name, _ in hooked[:1]:
+                    self._checks.note_hook(name, is_of_part=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _validate(
+        self,
+        source: Dataset[Any] | DataLoader[Any],
+        functions: Mapping[str, LossFunction],
+        batch_size: int,
+    ) -> dict[str, float]:
+        """Log the means over `source` of the model that was prepared last."""
+        prepared = self._optimizers[-1].prepared
+        self._unite()
+        found = evaluate(
+            prepared, source, functions, batch_size=batch_size, peers=self.peers
+        )
+        self._agree()
+        self.log(step=None, **found)
+        return found
 
     def stop_early(
         self,
