@@ -993,7 +993,7 @@ class Lab:
         Raises
         ------
         ValueError
-            For a number or hosts that cannot be; nothing has changed.
+            If the number of ranks or the hosts are not possible; nothing has changed.
         RuntimeError
             If a cell is running, or the ranks do not start.
         """

@@ -196,7 +196,8 @@ STRATEGIES = {
         ),
         _fully_sharded(
             "hsdp",
-            "sharded within groups of ranks, replicated across them (fully_shard)",
+            "hybrid sharding (HSDP): sharded within groups of ranks, replicated across "
+            "them (fully_shard)",
             *("dp_replicate", "dp_shard"),
         ),
         Strategy(

@@ -21,7 +21,7 @@ No notebook is needed: no IPython, ipyparallel or matplotlib. What a cell of
     if __name__ == "__main__":
         train.run(main, **vars(train.parser("ddp", clip=1.0).parse_args()))
 
-Each of these launches it; what launches it changes no loss::
+Any of these starts it. The launcher itself does not change the losses::
 
     torchrun --nproc-per-node 2 train.py --losses losses.csv
     torchrun --nproc-per-node 2 train.py --strategy fsdp --precision bf16
@@ -157,7 +157,7 @@ def parser(strategy: str, **defaults: Any) -> argparse.ArgumentParser:
     Raises
     ------
     ValueError
-        For an option that there is not.
+        For an unknown option.
 
     Examples
     --------
