@@ -198,8 +198,9 @@ for inputs, labels in loader:
 def test_other_numbers_of_backward_passes_are_refused(lab: Lab, strategy: str) -> None:
     does = "calls the model" if strategy in ("zero3", "fsdp") else "begins a backward"
     said = (
-        f"different numbers of forward or backward passes: with 3 of the samples rank "
-        f"0 {does}.* and with 2 of the samples rank 1 steps after 1 backward pass."
+        f"different numbers of forward or backward passes: rank 0, which has 3 "
+        f"samples, {does}.* and rank 1, which has 2 samples, steps after 1 backward "
+        "pass."
     )
     with pytest.raises(RankError, match=said):
         train(lab, strategy, SET_UP, LAST_OF_FIVE, PREPARE, CHUNKS)

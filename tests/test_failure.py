@@ -223,7 +223,7 @@ def test_a_timeout_says_how_long_and_where_every_rank_stood() -> None:
     timeout = CellTimeoutError([stopped(0), ok(1)], 2.5)
     assert isinstance(timeout, TimeoutError)
     assert str(timeout).splitlines() == [
-        "the cell ran longer than --timeout 2.5 seconds",
+        "the cell ran longer than 2.5 seconds (--timeout)",
         "rank 0: stopped at line 5: dist.barrier()",
         "rank 1: finished",
     ]

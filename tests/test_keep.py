@@ -186,7 +186,7 @@ def test_a_killed_kernel_leaves_ranks_that_work_on_as_before(folder: Path) -> No
         ok(kernel.run("%%dist\ndist.barrier()"))
         assert "has the ranks that it was" in kernel.run("%dist_restart -n 3").stderr
         assert (
-            "a lab of 2 ranks on the CPU, gloo is running; %dist_stop it before you "
+            "a lab of 2 ranks on the CPU, gloo is running; run %dist_stop before you "
             "start one with -n 3\n"
         ) in kernel.run("%dist_start -n 3 --keep").stderr
         # Ranks that are started have what the kernel has set by now.

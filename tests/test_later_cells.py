@@ -231,7 +231,7 @@ def test_a_pipeline_is_not_pulled_as_one_object(lab: Lab) -> None:
 
 def test_prepare_of_a_run_that_is_over_is_refused(lab: Lab) -> None:
     lab.train("ddp", f"{EVEN}former = prepare", live=False)
-    with pytest.raises(RankError, match="that of a run which is over"):
+    with pytest.raises(RankError, match="this prepare belongs to a run that has ended"):
         lab.run("former(model, optimizer, make(16), batch_size=8)")
 
 

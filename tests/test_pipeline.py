@@ -915,7 +915,7 @@ PLACES = {
             "x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))"
         ).replace("x = block(x)", "x = x + block(x.view(-1, 8))")
         + LOOP_NET,
-        "a tensor is used after a layer has written to a view of it",
+        "a layer writes to a view of a tensor that is used afterwards",
     ),
     "one tensor given twice": (
         NET.replace("def forward(self, x):", "def forward(self, x, *others):", 1)

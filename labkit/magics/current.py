@@ -102,7 +102,7 @@ def start_lab(
         set_current_lab(lab)
         return lab
     place = lab.placements[0]
-    running = f"a lab of {lab.describe()} is running; %dist_stop it before you start "
+    running = f"a lab of {lab.describe()} is running; run %dist_stop before you start "
     if options.num_ranks not in (None, lab.world_size):
         raise ValueError(
             f"{running}one with -n {options.num_ranks}"
@@ -134,8 +134,8 @@ def start_lab(
     if options.threads not in (None, place.num_threads):
         raise ValueError(
             f"a lab is running whose ranks have {place.num_threads} torch "
-            f"thread{'s' * (place.num_threads != 1)} each; %dist_stop it before you "
-            f"start one with --threads {options.threads}"
+            f"thread{'s' * (place.num_threads != 1)} each; run %dist_stop before "
+            f"you start one with --threads {options.threads}"
         )
     lab.check()
     return lab

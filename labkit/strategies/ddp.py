@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import is_int
+from labkit.checks import short_repr
 from labkit.compat.data_parallel import begin_reduction
 from labkit.compat.data_parallel import broadcast_buffers
 from labkit.compat.data_parallel import buckets_of
@@ -379,7 +380,10 @@ class DDP(Prepared):
             return restore
         num_steps = values.get("num_steps", 0)
         if not is_int(num_steps):
-            raise ValueError("the checkpoint is damaged: its number of steps is none")
+            raise ValueError(
+                f"the checkpoint is damaged: num_steps is {short_repr(num_steps)}, not "
+                "a whole number; load another checkpoint"
+            )
         restore_hook: Restore = lambda: None  # noqa: E731
         if values.get("comm"):
             restore_hook = restoring_state(

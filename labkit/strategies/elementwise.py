@@ -72,10 +72,10 @@ def check_elementwise(
     if device is not None and not is_elementwise(optimizer, device, is_by_group):
         raise UnsupportedLoopError(
             f"{kind.__name__} computes an update from more than one element of a "
-            "parameter: of small parameters in two parts it made something else than "
-            "of whole ones, as where it takes a norm, a mean or a sum, goes by their "
-            "shapes, counts its steps for all groups, or draws random numbers. Under "
-            "this strategy a rank has only a part of the parameters; use ddp, or an "
+            "parameter: in a trial, parameters split in two got different updates from "
+            "whole ones. The cause may be a norm, a mean or a sum, a dependence on "
+            "shapes, one step count for all groups, or random numbers. Under this "
+            "strategy a rank has only a part of the parameters; use ddp, or an "
             "element-wise optimizer such as AdamW (to clip gradients, with --clip NORM)"
         )
 

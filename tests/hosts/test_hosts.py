@@ -231,7 +231,7 @@ def test_nothing_is_left_on_any_host(ending: str, three: list[Namespace]) -> Non
                 "4 ranks on the CPU of" in kernel.run(start, timeout=300).stdout
             )  # the same lab
             other = kernel.run("%dist_start --launcher ssh --hosts lk1:2, lk2:1").stderr
-            assert "%dist_stop it before you start one on lk1:2,lk2:1; or %" in other
+            assert "run %dist_stop before you start one on lk1:2,lk2:1; or %" in other
             other = kernel.run("%dist_start --launcher ssh -n 3").stderr
             assert "or %dist_restart --hosts HOST:N,HOST:N changes how many" in other
             assert f"each host has, now {HOSTS}, and ranks that stay keep" in other

@@ -196,9 +196,8 @@ def test_a_run_stops_with_a_checkpoint_before_the_job_ends(
     with Lab(2, launcher="slurm", nodes=2, launcher_options="--time=2") as lab:
         run = lab.train("fsdp", steps + endless, live=False, checkpoint=tmp_path)
         assert run.state == "interrupted"
-        assert (
-            "was stopped after a step, 60 s before the job" in capsys.readouterr().err
-        )
+        said = "was stopped after a step, 60 s before the Slurm job"
+        assert said in capsys.readouterr().err
         saved = run.num_steps
         with pytest.raises(RankError, match="has reached its time limit"):
             lab.run(FOREVER)

@@ -51,8 +51,8 @@ def place_anew(
         if num_ranks is None:
             raise ValueError(
                 f"--hosts {on_hosts}: this lab is on one host, the notebook's own, "
-                "where -n N changes the number of its ranks; for others %dist_stop it, "
-                f"and %dist_start --launcher ssh --hosts {on_hosts}"
+                "where -n N changes the number of its ranks; for others run "
+                f"%dist_stop, then %dist_start --launcher ssh --hosts {on_hosts}"
             )
         return _place_here(options), None
     launcher = _other(hosts.launcher, former, num_ranks, on_hosts)
@@ -61,7 +61,7 @@ def place_anew(
         raise UserError(
             f"the hosts would reach this one at {found.own_address}, and the lab "
             f"listens at {hosts.own_address}; name hosts on the lab's network, or "
-            "%dist_stop the lab and %dist_start one on these hosts. Nothing was started"
+            "run %dist_stop, then %dist_start on these hosts. Nothing was started"
         )
     return place_on_found(found, options), found
 

@@ -97,7 +97,7 @@ class CellTimeoutError(TimeoutError):
     def __init__(self, outcomes: Sequence[Outcome], timeout_s: float) -> None:
         self.outcomes = list(outcomes)
         lines = [each.summary() for each in self.outcomes]
-        reason = f"the cell ran longer than --timeout {timeout_s:g} seconds"
+        reason = f"the cell ran longer than {timeout_s:g} seconds (--timeout)"
         super().__init__("\n".join([reason, *lines]))
 
     def _render_traceback_(self) -> list[str]:

@@ -189,7 +189,7 @@ def check_comm(options: RunOptions) -> None:
         )
     if options.comm is not None and options.average_every is not None:
         raise ValueError(
-            f"--comm {options.comm} is about gradients, and with --average-every "
+            f"--comm {options.comm} compresses gradients, and with --average-every "
             "parameters are sent in their place; leave out one of the two"
         )
     if options.comm in ("powersgd", "topk") and options.precision == "fp16":

@@ -248,8 +248,9 @@ class Training:
         ends_at = known
         if ends_at - time.time() < timeouts.JOB_END_S:
             self._said_of_job = [
-                f"{self._name} began less than {timeouts.JOB_END_S:g} s before the job "
-                "that has the hosts ends: it is not stopped in time"
+                f"{self._name} began less than {timeouts.JOB_END_S:g} s before the "
+                "Slurm job of these hosts ends, so it cannot be stopped in time; "
+                "--resume continues from its last checkpoint"
             ]
             yield
             return
@@ -282,14 +283,14 @@ class Training:
         if self._execution.is_stopping and self.run.state == "interrupted":
             return [
                 f"{self._name} was stopped after a step, {ends_at - at:.0f} s before "
-                f"the job that has the hosts ends (at {clock}); its checkpoint is in "
+                f"the Slurm job of these hosts ends (at {clock}); its checkpoint is in "
                 f"{plan.directory}. To continue, start a lab in another job and run "
                 "the cell with --resume"
             ]
         return [
-            f"{self._name} did not reach the end of a step before the job that has the "
-            f"hosts ended (at {clock}); --resume continues from the last checkpoint in "
-            f"{plan.directory}"
+            f"{self._name} did not reach the end of a step before the Slurm job of "
+            f"these hosts ended (at {clock}); --resume continues from the last "
+            f"checkpoint in {plan.directory}"
         ]
 
     def _send_work(self) -> None:

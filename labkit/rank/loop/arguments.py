@@ -18,8 +18,9 @@ from labkit.strategies.zero.engines import is_zero
 from labkit.strategies.zero.engines import strategy_of
 
 WITH_ITS_WEIGHTS = (
-    "weights = get_model_state_dict(model, options=StateDictOptions("
-    "full_state_dict=True)) of torch.distributed.checkpoint.state_dict, model = Net(), "
+    "from torch.distributed.checkpoint.state_dict import StateDictOptions, "
+    "get_model_state_dict; weights = get_model_state_dict(model, options="
+    "StateDictOptions(full_state_dict=True)); model = Net(); "
     "model.load_state_dict(weights)"
 )
 """How a model is built again, whatever strategy has prepared it."""

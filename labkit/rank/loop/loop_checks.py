@@ -277,9 +277,8 @@ class LoopChecks:
             raise UnsupportedLoopError(
                 f"{use} uses the parameters in optimizer.param_groups, and under "
                 f"{self._strategy.name} these are copies of the parts that this rank "
-                "updates, none of the model's parameters: what is set in them is lost, "
-                "and none of the model's is among them. Take the parameters from "
-                "model.parameters(), or use ddp"
+                "updates, not the model's parameters: what is set in them is lost. "
+                "Take the parameters from model.parameters(), or use ddp"
             )
 
     def check_step_value(self, optimizer: torch.optim.Optimizer, code: str) -> None:
@@ -291,8 +290,8 @@ class LoopChecks:
         if is_elsewhere and not is_torchs and (use := step_value_use(code)):
             raise UnsupportedLoopError(
                 f"{use} uses what {kind.__name__}.step returns, and under "
-                f"{strategy.name} it is not the loop that calls that, and nothing "
-                "comes back. Compute it in the loop, or use ddp"
+                f"{strategy.name} labkit calls step, not the loop, and its return "
+                "value is lost. Compute the value in the loop, or use ddp"
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -369,10 +368,9 @@ class LoopChecks:
         )
         if create_graph and is_freed and self._prepared():
             raise UnsupportedLoopError(
-                "torch.autograd.grad(..., create_graph=True) has the next backward "
-                "pass differentiate the model a second time, for which "
-                f"{strategy.name} has not what it takes on every rank; use ddp, zero1 "
-                "or zero2"
+                "torch.autograd.grad(..., create_graph=True) makes the next backward "
+                f"pass differentiate the model a second time, and {strategy.name} does "
+                "not keep what that needs on every rank; use ddp, zero1 or zero2"
             )
 
     def see_hook(self, parameter: nn.Parameter, is_after: bool) -> None:

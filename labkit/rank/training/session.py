@@ -399,8 +399,8 @@ class Session:
         """
         if self._events.has_ended:
             raise UnsupportedLoopError(
-                "this prepare is that of a run which is over; call the one that a cell "
-                "has which begins with %%dist_train STRATEGY"
+                "this prepare belongs to a run that has ended; call prepare in a cell "
+                "that begins with %%dist_train STRATEGY"
             )
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer

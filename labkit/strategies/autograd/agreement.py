@@ -30,10 +30,10 @@ STEP_SKIPPED = (
     "condition tests, before it"
 )
 OTHER_PASSES = (
-    "ranks run different numbers of forward or backward passes: {found}. Have all "
-    "ranks run as many. To compute a batch in chunks, give --accumulate K, which cuts "
-    "it alike on all ranks; or make their parts equal: drop_last=True, and a batch "
-    "size that is a multiple of the number of ranks"
+    "ranks run different numbers of forward or backward passes: {found}. Make every "
+    "rank run the same number. To compute a batch in chunks, give --accumulate K, "
+    "which cuts it alike on all ranks; or make their parts equal: drop_last=True, and "
+    "a batch size that is a multiple of the number of ranks"
 )
 OTHER_SETTINGS = (
     "the optimizer's settings differ between ranks (on this one lr is {rates}), for "
@@ -239,8 +239,9 @@ def said_of(
         Event.STEP: "steps",
     }
     return (
-        f"with {num_samples} of the samples rank {rank} {does[Event(event)]} after "
-        f"{num_passes or 'no'} backward pass{'es' * (num_passes != 1)}"
+        f"rank {rank}, which has {num_samples} sample{'s' * (num_samples != 1)}, "
+        f"{does[Event(event)]} after {num_passes or 'no'} backward "
+        f"pass{'es' * (num_passes != 1)}"
     )
 
 

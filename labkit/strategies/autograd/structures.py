@@ -32,9 +32,9 @@ CONTAINERS = list | tuple | dict
 _OBJECT = "labkit object "
 
 GIVEN_TWICE = (
-    "a layer or a block is given the same {kind} twice, or in two places, and puts "
-    "something into it: it gets two copies, and only one of them would have what it "
-    "puts in. Give it once, or use ddp"
+    "a layer or a block gets the same {kind} as two arguments, or in two places, and "
+    "changes it. It receives two copies here, so only one would change. Pass it once, "
+    "or use ddp"
 )
 
 IN_ITSELF = (

@@ -37,8 +37,8 @@ def restoring_state(
         state = parse(dict[str, int], facts["state"])
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"the checkpoint is damaged: what it says of --comm cannot be, {error}; "
-            "load another"
+            f"the checkpoint is damaged: its record of --comm is not valid ({error}); "
+            "load another checkpoint"
         ) from None
     has_residuals = any(name.startswith("unsent.") for name in source.tensors)
     if hook is None or (hook.method, hook.peers.size) != (method, num_ranks):

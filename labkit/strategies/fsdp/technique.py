@@ -366,8 +366,8 @@ def check_fused(optimizer: torch.optim.Optimizer) -> None:
     has_kernel = isinstance(optimizer, torch.optim.Adam)  # as AdamW is
     if not has_kernel and any(g.get("fused") for g in optimizer.param_groups):
         raise UnsupportedLoopError(
-            f"{type(optimizer).__name__} has fused=True, which torch has for shards "
-            "of parameters in Adam and AdamW alone; leave it out"
+            f"{type(optimizer).__name__} has fused=True, which torch supports for "
+            "sharded parameters only in Adam and AdamW; leave it out"
         )
 
 

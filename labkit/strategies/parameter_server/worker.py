@@ -47,16 +47,16 @@ from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_keys
 
 CHANGED_ASYNCHRONOUSLY = (
-    "the loop changes parameters besides the optimizer, and with --asynchronous every "
-    "worker has other values, so the change would be a different one on each. Leave "
-    "out --asynchronous, or that change"
+    "the loop changes parameters outside the optimizer. With --asynchronous the "
+    "workers hold different values, so each would make a different change. Leave out "
+    "--asynchronous, or that change"
 )
 
 
 OVER = (
-    "the servers that take the steps of this optimizer have gone with their run. Train "
-    "on in a cell with %%dist_train parameter_server, which calls prepare again, or "
-    "make an optimizer of your own"
+    "the servers that step this optimizer ended with their run. Continue in a cell "
+    "with %%dist_train parameter_server, which calls prepare again, or make an "
+    "optimizer of your own"
 )
 
 

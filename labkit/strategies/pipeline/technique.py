@@ -93,8 +93,8 @@ ONLY_GPIPE = (
     "loop of your own (gpipe)"
 )
 NO_CHAIN = (
-    "a stage takes more than what the one before it gives, or the loss more than what "
-    "the model returns"
+    "a stage needs inputs other than the previous stage's output, or the loss needs "
+    "more than the model's output"
 )
 PACKED = (
     "one input tells where the samples of another begin, as the offsets of an "

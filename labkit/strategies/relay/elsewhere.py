@@ -21,9 +21,10 @@ READ = (
     "returns is on every rank; have forward return what is to be read, or use ddp"
 )
 WRITTEN = (
-    "a tensor is used after a layer has written to a view of it, or after the model's "
-    "forward in which a layer has written to it, and under pipeline ranks that do not "
-    "have this layer have it as it was. Give the layer a copy (x.clone()), or use ddp"
+    "a layer writes to a view of a tensor that is used afterwards, or in place to a "
+    "tensor that is used after the model's forward. Under pipeline the write is "
+    "missing on ranks that do not have this layer. Give the layer a copy (x.clone()), "
+    "or use ddp"
 )
 CHECKED = (
     ". A distribution of torch.distributions reads its arguments to check them, unless "
@@ -31,8 +32,8 @@ CHECKED = (
 )
 COLLECTIVE = (
     "the model's forward calls a collective of torch.distributed, and under pipeline "
-    "each layer runs on the one rank that has it, with the whole batch: the others "
-    "have no samples to give, and would not come along. Leave the collective out of "
+    "each layer runs on the one rank that has it, with the whole batch: the other "
+    "ranks have no samples to send, and would not join it. Leave the collective out of "
     "forward under pipeline, or use ddp"
 )
 

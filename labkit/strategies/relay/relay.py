@@ -95,11 +95,11 @@ CHECKPOINTED = (
     "checkpoint, and give --activation-checkpointing, which does the same"
 )
 IN_BACKWARD = (
-    "a backward pass calls {name}, as that of a torch.autograd.Function of your own "
-    "does to compute gradients itself, or that of torch.utils.checkpoint, and under "
-    "pipeline the ranks that have no part of it would not come along. Call the layer "
-    "in forward, and let autograd do its backward pass; in place of checkpoint give "
-    "--activation-checkpointing, which does the same. Or use ddp"
+    "a backward pass calls {name}, for example in your own torch.autograd.Function or "
+    "in torch.utils.checkpoint. Under pipeline the ranks without this layer would not "
+    "take part. Call the layer in forward, and let autograd do its backward pass; in "
+    "place of checkpoint give --activation-checkpointing, which does the same. Or use "
+    "ddp"
 )
 FAILURES = (IndexError, RuntimeError, ValueError)
 """What a part of a batch may raise that is none by itself."""

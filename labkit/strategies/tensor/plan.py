@@ -235,6 +235,7 @@ def size_of(layer: nn.Module, style: ParallelStyle) -> tuple[int, str]:
             return layer.embedding_dim, "columns of its table"
         return layer.num_embeddings, "rows of its table"
     raise UnsupportedLoopError(
-        f"the plan splits a {type(layer).__name__}, and PyTorch splits nn.Linear and "
-        "nn.Embedding alone; leave it out of the plan: it is then whole on every rank"
+        f"the plan splits a {type(layer).__name__}, but PyTorch can split only "
+        "nn.Linear and nn.Embedding; leave it out of the plan, and it stays whole on "
+        "every rank"
     )

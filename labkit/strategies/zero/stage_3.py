@@ -65,9 +65,9 @@ def plainly(run: Callable[P, R]) -> Callable[P, R]:
 OTHER_CALLS = (
     "ranks have trained through different calls of the model's layers, for example "
     "because each leaves out parts of the loss by its own samples (`if mask.sum() == "
-    "0: continue`), and zero3 takes all ranks to call them alike. Give such parts the "
-    "weight 0 instead of leaving them out, or decide by the sum over the ranks, with "
-    "dist.all_reduce; or use ddp, zero1 or zero2"
+    "0: continue`), and zero3 needs every rank to make the same calls. Give such parts "
+    "the weight 0 instead of leaving them out, or decide by the sum over the ranks, "
+    "with dist.all_reduce; or use ddp, zero1 or zero2"
 )
 
 
