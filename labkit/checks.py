@@ -117,7 +117,7 @@ def check_mesh(what: str, value: Any) -> None:
     if not isinstance(value, str):
         raise ValueError(
             f"{what} is {short_repr(value)}; it must be text with the sizes of axes, "
-            'as "dp=2,tp=2"'
+            'for example "dp=2,tp=2"'
         )
 
 
@@ -136,7 +136,7 @@ def slow_rank(value: str) -> tuple[int, float]:
     if found is None or float(found[2]) < 1:
         raise ValueError(
             f"slow is {short_repr(value)}: write the rank and by what factor its step "
-            "is to take longer, 1 or more, as 1=3"
+            "is to take longer, 1 or more, for example 1=3"
         )
     return int(found[1]), float(found[2])
 
@@ -227,8 +227,8 @@ def steps_to_profile(value: Any, taken: int = 0) -> range:
     if not 1 <= len(steps) <= MAX_PROFILED or steps[0] < 2:
         raise ValueError(
             f"profile is {short_repr(value)}: write how many steps, after the first "
-            f"{UNPROFILED}, or which ones, as 5 or 20-24; {MAX_PROFILED} at most, and "
-            "from the second on"
+            f"{UNPROFILED}, or which ones, for example 5 or 20-24; {MAX_PROFILED} at "
+            "most, and from the second on"
         )
     return steps
 

@@ -160,7 +160,7 @@ class Lab:
         Parameters
         ----------
         name : str, optional
-            The lab's, as "lab-4711"; by default the only one that is kept.
+            The lab's, such as "lab-4711"; by default the only one that is kept.
         on_progress : callable, optional
             Called with a line of text at each stage.
 

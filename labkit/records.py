@@ -557,7 +557,7 @@ class Outcome:
     ename: str = ""
     evalue: str = ""
     where: str = ""
-    """The line of the cell that was running, as "line 3: dist.all_reduce(x)"."""
+    """The line of the cell that was running, such as "line 3: dist.all_reduce(x)"."""
     num_records: int = 0
     """How many it logged and sent."""
     num_not_on_disk: int = 0

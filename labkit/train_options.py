@@ -55,8 +55,9 @@ class TrainOptions:
     compile: bool = option(False, "compile the model's blocks with torch.compile")
     mesh: str | None = option(
         None,
-        "sizes of the mesh's axes, as dp=2,tp=2: pp, dp_replicate, dp_shard (or dp) "
-        "and tp, as far as the strategy has them; their product is the number of ranks",
+        "sizes of the mesh's axes, for example dp=2,tp=2: pp, dp_replicate, dp_shard "
+        "(or dp) and tp, as far as the strategy has them; their product is the number "
+        "of ranks",
         check_mesh,
         metavar="AXIS=SIZE,...",
     )

@@ -386,7 +386,7 @@ for x, y in loader:
         ranks="0,1",
         timeout=20,
     )
-    with pytest.raises(RankError, match="the servers that take the steps"):
+    with pytest.raises(RankError, match="the servers that step this optimizer ended"):
         lab_of_3.run("optimizer.step()", ranks="0,1", timeout=20)
 
 

@@ -63,8 +63,8 @@ class StagingFolder:
                 raise ValueError(f"{folder} is a file; choose another name")
             if others := others_in(folder):
                 raise ValueError(
-                    f"{folder} is there and has other files than a checkpoint's, as "
-                    f"{others[0]}; choose another name"
+                    f"{folder} is there and has other files than a checkpoint's, for "
+                    f"example {others[0]}; choose another name"
                 )
         self.path = folder.parent / f".{folder.name}.labkit-{uuid4().hex}"
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -196,7 +196,7 @@ def several_ranks() -> int:
     """How many there are; ValueError where an exercise has nothing to exchange."""
     num_ranks = dist.get_world_size()
     if num_ranks < 2:
-        raise ValueError("this exercise is for two ranks or more, as %dist_start -n 2")
+        raise ValueError("this exercise is for two ranks or more: %dist_start -n 2")
     return num_ranks
 
 

@@ -36,13 +36,13 @@ class Verdict:
     """What there is to say about an answer, the same on every rank."""
 
     measured: str = ""
-    """What was measured, as "each rank sends 2.0 times the tensor's bytes"."""
+    """What was measured, such as "each rank sends 2.0 times the tensor's bytes"."""
     to_beat: str = ""
-    """The number to beat, as "1.5 times or less"."""
+    """The number to beat, such as "1.5 times or less"."""
     is_beaten: bool = False
     complaint: str = ""
-    """What is wrong with the result, as "rank 1 holds 3 and not 6"; "" where it is
-    right."""
+    """What is wrong with the result, such as "rank 1 holds 3 and not 6"; "" where it
+    is right."""
 
 
 def check(exercise: str, *answer: Any, **more: Any) -> None:

@@ -22,7 +22,7 @@ NAMES = ("x", "gate", "up", "down")
 def gated(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """A gated perceptron, as Llama's, with weights as nn.Linear has them."""
+    """A gated perceptron, like Llama's, with weights as nn.Linear has them."""
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 

@@ -70,11 +70,11 @@ def check(
         check_input(x)
     if isinstance(world_sizes, str) or not isinstance(world_sizes, Sequence):
         raise ValueError(
-            f"world sizes are {short_repr(world_sizes)}; give them as a list, as "
-            "[8, 64]"
+            f"world sizes are {short_repr(world_sizes)}; give them as a list, for "
+            "example [8, 64]"
         )
     if not world_sizes:
-        raise ValueError("there are no world sizes; give some, as [8, 64]")
+        raise ValueError("there are no world sizes; give some, for example [8, 64]")
     for world_size in world_sizes:
         check_count("a world size", world_size, most=2**20)
     if x is not None:

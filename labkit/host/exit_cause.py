@@ -112,8 +112,8 @@ class EngineProcess:
             process = psutil.Process(self.pid)
             if process.status() == psutil.STATUS_STOPPED:
                 return (
-                    f"its process {self.pid} is stopped, as by SIGSTOP; kill -CONT "
-                    f"{self.pid} continues it"
+                    f"its process {self.pid} is stopped, for example by SIGSTOP; kill "
+                    f"-CONT {self.pid} continues it"
                 )
             load = process.cpu_percent(0.05)
         except psutil.NoSuchProcess:

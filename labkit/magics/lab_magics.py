@@ -108,7 +108,7 @@ class LabMagics(Magics):
         "name",
         nargs="?",
         metavar="NAME",
-        help="name of the lab, as lab-4711; needed where several are kept",
+        help="name of the lab, such as lab-4711; needed where several are kept",
     )
     @line_magic
     @parsed
@@ -178,8 +178,8 @@ class LabMagics(Magics):
             return args.cell
         if args.function is None:
             raise ValueError(
-                f"%{magic} takes a strategy and a function, as %{magic} ddp f; "
-                f"to train with a cell begin it with %%{magic} STRATEGY"
+                f"%{magic} takes a strategy and a function, for example %{magic} ddp "
+                f"f; to train with a cell begin it with %%{magic} STRATEGY"
             )
         return self._variable(args.function, callable, "function")
 
@@ -290,7 +290,7 @@ class LabMagics(Magics):
     @argument(
         "--ranks",
         metavar="N,N",
-        help="world sizes to predict, as 8,64,512 (default: this lab's)",
+        help="world sizes to predict, such as 8,64,512 (default: this lab's)",
     )
     @options(TrainOptions, "precision", "accumulate", "activation_checkpointing")
     @argument(
@@ -351,7 +351,9 @@ class LabMagics(Magics):
     @magic_arguments()
     @argument("names", nargs="*", metavar="NAME", help="runs to compare")
     @argument("--strategy", metavar="STRATEGY", help="list those under this strategy")
-    @argument("--state", metavar="STATE", help="list those in this state, as finished")
+    @argument(
+        "--state", metavar="STATE", help="list those in this state, such as finished"
+    )
     @argument("--last", type=int, metavar="N", help="list the newest N")
     @argument(
         "--delete",
@@ -394,7 +396,7 @@ class LabMagics(Magics):
         return to_read(compare_runs(runs)).T  # a page is wide enough for some runs
 
     @magic_arguments()
-    @argument("file", metavar="FILE", help="the script to write, as train.py")
+    @argument("file", metavar="FILE", help="the script to write, such as train.py")
     @argument("--run", metavar="NAME", help="a run's name; the newest by default")
     @argument(
         "--style",
@@ -426,7 +428,9 @@ class LabMagics(Magics):
     )
     @options(RunOptions, *(name for name in OF_SCRIPT_RUNS if name != "seed"))
     @argument("--no-live", action="store_true", help="do not plot while it runs")
-    @argument("script", metavar="SCRIPT", help="a script for torchrun, as train.py")
+    @argument(
+        "script", metavar="SCRIPT", help="a script for torchrun, such as train.py"
+    )
     @argument(
         "arguments",
         nargs=argparse.REMAINDER,

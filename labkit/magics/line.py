@@ -250,5 +250,5 @@ def whole_numbers(text: str) -> list[int]:
     except ValueError:
         raise ValueError(
             f"--ranks {short_repr(text)}: write world sizes with commas and no spaces, "
-            "as 8,64,512"
+            "for example 8,64,512"
         ) from None

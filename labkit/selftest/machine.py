@@ -189,7 +189,8 @@ def _of_the_driver(machine: Machine) -> Iterator[Finding]:
         elif machine.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             yield Finding(
                 "CUDA_VISIBLE_DEVICES hides every GPU",
-                "unset it, or list the GPUs to use, as CUDA_VISIBLE_DEVICES=0,1",
+                "unset it, or list the GPUs to use, for example "
+                "CUDA_VISIBLE_DEVICES=0,1",
             )
         elif not any("driver" in said for said in machine.torch_says):
             yield Finding(

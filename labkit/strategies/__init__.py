@@ -91,8 +91,8 @@ class Strategy:
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             raise ValueError(
                 f"{self.name} with --servers {num_servers} on {ranks} has no worker "
-                f"left: start more ranks, as by %dist_start -n {num_servers + 1}, or "
-                "give fewer servers"
+                "left: start more ranks, for example with %dist_start -n "
+                f"{num_servers + 1}, or give fewer servers"
             )
         return range(world_size - num_servers, world_size)
 

@@ -53,7 +53,7 @@ ITERATES = (
 )
 
 WRITES = (
-    "a {name} writes to a tensor that it is given, as an in-place ReLU does, and with "
+    "a {name} writes to a tensor that it is given, like an in-place ReLU, and with "
     "--activation-checkpointing it is computed again from that in the backward pass. "
     "Have it write to a copy, x = x.clone(), or to none (inplace=False), or leave the "
     "option out for this loop"

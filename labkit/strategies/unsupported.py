@@ -40,7 +40,7 @@ def check_supported(
     if not strategy.has_whole_parameters and (scalars := scalar_parameters(model)):
         raise UnsupportedLoopError(
             f"{scalars[0]} is a parameter without a dimension, which "
-            f"{strategy.name} cannot divide among ranks: give it one, as "
+            f"{strategy.name} cannot divide among ranks: give it one, for example "
             "torch.nn.Parameter(torch.tensor([1.0])), or use ddp"
         )
     if not strategy.has_whole_parameters:
@@ -103,11 +103,12 @@ def check_memory(model: nn.Module, strategy: str) -> None:
     each would get memory of its own. One that is in two places is no two."""
     if pair := in_same_memory(model):
         raise UnsupportedLoopError(
-            f"{pair[0]} and {pair[1]} are two parameters in the same memory, as after "
-            f"decoder.weight.data = encoder.weight.data.t(): under {strategy} each "
-            "would get memory of its own, and be trained by itself. Have one parameter "
-            "in both places, as by decoder.weight = encoder.weight, or in forward by "
-            "torch.nn.functional.linear(x, self.encoder.weight.t()); or use ddp"
+            f"{pair[0]} and {pair[1]} are two parameters in the same memory, for "
+            "example after decoder.weight.data = encoder.weight.data.t(): under "
+            f"{strategy} each would get memory of its own, and be trained by itself. "
+            "Have one parameter in both places, for example by decoder.weight = "
+            "encoder.weight, or in forward by torch.nn.functional.linear(x, "
+            "self.encoder.weight.t()); or use ddp"
         )
 
 

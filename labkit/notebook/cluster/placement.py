@@ -52,7 +52,9 @@ RANK_BYTES = 200 * 2**20
 def check_num_ranks(what: str, num_ranks: Any) -> None:
     """ValueError unless it is a number of ranks."""
     if not is_int(num_ranks) or num_ranks < 1:
-        raise ValueError(f"{short_repr(num_ranks)} ranks; choose 1 or more, as -n 2")
+        raise ValueError(
+            f"{short_repr(num_ranks)} ranks; choose 1 or more, for example -n 2"
+        )
 
 
 def check_memory(num_ranks: int, memory: int) -> None:
@@ -62,7 +64,7 @@ def check_memory(num_ranks: int, memory: int) -> None:
         raise ValueError(
             f"{short_repr(num_ranks)} ranks, and the {format_bytes(memory)} of this "
             f"machine hold {most} at most, of {format_bytes(RANK_BYTES)} each when "
-            "they are idle; choose fewer, as -n 2"
+            "they are idle; choose fewer, for example -n 2"
         )
 
 
@@ -144,8 +146,8 @@ class StartOptions:
     )
     profile: str | None = option(
         None,
-        "start ranks where the engines of this ipyparallel profile start, as in jobs "
-        "of PBS or Grid Engine; ipcluster_config.py in its folder says how",
+        "start ranks where the engines of this ipyparallel profile start, for example "
+        "in jobs of PBS or Grid Engine; ipcluster_config.py in its folder says how",
         check_profile,
         metavar="NAME",
     )

@@ -59,7 +59,8 @@ def _words(arguments: Sequence[object]) -> list[str]:
     is_list = isinstance(arguments, Sequence) and not isinstance(arguments, str | bytes)
     if not is_list:
         raise ValueError(
-            f'arguments is {short_repr(arguments)}; give a list, as ["--epochs", "2"]'
+            f"arguments is {short_repr(arguments)}; give a list, for example "
+            '["--epochs", "2"]'
         )
     for each in arguments:
         is_text = isinstance(each, str | os.PathLike)
@@ -74,7 +75,7 @@ def _words(arguments: Sequence[object]) -> list[str]:
 def _checked_file(script: str | os.PathLike[str]) -> Path:
     file = absolute(script)
     if file.is_dir():
-        raise ValueError(f"{file} is a folder; name the script in it, as train.py")
+        raise ValueError(f"{file} is a folder; name the script in it, such as train.py")
     if not file.is_file():
         raise ValueError(
             f"there is no file {file}; give its path from the notebook's folder, and "
@@ -99,7 +100,7 @@ def _file_of_module(name: str, directory: str | None) -> Path:
         if found is None and part == "__main__" and whole != part:
             raise ValueError(
                 f"{whole.removesuffix('.__main__')} is a package without a "
-                "__main__.py: name a module in it, as package.train"
+                "__main__.py: name a module in it, such as package.train"
             )
         if found is None:
             raise ValueError(

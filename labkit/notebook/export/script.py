@@ -137,7 +137,7 @@ def check_script_file(path: str | os.PathLike[str], *, force: bool) -> Path:
     file = absolute(path)
     if file.is_dir() or not file.parent.is_dir():
         what = "it is a folder" if file.is_dir() else f"there is no {file.parent}"
-        raise ValueError(f"{file}: {what}; name a file, as train.py")
+        raise ValueError(f"{file}: {what}; name a file, such as train.py")
     if file.exists() and not force:
         raise ValueError(
             f"{file} is there already; name another file, or add --force (force=True) "

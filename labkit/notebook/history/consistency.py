@@ -22,7 +22,7 @@ BUFFER_DIFFERS = (
     "{} is not the same on all ranks: each rank updates it from its own samples, where "
     "one process updates it from the whole batch. In forward, average the update over "
     "the ranks with torch.distributed.all_reduce; where it holds samples themselves, "
-    "as a queue of keys does, gather those of all ranks first, with "
+    "like a queue of keys, gather those of all ranks first, with "
     "torch.distributed.all_gather"
 )
 WEIGHTS_DIFFER = (

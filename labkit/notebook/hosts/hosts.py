@@ -61,7 +61,7 @@ def parse_hosts(text: Any) -> list[HostSpec]:
     """The hosts that `--hosts` names; ValueError for what names none."""
     if not isinstance(text, str):
         raise ValueError(
-            f"hosts is {short_repr(text)}; it names hosts and their ranks, as "
+            f"hosts is {short_repr(text)}; it names hosts and their ranks, for example "
             '"node1:2,node2:2"'
         )
     found: list[HostSpec] = []
@@ -70,8 +70,8 @@ def parse_hosts(text: Any) -> list[HostSpec]:
         if match is None:
             raise ValueError(
                 f"--hosts {short_repr(text)}: {each.strip()!r} is not a host; write "
-                "HOST:N,HOST:N, as node1:2,node2:2. HOST is a name, an IPv4 address or "
-                "user@name (a port goes into ~/.ssh/config)"
+                "HOST:N,HOST:N, for example node1:2,node2:2. HOST is a name, an IPv4 "
+                "address or user@name (a port goes into ~/.ssh/config)"
             )
         num = match["num"]
         if num is not None and not (num.isdecimal() and int(num)):
@@ -97,7 +97,7 @@ def check_hosts(what: str, value: Any) -> None:
 def check_interface(what: str, value: Any) -> None:
     """ValueError unless this host has such a network interface."""
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {short_repr(value)}; it is a name, as eth0")
+        raise ValueError(f"{what} is {short_repr(value)}; it is a name, such as eth0")
     address_of(value)
 
 

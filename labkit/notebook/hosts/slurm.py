@@ -163,7 +163,7 @@ class Slurm(HostLauncher):
                         why = f"{reason}, so Slurm would not start it" * is_hopeless
                         raise UserError(
                             f"salloc got no job: {why or last or 'it said nothing'}; "
-                            "--launcher-options takes options of salloc, as "
+                            "--launcher-options takes options of salloc, for example "
                             '--launcher-options "--partition=NAME --time=1:00:00"'
                         )
                     state = f"{last} ({reason})" if reason else last

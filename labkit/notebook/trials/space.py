@@ -36,8 +36,8 @@ def distributions_of(space: Any) -> dict[str, Any]:
     """Optuna's distributions by name. ValueError for what is no space."""
     if not isinstance(space, Mapping) or not space:
         raise ValueError(
-            f"space is {short_repr(space)}; give a dict of ranges by parameter, as "
-            '{"lr": (1e-4, 1e-1, "log"), "width": [32, 64]}'
+            f"space is {short_repr(space)}; give a dict of ranges by parameter, for "
+            'example {"lr": (1e-4, 1e-1, "log"), "width": [32, 64]}'
         )
     for name in space:
         if not isinstance(name, str):
@@ -53,8 +53,8 @@ def check_strategies(ranges: Mapping[str, Any]) -> None:
     choices = getattr(ranges["strategy"], "choices", None)
     if choices is None:
         raise ValueError(
-            "space['strategy'] is a range; give a list of strategies, as "
-            '["ddp", "fsdp"]'
+            "space['strategy'] is a range; give a list of strategies, for "
+            'example ["ddp", "fsdp"]'
         )
     for name in choices:
         find_strategy(name)

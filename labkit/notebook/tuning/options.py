@@ -71,7 +71,7 @@ class TuneOptions:
     metric: str = option(
         "loss",
         "what makes a trial better than another: loss, which is the mean over the "
-        "last tenth of the steps; the last value of a metric that is logged, as "
+        "last tenth of the steps; the last value of a metric that is logged, such as "
         "val_loss; or steps_per_s or samples_per_s",
         check_name,
         metavar="NAME",

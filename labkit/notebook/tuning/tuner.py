@@ -160,7 +160,7 @@ class Tuner:
             say(
                 "batch_size is in the space: after the same step trials have seen "
                 "other numbers of samples, so none is stopped for its loss; a metric "
-                "that is logged once an epoch, as val_loss, can be compared"
+                "that is logged once an epoch, such as val_loss, can be compared"
             )
         try:
             with self._ranks.divided(self._group_size) as places:

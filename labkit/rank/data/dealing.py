@@ -51,12 +51,12 @@ KEPT_OPTIONS = (
 
 NO_DATA = (
     "prepare got no dataset, and it divides one among the ranks: pass a dataset with "
-    "batch_size=64, or a DataLoader. A loop that draws batches by itself, as by "
-    "get_batch(), has an IterableDataset yield their samples instead. A loop without "
-    "samples to divide, as over a whole graph or episodes, passes any dataset, as in "
-    "prepare(model, optimizer, range(1), batch_size=1), and does the same on all "
-    "ranks, with random numbers that are seeded alike (see loops without a loader, "
-    "docs/howto/own_loop.md)"
+    "batch_size=64, or a DataLoader. A loop that draws batches by itself, for example "
+    "by get_batch(), has an IterableDataset yield their samples instead. A loop "
+    "without samples to divide, such as one over a whole graph or episodes, passes any "
+    "dataset, as in prepare(model, optimizer, range(1), batch_size=1), and does the "
+    "same on all ranks, with random numbers that are seeded alike (see loops without a "
+    "loader, docs/howto/own_loop.md)"
 )
 
 

@@ -148,8 +148,8 @@ class RankLoader(AsGiven):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that share its batches: a sum over it has each
-        sample once, also under a strategy by which several ranks have the same samples,
-        as `dist.all_reduce(size, group=loader.group)`."""
+        sample once, also under a strategy by which several ranks have the same samples:
+        `dist.all_reduce(size, group=loader.group)`."""
         peers = self.batches.dealer.peers
         peers.check(LOADER)
         return peers.exact_group

@@ -167,9 +167,9 @@ class DrawnOrder:
                 f"the DataLoader's {self.name} does not draw the same samples on "
                 "every rank, and prepare deals one order out to all of them; leave "
                 "rank and world_size out of it and seed it alike on all ranks. Where "
-                "it draws by what the loop has found, as weights from losses, these "
-                "are of a rank's own samples: sum them over the ranks first, with "
-                "dist.all_reduce. Or use %%dist_train raw"
+                "it draws by what the loop has found, such as weights from losses, "
+                "these are of a rank's own samples: sum them over the ranks first, "
+                "with dist.all_reduce. Or use %%dist_train raw"
             )
 
     def _begin(self) -> None:

@@ -564,5 +564,5 @@ def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:
     """Stands for prepare, fit, log, stop_early and profile in a plain `%%dist` cell."""
     raise RuntimeError(
         "prepare, fit, log, stop_early and profile belong to a training run; begin the "
-        "cell with %%dist_train STRATEGY, as %%dist_train ddp"
+        "cell with %%dist_train STRATEGY, for example %%dist_train ddp"
     )

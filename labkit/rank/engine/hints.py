@@ -18,9 +18,9 @@ OTHER_DEVICE = (
 IN_PARTS = (
     "outside the model's forward pass this strategy keeps parameters as shards "
     "(DTensors), and the loop combines them with plain tensors or copies the model, "
-    "as for a penalty or an average of weights. Call the model itself, not its parts; "
-    "use the optimizer's weight_decay, or compute the penalty in forward; in place of "
-    "weight.new_zeros(...) write torch.zeros(..., device=device). To read "
+    "for example for a penalty or an average of weights. Call the model itself, not "
+    "its parts; use the optimizer's weight_decay, or compute the penalty in forward; "
+    "in place of weight.new_zeros(...) write torch.zeros(..., device=device). To read "
     "values use p.full_tensor() or "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, under "
     "which parameters are whole on every rank; single where the loop sets weights or "
@@ -54,8 +54,8 @@ TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
     "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
     "or zero2. The same goes for a layer that hands on what it computes without "
-    "returning it, as an attribute of its own or in a dict that it is given: have it "
-    "return that"
+    "returning it, for example as an attribute of its own or in a dict that it is "
+    "given: have it return that"
 )
 RETURNED_PARAMETER = (
     "if forward returns a parameter: under zero3 it is in parts when its gradient "
@@ -63,10 +63,10 @@ RETURNED_PARAMETER = (
     "model.parameters() in the loop"
 )
 WITHIN_A_PASS = (
-    "if this is torch.autograd.grad for parameters within a backward pass, as in the "
-    "torch.autograd.Function of an adjoint method: zero3, fsdp and hsdp gather a "
-    "layer's parameters for its own passes, and these are not what such a Function has "
-    "kept. Compute it plainly in forward, with --activation-checkpointing to save "
+    "if this is torch.autograd.grad for parameters within a backward pass, for example "
+    "in the torch.autograd.Function of an adjoint method: zero3, fsdp and hsdp gather "
+    "a layer's parameters for its own passes, and these are not what such a Function "
+    "has kept. Compute it plainly in forward, with --activation-checkpointing to save "
     "memory, or use ddp, zero1 or zero2"
 )
 PART_OF_BATCH = (
@@ -91,7 +91,7 @@ FORWARD_MODE = (
     "fsdp"
 )
 NEW_PARAMETER = (
-    "a parameter of the model did not exist yet in prepare, as after "
+    "a parameter of the model did not exist yet in prepare, for example after "
     "remove_parametrizations, and this strategy has parts only of those that did. Make "
     "the change in a plain model with the trained weights, which %dist_pull model "
     "--full has in the notebook, for plain.load_state_dict(model). (Under "
@@ -105,10 +105,10 @@ FUNCTIONAL_ON_PARTS = (
 )
 ON_OTHER_STAGES = (
     "under pipeline a tensor between layers is on the rank whose stage computes it; "
-    "the others know its shape alone. A function of your own of such tensors, as a "
-    "torch.autograd.Function, has to be in a layer: in a module with parameters, or "
-    "one of a torch.nn.Sequential. What a hook of a module gets, as its gradients, is "
-    "on that rank alone, too. Or use ddp"
+    "the others know its shape alone. A function of your own of such tensors, for "
+    "example a torch.autograd.Function, has to be in a layer: in a module with "
+    "parameters, or one of a torch.nn.Sequential. What a hook of a module gets, such "
+    "as its gradients, is on that rank alone, too. Or use ddp"
 )
 NESTED = (
     "under pipeline a tensor between layers is on the rank whose stage computes it, "
@@ -135,10 +135,10 @@ UNFROZEN = (
     "if the loop has unfrozen a parameter that was frozen in prepare: this strategy "
     "does not support that in bf16 or fp16. Unfreeze before prepare, in a "
     "%%dist_train cell of its own, or use fp32 or ddp. If it has changed the model's "
-    "dtype, as by model.double(): do that before prepare, or use ddp"
+    "dtype, for example by model.double(): do that before prepare, or use ddp"
 )
 OTHER_DTYPE = (
-    "if the loop has changed the dtype of the model after prepare, as by "
+    "if the loop has changed the dtype of the model after prepare, for example by "
     "model.float(): ZeRO computes in the dtype of --precision alone. Leave the model "
     "as it is; to save its weights in another dtype, convert those of "
     "model.state_dict(). Or use ddp or fsdp"
@@ -146,8 +146,8 @@ OTHER_DTYPE = (
 SHARED_MEMORY = (
     "a DataLoader's workers send their batches through shared memory, and /dev/shm has "
     "no room for one more (`df -h /dev/shm`; Docker gives it 64 MB). Start the "
-    "container with more, as docker run --shm-size=8g; or use fewer workers, a smaller "
-    "prefetch_factor, or num_workers=0"
+    "container with more, for example docker run --shm-size=8g; or use fewer workers, "
+    "a smaller prefetch_factor, or num_workers=0"
 )
 FORMER_GROUP = (
     "this process group, or what was sharded over it, belongs to the ranks from "

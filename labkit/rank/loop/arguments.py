@@ -52,7 +52,7 @@ def check_prepared(model: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer is {type_and_value(optimizer)}; make one from the model's "
-            "parameters, as torch.optim.SGD(model.parameters(), lr=0.1)"
+            "parameters, for example torch.optim.SGD(model.parameters(), lr=0.1)"
         )
     ours = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in ours for parameter in parameters_of(optimizer)):
@@ -82,7 +82,7 @@ def check_reduction(reduction: Any, weigh: Any) -> None:
     check_choice("reduction", reduction, ["mean", "sum"])
     if weigh is not None and not callable(weigh):
         raise ValueError(
-            f"weigh is {short_repr(weigh)}; give a function of a batch, as "
+            f"weigh is {short_repr(weigh)}; give a function of a batch, for example "
             "weigh=lambda batch: (batch[1] != -100).sum()"
         )
     if weigh is not None and reduction == "sum":

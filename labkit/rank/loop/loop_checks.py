@@ -162,12 +162,12 @@ class LoopChecks:
         if self._strategy.is_by_hand:
             raise ValueError(
                 f"{self._strategy.name} leaves everything to the cell; for prepare and "
-                "fit use another strategy, as %%dist_train ddp"
+                "fit use another strategy, for example %%dist_train ddp"
             )
         if unnamed:
             raise ValueError(
                 f"prepare got {short_repr(unnamed[0])} after the dataset; pass it by "
-                "name, as prepare(model, optimizer, dataset, batch_size=64)"
+                "name, for example prepare(model, optimizer, dataset, batch_size=64)"
             )
         self.check_first(model)
         pipeline = pipeline_of(model) if isinstance(model, nn.Module) else None

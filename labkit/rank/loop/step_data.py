@@ -24,9 +24,9 @@ DRAWN_BEFORE = (
     "differently, so the result is not that of one process. Draw each batch right "
     "before its backward pass, or make all parts equal: drop_last=True, a batch size "
     "that is a multiple of the number of ranks, no weigh and no --accumulate. A sum "
-    "that is divided by a count over several batches, as num_items_in_batch, is right "
-    'with reduction="sum" and that count summed over the ranks: dist.all_reduce(count, '
-    "group=loader.group)"
+    "that is divided by a count over several batches, such as num_items_in_batch, is "
+    'right with reduction="sum" and that count summed over the ranks: '
+    "dist.all_reduce(count, group=loader.group)"
 )
 MAX_WAITING = 100
 """Batches that are remembered until they have their backward pass."""

@@ -56,7 +56,7 @@ class Checkpoints:
         optimizer : torch.optim.Optimizer, optional
             That of `model`; by default none is saved with a `model` that is given.
         **values : object
-            Numbers, strings, tensors, and lists, tuples and dicts of them, as
+            Numbers, strings, tensors, and lists, tuples and dicts of them, for example
             `scheduler=scheduler.state_dict()`. Those of rank 0 are saved.
 
         Raises
@@ -271,9 +271,9 @@ def check_counts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     most, least = everyone.greatest(sent)
     if most not in (-least, least_of_all):
         raise UnsupportedLoopError(
-            "ranks have taken different numbers of steps with this optimizer, as where "
-            "one of them fails in a cell, so their parts no longer belong to one "
-            "model. Load a checkpoint, or make model and optimizer again"
+            "ranks have taken different numbers of steps with this optimizer, for "
+            "example because one of them failed in a cell, so their parts no longer "
+            "belong to one model. Load a checkpoint, or make model and optimizer again"
         )
 
 
@@ -281,7 +281,7 @@ def path_of(folder: str | PathLike[str]) -> Path:
     """The path that a user gave; ValueError if it can be none."""
     if not isinstance(folder, str | PathLike) or not Path(folder).name:
         raise ValueError(
-            f"folder is {folder!r:.40}; give a path, as 'checkpoints/first'"
+            f"folder is {folder!r:.40}; give a path, for example 'checkpoints/first'"
         )
     return Path(folder).expanduser()
 

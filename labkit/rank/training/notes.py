@@ -44,11 +44,11 @@ EXTRA_WORK = (
     "`if not optimizer.held_back:` (but clip gradients before the step)"
 )
 OWN_STATISTICS = (
-    "a BatchNorm of a model that prepare did not get, as of an average or a target "
-    "network that is built beside, takes the statistics of this rank's samples alone, "
-    "where one process has those of the whole batch: --sync-batchnorm is for the "
-    "layers of prepared models and their copies. Make that model of the prepared one, "
-    "after prepare: copy.deepcopy(model), or AveragedModel(model)"
+    "a BatchNorm of a model that prepare did not get, such as that of an average or a "
+    "target network that is built beside, takes the statistics of this rank's samples "
+    "alone, where one process has those of the whole batch: --sync-batchnorm is for "
+    "the layers of prepared models and their copies. Make that model of the prepared "
+    "one, after prepare: copy.deepcopy(model), or AveragedModel(model)"
 )
 TRAINED_ON_SHARE = (
     "the loop takes optimizer steps while it goes through loader.share(...), which is "

@@ -366,7 +366,7 @@ class Session:
             global batch k holds samples k*B to (k+1)*B-1, on any number of ranks. A
             DataLoader has its own order.
         weigh : callable, optional
-            For a loss that is a mean over something other than the samples, as the
+            For a loss that is a mean over something other than the samples, such as the
             tokens that are not padding: `weigh(batch)` gives their number in a rank's
             batch, which is on the CPU.
         reduction : {"mean", "sum"}, default "mean"
@@ -475,7 +475,7 @@ class Session:
             `loss_fn(model(x), y)` is the loss of a batch `(x, y)`, a scalar, and
             `loss_fn(model(a, b), y)` that of `(a, b, y)`. Of a batch that is a mapping
             the model gets the items as keyword arguments, and `y` is the batch. A
-            function of one argument gets the model's output alone, as
+            function of one argument gets the model's output alone, for example
             `lambda output: output.loss`.
         epochs : int, default 1
             Passes through the dataset.

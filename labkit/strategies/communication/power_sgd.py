@@ -80,14 +80,16 @@ class PowerSGD(Hook):
             if not parameter.dim():
                 raise UnsupportedLoopError(
                     f"{name} is a parameter without a dimension, which --comm powersgd "
-                    "does not take: give it one, as torch.nn.Parameter(torch.tensor("
-                    "[1.0])), or use --comm topk or bf16"
+                    "does not take: give it one, for example "
+                    "torch.nn.Parameter(torch.tensor([1.0])), or use --comm topk or "
+                    "bf16"
                 )
             if not parameter.is_contiguous():
                 raise UnsupportedLoopError(
-                    f"{name} is not contiguous, as after .to(memory_format="
-                    "torch.channels_last), and --comm powersgd takes its gradient as a "
-                    "matrix; keep the model contiguous, or use --comm topk or bf16"
+                    f"{name} is not contiguous, for example after "
+                    ".to(memory_format=torch.channels_last), and --comm powersgd takes "
+                    "its gradient as a matrix; keep the model contiguous, or use "
+                    "--comm topk or bf16"
                 )
 
     def begin(self, *, is_new: bool) -> None:

@@ -40,7 +40,7 @@ class TopK(Hook):
         if not (is_number(self.share) and 0 < self.share <= 1):
             raise ValueError(
                 f'--config: "topk" is {short_repr(self.share)}; it is the share of '
-                "each gradient that is sent, above 0 and at most 1, as 0.01"
+                "each gradient that is sent, above 0 and at most 1, for example 0.01"
             )
         self.residuals: Residuals = Residuals()
         self.settings = {"topk": float(self.share)}

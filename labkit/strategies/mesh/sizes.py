@@ -91,6 +91,6 @@ def parse_mesh(mesh: str) -> dict[str, int]:
     if len(found) < len(parts):
         raise ValueError(
             f"--mesh {short_repr(mesh)}: write axes and their sizes, 1 or more, with "
-            "commas and no spaces, each axis once, as dp=2,tp=2"
+            "commas and no spaces, each axis once, for example dp=2,tp=2"
         )
     return found

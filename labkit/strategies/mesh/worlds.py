@@ -14,7 +14,8 @@ MODEL = (
 )
 WRAPPED = (
     "this DistributedDataParallel was made for {lab}: it would train with only some of "
-    "the samples. Wrap its module again, as DistributedDataParallel(model.module)"
+    "the samples. Wrap its module again: "
+    "DistributedDataParallel(model.module)"
 )
 LOADER = (
     "this loader was made for {lab}: it would give only some of the samples, or some "

@@ -93,7 +93,7 @@ def check_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str
             raise UnsupportedLoopError(
                 f"{type(optimizer).__name__} made its state from parameters on the "
                 "meta device, where nothing has values; build the model on the CPU, or "
-                "take an optimizer that makes its state in the first step, as AdamW"
+                "take an optimizer that makes its state in the first step, like AdamW"
             )
     unset = find_resets(model).unset
     saved = model.state_dict(keep_vars=True)

@@ -47,7 +47,8 @@ DOES = {
 }
 CHANGED_APART = (
     "workers have changed parameters of the model in different ways. Make the same "
-    "change on all of them, as by the value of worker 0: dist.broadcast(p, src=0)"
+    "change on all of them, for example by the value of worker 0: dist.broadcast(p, "
+    "src=0)"
 )
 
 

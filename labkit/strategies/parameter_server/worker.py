@@ -251,7 +251,7 @@ class Worker(Prepared):
         gradients = [self._parameters[number].grad for number in given]
         if any(g.layout != torch.strided for g in gradients if g is not None):
             raise UnsupportedLoopError(
-                "a gradient is sparse, as that of an embedding with sparse=True, and "
+                "a gradient is sparse, like that of an embedding with sparse=True, and "
                 f"workers under {self.strategy.name} push dense ones; make it without "
                 "sparse=True, or use ddp"
             )

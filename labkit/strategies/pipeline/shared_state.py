@@ -22,11 +22,11 @@ SHARED_GENERATOR = (
 )
 SHARED_STATE = (
     "{name} changes what layers of other stages, or the forward around the layers, use "
-    "as well: an entry of a list or a dict, an attribute, or a global variable, as a "
-    "count of calls. Under pipeline a layer runs on the one rank that has it, and what "
-    "the other ranks have of this would not change. Have the layer return what it has "
-    "computed, give each layer a list or a count of its own, change it in the forward "
-    "around the layers, or use ddp"
+    "as well: an entry of a list or a dict, an attribute, or a global variable, such "
+    "as a count of calls. Under pipeline a layer runs on the one rank that has it, and "
+    "what the other ranks have of this would not change. Have the layer return what it "
+    "has computed, give each layer a list or a count of its own, change it in the "
+    "forward around the layers, or use ddp"
 )
 
 

@@ -97,12 +97,12 @@ NO_CHAIN = (
     "more than the model's output"
 )
 PACKED = (
-    "one input tells where the samples of another begin, as the offsets of an "
+    "one input tells where the samples of another begin, like the offsets of an "
     "EmbeddingBag"
 )
 KEEPS_STATE = (
-    "a forward pass changes the model's state, as BatchNorm's statistics, a count of "
-    "passes, or its parameters"
+    "a forward pass changes the model's state, such as BatchNorm's statistics, a count "
+    "of passes, or its parameters"
 )
 ITERATES = (
     "the model, or a function that it calls, has an iterator, of which a trial of "
@@ -110,7 +110,7 @@ ITERATES = (
 )
 OTHER_OUTPUT = (
     "the model's output for a sample depends on the other samples of its batch, or is "
-    "no output per sample, as a loss"
+    "no output per sample, like a loss"
 )
 ANOMALIES = (
     "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient, and "

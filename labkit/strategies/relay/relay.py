@@ -85,7 +85,7 @@ DTYPES = (
     *(torch.complex64, torch.complex128),
 )
 KEPT = (
-    "loss_fn keeps a tensor that it has computed, as a running mean or a list of "
+    "loss_fn keeps a tensor that it has computed, such as a running mean or a list of "
     "losses, and under pipeline fit calls it for parts of a batch, on the rank of the "
     "last stage alone. Write the loop yourself, with prepare, or give --microbatches 1"
 )
@@ -128,15 +128,15 @@ WRITES_BY_MASK = (
     "value, x), or use ddp"
 )
 NOT_RETURNED = (
-    "{name} gets what a layer has computed and not returned, as an attribute that it "
-    "keeps or in a set; under pipeline other ranks do not see that. Have the layer "
-    "return it, by itself or in a tuple, a dict or an object; or use ddp"
+    "{name} gets what a layer has computed and not returned, for example as an "
+    "attribute that it keeps or in a set; under pipeline other ranks do not see that. "
+    "Have the layer return it, by itself or in a tuple, a dict or an object; or use ddp"
 )
 WRITES_PART = (
     "forward writes what a layer has computed through a view of another tensor "
     "({name}), and under pipeline ranks that do not have this layer would keep that "
     "tensor as it was. Write to the tensor itself, as in out[:, :4] = value, or make a "
-    "new one, as by torch.cat or a sum; or use ddp"
+    "new one, for example by torch.cat or a sum; or use ddp"
 )
 WRITES_TO_ONE = (
     "{name} is given one tensor twice, and writes to it, and under pipeline a layer "

@@ -90,8 +90,8 @@ def cut(model: nn.Module, num_stages: int, config: Mapping[str, Any]) -> Stages:
             f"pipeline has {num_stages} stages, and this model can be cut "
             f"{what if len(names) > 1 else 'nowhere'}: each stage needs a layer. Put "
             "the model's layers into a torch.nn.Sequential or ModuleList, or have "
-            "fewer stages: fewer ranks along pp, as by --mesh dp=2,pp=2 on four, and "
-            "no --schedule interleaved; or use ddp or fsdp"
+            "fewer stages: fewer ranks along pp, for example with --mesh dp=2,pp=2 on "
+            "four, and no --schedule interleaved; or use ddp or fsdp"
         )
     cuts = config.get(CUTS)
     if cuts is not None:
@@ -111,7 +111,7 @@ def begins_of(cuts: Any, names: Sequence[str], num_stages: int) -> list[int]:
         raise ValueError(
             f'--config: "{CUTS}" is {short_repr(cuts)}; {num_stages} stages need a '
             f"list of {num_stages - 1}: the names of the modules with which the stages "
-            f'after the first begin, as ["{names[len(names) // 2]}"]'
+            f'after the first begin, for example ["{names[len(names) // 2]}"]'
         )
     for name in cuts:
         if name not in names:

@@ -189,8 +189,8 @@ class Comparison:
                 raise UnsupportedLoopError(
                     f"split by this plan the model computes something else: its "
                     f"outputs {what}. A layer whose output is cut or mixed afterwards, "
-                    "as one for queries, keys and values together, cannot be split by "
-                    "columns: make it several, or leave it out of the plan"
+                    "like one for queries, keys and values together, cannot be split "
+                    "by columns: make it several, or leave it out of the plan"
                 )
 
 

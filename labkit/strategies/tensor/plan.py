@@ -102,7 +102,7 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
     if not isinstance(plan, Mapping):
         raise ValueError(
             f'--config: "plan" is {short_repr(plan)}; it must be a dict from names of '
-            'layers to words, as {"blocks.*.up": "colwise"}'
+            'layers to words, for example {"blocks.*.up": "colwise"}'
         )
     if not plan:
         sequence = " for sequence parallelism" if config.get("sequence") else ""
@@ -215,8 +215,8 @@ def size_of(layer: nn.Module, style: ParallelStyle) -> tuple[int, str]:
     if not is_plain(layer):
         raise UnsupportedLoopError(
             f"the plan splits a {type(layer).__name__} whose weight is made of others, "
-            "as by weight_norm or spectral_norm; leave it out of the plan: it is then "
-            "whole on every rank"
+            "for example by weight_norm or spectral_norm; leave it out of the plan: it "
+            "is then whole on every rank"
         )
     for name, parameter in layer.named_parameters():
         if has_gradient_hooks(parameter):

@@ -59,10 +59,9 @@ OTHER_LOSS = (
     "ranks that share the layers of one model have different losses, and each would "
     "train its part of the layers for its own loss. Either the loop computes the loss "
     "by rank, or from random numbers of its own: make it the same on all ranks. Or it "
-    "computes outside of the model's forward with a layer that is split, as {name}: a "
+    "computes outside of the model's forward with a layer that is split, {name}: a "
     "rank has only a part of its output and of its parameters. Have forward compute "
-    "that and return it, "
-    "leave that layer out of the plan, or use ddp"
+    "that and return it, leave that layer out of the plan, or use ddp"
 )
 KEYS = ("plan", "sequence", "loss_parallel")
 """Of `--config`: the rest is for `fully_shard`, where the mesh has an axis for it."""
@@ -150,8 +149,8 @@ def check_tied(model: nn.Module, plan: Mapping[str, Styles]) -> None:
                 raise UnsupportedLoopError(
                     f"{names[first]}.{name} and {names[module]}.{other} are one "
                     "parameter, and the plan splits them in different ways; have it "
-                    "split both by the same dimension, as an embedding by rows and the "
-                    "output layer by columns"
+                    "split both by the same dimension, for example an embedding by "
+                    "rows and the output layer by columns"
                 )
 
 

@@ -60,7 +60,7 @@ def deepspeed_config(
     check_keys(given, KNOWN_KEYS, "DeepSpeed")
     if not isinstance(given.get("zero_optimization", {}), Mapping):
         raise ValueError(
-            '--config: "zero_optimization" is a section: give a dict, as '
+            '--config: "zero_optimization" is a section: give a dict, for example '
             '{"zero_optimization": {"reduce_bucket_size": 1000000}}'
         )
     bucket = bucket_elements(num_parameters, device, stage)

@@ -683,9 +683,9 @@ def check_counts(groups: list[list[Any]], states: Mapping[Any, Any]) -> None:
         if len(counts) > 1:
             raise UnsupportedLoopError(
                 f"parameters of the optimizer's group {number} have taken different "
-                "numbers of steps, as where some were frozen, and ZeRO counts the "
-                "steps of a group. Make an optimizer with groups of their own for "
-                "these, or a new one, or use ddp or fsdp"
+                "numbers of steps, for example because some were frozen, and ZeRO "
+                "counts the steps of a group. Make an optimizer with groups of their "
+                "own for these, or a new one, or use ddp or fsdp"
             )
 
 
