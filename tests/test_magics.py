@@ -54,7 +54,7 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
             "a lab of 2 ranks on the CPU, gloo is running; run %dist_stop",
         ),
         ("%dist_start --backend nccl", "is running; run %dist_stop before"),
-        ("%dist_start --threads 4", "whose ranks have 1 torch thread each; run %dist_stop before"),
+        ("%dist_start --threads 4", "whose ranks have 1 torch thread each; run %"),
         ("%dist_start -n zero", "'zero'; it takes a whole number: --num-ranks N; "),
         ("%dist_start --keep forever", "'forever'; it takes a number: --keep MINUTES"),
         ("%dist_start --keep 0", "--keep 0: minutes without a kernel, more than 0 and"),

@@ -325,7 +325,7 @@ def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:
         ),
         ("", {"plan": {"head": "diagonal"}}, "one of: colwise, rowwise"),
         ("", {"plan": 3}, '"plan" is 3; it must be a dict'),
-        ("", {"plan": {"norm": "colwise"}}, "splits a LayerNorm, but PyTorch can split"),
+        ("", {"plan": {"norm": "colwise"}}, "splits a LayerNorm, but PyTorch can"),
         ("", {"plans": {}}, "tensor has no 'plans'"),
         ("", {"sequence": 1}, '"sequence" is 1; it must be True or False'),
         (
