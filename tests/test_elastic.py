@@ -357,7 +357,7 @@ def test_what_ends_a_run_while_ranks_come_back_is_heard(
             lab.runs[-1].execution.stop_policy.deadline = time.monotonic()
         return bring_back(group, ranks)
 
-    said = "longer than --timeout 90" if ends_by == "--timeout" else "Interrupted"
+    said = "longer than 90 seconds" if ends_by == "--timeout" else "Interrupted"
     death = "die_once(rank == 1 and epoch == 1, 'gone')"
     with monkeypatch.context() as patch:
         patch.setattr(RankGroup, "bring_back", end_meanwhile)

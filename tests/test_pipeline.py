@@ -895,7 +895,7 @@ for x, y in loader:
 PLACES = {
     "a backward pass of one's own": (
         NET.replace("block(x)", "Adjoint.apply(x, block)") + ADJOINT + LOOP_NET,
-        r"backward pass calls blocks\.1, as that of a torch\.autograd\.Function",
+        r"backward pass calls blocks\.1, for example in your own torch\.autograd",
     ),
     "a hook for gradients": (
         NET + GRADIENTS + LOOP_NET,

@@ -296,7 +296,7 @@ def test_a_collective_in_forward_is_refused(lab: Lab) -> None:
 
 def test_a_layer_that_is_called_by_itself_gives_a_part(lab: Lab) -> None:
     code = CENTERED + SUMS.replace("model(x), y)", "model.first(x)[:, :4], y)")
-    with pytest.raises(RankError, match="with a layer that is split, as first"):
+    with pytest.raises(RankError, match="with a layer that is split, first:"):
         train(lab, "tensor", code, config=SPLIT)
 
 
