@@ -246,7 +246,7 @@ def test_passes_by_the_values_of_samples_are_refused_as_such(lab: Lab) -> None:
 
 def test_a_part_that_ends_the_pass_of_one_rank_is_refused(lab: Lab) -> None:
     leave = STEP.replace(":\n", ":\n    if len(inputs) < 3:\n        break\n", 1)
-    with pytest.raises(RankError, match="rank 1, .*, takes the next batch after"):
+    with pytest.raises(RankError, match=r"rank 1, .*, takes the next batch after"):
         train(lab, "ddp", SET_UP, LAST_OF_FIVE, PREPARE, leave, leave)
 
 

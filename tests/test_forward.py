@@ -443,7 +443,7 @@ def test_a_list_that_is_given_twice_is_not_to_change() -> None:
     first, second = [*mine], [*mine]
     hand_back([(mine, first), (mine, second)], (first, second))
     first.append(torch.ones(1))
-    with pytest.raises(UnsupportedLoopError, match="the same list twice"):
+    with pytest.raises(UnsupportedLoopError, match="the same list as two arguments"):
         hand_back([(mine, first), (mine, second)], (first, second))
 
 
