@@ -323,7 +323,7 @@ else:
         "save_checkpoint(3, a=1)": "folder is 3; give a path",
         "save_checkpoint('y')": "nothing to save",
         "save_checkpoint('y', f=print)": "values.user.f is builtin",
-        f"save_checkpoint({str(tmp_path)!r}, a=1)": "has other files .* for example x; choose",
+        f"save_checkpoint({str(tmp_path)!r}, a=1)": "other files .* example x; choose",
         f"save_checkpoint({__file__!r}, a=1)": "is a file; choose another name",
         f"load_checkpoint({str(tmp_path / 'y')!r})": "no checkpoint of labkit",
         f"load_checkpoint({str(folder)!r})": "0 were prepared in this cell",
