@@ -433,7 +433,7 @@ def test_a_model_of_several_inputs_is_estimated(x: object) -> None:
     table, says = forecast(TwoTowers(), x, **options)  # type: ignore[arg-type]
     assert (table["activations_peak"] > 0).all()
     # Neither fully_shard nor DeepSpeed takes a parameter without a dimension.
-    refused = "zero1, zero2, zero3, fsdp, hsdp and tensor"
+    refused = "zero1, zero2, zero3, fsdp and hsdp"
     assert f"As it is, {refused} cannot train it: logit" in says
 
 

@@ -325,6 +325,11 @@ def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:
         ),
         ("", {"plan": {"head": "diagonal"}}, "one of: colwise, rowwise"),
         ("", {"plan": 3}, '"plan" is 3; it must be a dict'),
+        (
+            "model.blocks[0].head_dim = 16",
+            {},
+            r"blocks.0.q has 1 head of 16, which 2 ranks cannot share evenly",
+        ),
         ("", {"plan": {"norm": "colwise"}}, "splits a LayerNorm, but PyTorch can"),
         ("", {"plans": {}}, "tensor has no 'plans'"),
         ("", {"sequence": 1}, '"sequence" is 1; it must be True or False'),
@@ -416,6 +421,96 @@ def test_a_whole_layer_may_be_read_without_being_called(lab: Lab) -> None:
     for found in lab.pull("found", "all"):
         torch.testing.assert_close(found, expected)
     assert run.notes == []
+
+
+OF_TRANSFORMERS = """
+import torch.nn.functional as F
+from types import SimpleNamespace
+from torch import nn
+
+class ScaledEmbedding(nn.Embedding):  # Gemma's
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale
+
+class Experts(nn.Module):  # Mixtral's: a parameter for all of them
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 8, 12) / 3)
+        self.down = nn.Parameter(torch.randn(2, 12, 8) / 3)
+
+    def forward(self, x):
+        return (F.relu(x.unsqueeze(-3) @ self.up) @ self.down).mean(-3)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.RMSNorm(4)  # Qwen3's, over each head
+        self.experts = Experts()
+        self.gate, self.out = nn.Linear(8, 8), nn.Linear(8, 8)  # Phi3's
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).view(*x.shape[:2], -1, 4) for layer in (self.q, self.k, self.v)
+        )
+        q, k = self.norm(q).transpose(1, 2), self.norm(k).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        a, b = self.gate(x).chunk(2, -1)
+        return x + self.experts(x) + self.out(torch.cat([a * b, b], -1))
+
+class Model(nn.Module):
+    config = SimpleNamespace(base_model_tp_plan={"q": "colwise"})
+    tp_plan = {
+        "tokens": "embedding_rowwise",
+        "block.q": "colwise", "block.k": "colwise", "block.v": "colwise",
+        "block.norm": "replicated_with_grad_allreduce", "block.o": "rowwise",
+        "block.experts.up": "packed_colwise", "block.experts.down": "rowwise",
+        "block.experts": "moe_tp_experts",
+        "block.mlp.up": "colwise",
+        "block.gate": "colwise_gather_output", "block.out": "rowwise_split_input",
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.block = ScaledEmbedding(12, 8), Block()
+        self.out = nn.Linear(8, 12)
+        self.temperature = nn.Parameter(torch.tensor(1.5))  # CLIP's
+
+    def forward(self, ids):
+        return self.out(self.block(self.tokens(ids))) * self.temperature
+
+torch.manual_seed(1)
+ids = torch.randint(1, 12, (16, 5))
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(ids)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8, shuffle=False)
+for (x,) in loader:
+    F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+found = model(ids).detach()
+"""
+
+
+def test_plans_of_transformers_are_understood(lab: Lab) -> None:
+    train(lab, "single", OF_TRANSFORMERS)
+    expected = lab.pull("found")
+    run = train(lab, "tensor", OF_TRANSFORMERS)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, expected)
+    [note] = run.notes
+    assert "splits the experts of its layers (block.experts.up)" in note
+    # A plan of the user's own has to name layers.
+    plan = {"plan": {"block.experts.up": "colwise"}}
+    with pytest.raises(RankError, match="no layer of Model is called so"):
+        train(lab, "tensor", OF_TRANSFORMERS, config=plan)
 
 
 @pytest.mark.parametrize(

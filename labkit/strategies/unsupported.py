@@ -19,9 +19,10 @@ def check_supported(
     *,
     num_ranks: int = 1,
     precision: str = "fp32",
+    has_replicas: bool = False,
 ) -> None:
     """UnsupportedLoopError, with what to write instead, unless `strategy` can train a
-    model like this."""
+    model like this; `has_replicas` where its mesh has an axis of data parallelism."""
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedLoopError(
             "the model comes from torch.jit.script or torch.jit.trace, whose modules "
@@ -37,11 +38,15 @@ def check_supported(
     if not strategy.has_whole_parameters:
         check_complex(model, strategy, precision)
         check_dtypes(model, strategy)
-    if not strategy.has_whole_parameters and (scalars := scalar_parameters(model)):
+    # A mesh of `tp` alone keeps whole what it does not split.
+    keeps_whole = strategy.axes == ("tp",) and not has_replicas
+    takes_scalars = strategy.has_whole_parameters or keeps_whole
+    if not takes_scalars and (scalars := scalar_parameters(model)):
         raise UnsupportedLoopError(
             f"{scalars[0]} is a parameter without a dimension, which "
-            f"{strategy.name} cannot divide among ranks: give it one, for example "
-            "torch.nn.Parameter(torch.tensor([1.0])), or use ddp"
+            f"{strategy.name} cannot divide among ranks: give it one before the "
+            f"optimizer is made, for example by model.{scalars[0]} = "
+            f"torch.nn.Parameter(model.{scalars[0]}.detach().reshape(1)), or use ddp"
         )
     if not strategy.has_whole_parameters:
         check_sizes(model, strategy)

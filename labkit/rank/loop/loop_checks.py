@@ -32,6 +32,7 @@ from labkit.rank.loss.gradient_hooks import TOO_LATE
 from labkit.rank.loss.hooks import LossHooks
 from labkit.strategies import Strategy
 from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.mesh.sizes import DATA_PARALLEL
 from labkit.strategies.model.states import parameters_of
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.relay.parameters import pipeline_of
@@ -178,11 +179,13 @@ class LoopChecks:
                 f"a %%dist cell before, on all ranks: {WITH_ITS_WEIGHTS}"
             )
         check_prepared(model, optimizer)
+        mesh = self._strategy.mesh_sizes(self._options.mesh, self._world_size)
         check_supported(
             model,
             self._strategy,
             num_ranks=self._world_size,
             precision=self._options.precision,
+            has_replicas=any(axis in DATA_PARALLEL for axis in mesh),
         )
         self.check_ownership(model, optimizer)
         self.check_rank_guards(code)

@@ -147,7 +147,8 @@ class Comparison:
         }
         for prefix, module in copy.named_modules():
             for name in buffers_of(module):
-                buffers_of(module)[name] = buffers_of(plain[prefix])[name]
+                # A layer that is split has DTensors, each whole on every rank.
+                buffers_of(module)[name] = local_part(buffers_of(plain[prefix])[name])
 
         def gather(part: nn.Module, args: Any) -> None:
             for module, name, whole in owners[part]:

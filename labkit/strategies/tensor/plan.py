@@ -60,18 +60,30 @@ WORDS: dict[str, Callable[[], Styles]] = {
     "colwise_rep": lambda: (gathered_columns(),),
     "colwise_gather_output": lambda: (gathered_columns(),),
     "colwise_loss": lambda: (ColwiseParallel(use_local_output=False),),
+    "rowwise_split_input": lambda: (RowwiseParallel(input_layouts=Replicate()),),
     "embedding_rowwise": lambda: (RowwiseParallel(input_layouts=Replicate()),),
     "embedding_rowwise_sequence": lambda: (
         RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
     ),
     "rowwise_sequence": lambda: (RowwiseParallel(output_layouts=SEQUENCE),),
     "replicated": lambda: (whole_output(),),
+    "replicated_with_grad_allreduce": lambda: (
+        SequenceParallel(sequence_dim=-2, use_local_output=True),
+    ),
     "sequence": lambda: (
         SequenceParallel(sequence_dim=-2, use_local_output=False),
         gathered_output(),
     ),
 }
-"""What a plan can say of a layer."""
+"""What a plan can say of a layer.
+
+`replicated_with_grad_allreduce` is for a norm over each head, as Qwen3 has. It gets a
+rank's heads, as it would get its part of a sequence: only the last dimension counts.
+"""
+
+OF_EXPERTS = "moe_tp_experts"
+"""What a `tp_plan` of transformers says of a layer that has a parameter for the same
+matrix of all experts, and the plan names each of these."""
 
 COLUMNS = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "colwise_loss"})
 
@@ -89,12 +101,14 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
     Of `config["plan"]`, the model's own `tp_plan` (or, with `config["sequence"]`, its
     `sp_plan`), or for the Linear layers of a Sequential with nothing but elementwise
     functions between them. UnsupportedLoopError where there is none, and ValueError for
-    a plan that names no layer, or in other words.
+    a plan that names no layer, or in other words. Experts that a plan of its own splits
+    stay whole: PyTorch splits layers, and these are parameters of one.
     """
     for flag in ("sequence", "loss_parallel"):
         check_flag(f'--config: "{flag}"', config.get(flag, False))
     plan = config.get("plan")
-    if plan is None:
+    is_own = plan is None
+    if is_own:
         name = "sp_plan" if config.get("sequence") else "tp_plan"
         plan = getattr(model, name, None) or {}
         if not plan and not config.get("sequence"):
@@ -104,17 +118,13 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
             f'--config: "plan" is {short_repr(plan)}; it must be a dict from names of '
             'layers to words, for example {"blocks.*.up": "colwise"}'
         )
-    if not plan:
-        sequence = " for sequence parallelism" if config.get("sequence") else ""
-        raise UnsupportedLoopError(
-            f"{type(model).__name__} says nothing of how its layers are to be split"
-            f"{sequence}: give a plan, options = "
-            '{"plan": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}} in a '
-            "notebook cell and --config options on the magic line, or use fsdp"
-        )
     found: dict[str, Styles] = {}
     for pattern, style in plan.items():
+        if is_own and (style == OF_EXPERTS or is_of_parameters(model, pattern)):
+            continue
         names = [n for n, _ in model.named_modules() if n and fnmatchcase(n, pattern)]
+        if not names and is_own and is_of_a_family(model):
+            continue
         if not names:
             raise ValueError(
                 f"the plan has {short_repr(pattern)}, and no layer of "
@@ -125,7 +135,36 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
             style = "colwise_loss"
         for name in names:
             found[name] = styles_of(pattern, style)
+    if not found:
+        sequence = " for sequence parallelism" if config.get("sequence") else ""
+        raise UnsupportedLoopError(
+            f"{type(model).__name__} says nothing of how its layers are to be split"
+            f"{sequence}: give a plan, options = "
+            '{"plan": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}} in a '
+            "notebook cell and --config options on the magic line, or use fsdp"
+        )
     return found
+
+
+def is_of_parameters(model: nn.Module, pattern: str) -> bool:
+    """Whether a name in a plan is that of parameters, and of no layers."""
+    if any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+        return False
+    return any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
+
+
+def is_of_a_family(model: nn.Module) -> bool:
+    """Whether its plan is that of all models of transformers that have such a config:
+    it may name layers that only some have, as dense ones beside experts."""
+    return bool(getattr(getattr(model, "config", None), "base_model_tp_plan", None))
+
+
+def experts_left_whole(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
+    """The names in the model's own plan of what `find_plan` leaves whole."""
+    if config.get("plan") is not None or config.get("sequence"):
+        return []
+    plan = getattr(model, "tp_plan", None) or {}
+    return [name for name in plan if is_of_parameters(model, name)]
 
 
 WHOLE_LOGITS = ("colwise_rep", "colwise_gather_output")
@@ -189,9 +228,10 @@ def check_even(model: nn.Module, plan: Mapping[str, Styles], num_parts: int) -> 
             if what != "columns" or not isinstance(head_dim, int) or not head_dim:
                 continue
             num_heads, rest = divmod(size, head_dim)
-            if num_heads > 1 and not rest and num_heads % num_parts:
+            if num_heads and not rest and num_heads % num_parts:
+                heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
                 raise UnsupportedLoopError(
-                    f"layer {name} has {num_heads} heads of {head_dim}, which "
+                    f"layer {name} has {heads} of {head_dim}, which "
                     f"{num_parts} ranks cannot share evenly: choose a number of heads "
                     f"that {num_parts} divides, or another --mesh"
                 )

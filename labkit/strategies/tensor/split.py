@@ -34,6 +34,7 @@ from labkit.strategies.tensor.exchanges import Traffic
 from labkit.strategies.tensor.loss import loss_of_split_logits
 from labkit.strategies.tensor.plan import Styles
 from labkit.strategies.tensor.plan import check_even
+from labkit.strategies.tensor.plan import experts_left_whole
 from labkit.strategies.tensor.plan import find_plan
 from labkit.strategies.tensor.plan import split_dim
 from labkit.strategies.tensor.technique import TensorParallel
@@ -54,6 +55,12 @@ UNCOMPARED = (
 NOT_COMPARED = (
     "what the model computes when split was not compared with what the whole model "
     "does: {because}"
+)
+WHOLE_EXPERTS = (
+    "the model's own plan splits the experts of its layers ({name}), which are "
+    "parameters of one layer and not layers: they are whole on every rank, and only "
+    "the other layers of the plan are split. The result is the same; to divide the "
+    "experts too, use fsdp or zero3"
 )
 OTHER_LOSS = (
     "ranks that share the layers of one model have different losses, and each would "
@@ -189,6 +196,7 @@ class Split:
         check_masks(optimizer)
         quiet_redistribution()
         plan = checked_plan(model, self._mesh.size(), mine)
+        self._experts = experts_left_whole(model, mine)
         self._other_loss = OTHER_LOSS.format(name=next(iter(plan), "one of the plan"))
         self._num_hooks = {n: num_hooks(m) for n, m in model.named_modules()}
         self._traffic = Traffic(model, plan)
@@ -213,6 +221,8 @@ class Split:
         """Compare its first forward pass with that of the whole model, and its first
         gradients over the ranks."""
         prepared.division = self
+        if self._experts:
+            prepared.note(WHOLE_EXPERTS.format(name=self._experts[0]))
         self._has_autocast = isinstance(prepared, TensorParallel)
         prepared.replica_group = prepared.peers.rank
         self._comparison.attach(prepared.module, self._mesh, self.options.precision)
