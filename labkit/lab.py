@@ -1,6 +1,7 @@
 """Lab: a cluster of ranks, and the runs on it."""
 
 import contextlib
+import importlib
 import os
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from labkit.checks import check_timeout
 from labkit.checks import short_repr
 from labkit.notebook.cluster import transfer
 from labkit.notebook.cluster.change import place_anew
+from labkit.notebook.cluster.placement import LOADING_TORCH
 from labkit.notebook.cluster.placement import StartOptions
 from labkit.notebook.cluster.placement import in_words
 from labkit.notebook.cluster.placement import place_on_hosts
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from labkit.notebook.tuning.crew import Place
     from labkit.notebook.tuning.study import Study
 
+_FOR_FIRST_CELL = "labkit.notebook.execution.training_run"
+"""With all that it imports, pandas above all."""
 _TRANSFER = "labkit.rank.engine.transfer"
 _labs: "weakref.WeakSet[Lab]" = weakref.WeakSet()
 
@@ -215,6 +219,12 @@ class Lab:
         self._past = Past()
         self._ranks: LabRanks | None = None
         _labs.add(self)
+
+        def on_stage(text: str) -> None:
+            on_progress(text)
+            if text == LOADING_TORCH:
+                importlib.import_module(_FOR_FIRST_CELL)
+
         try:
             with interrupts.held():
                 from labkit.notebook.keeper.kept_ranks import ranks_of
@@ -223,7 +233,7 @@ class Lab:
                     self._keeper or self._hosts,
                     self.placements,
                     what_is_running=self._what_is_running,
-                    on_progress=on_progress,
+                    on_progress=on_stage,
                 )
                 if is_notebook():
                     render_process.painter()  # which loads matplotlib meanwhile

@@ -11,6 +11,7 @@ from labkit.compat import ipyparallel as compat
 from labkit.host.exit_cause import EngineProcess
 from labkit.host.processes import Host
 from labkit.host.processes import free_port
+from labkit.notebook.cluster.placement import LOADING_TORCH
 
 
 class LocalEngines:
@@ -25,7 +26,7 @@ class LocalEngines:
 
     def prepare(self, cluster: Any, on_progress: Callable[[str], None]) -> None:
         """Wait until engines can be forked."""
-        on_progress("loading torch")
+        on_progress(LOADING_TORCH)
         self._host.prepare_to_fork()
 
     @contextlib.contextmanager

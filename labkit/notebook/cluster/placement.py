@@ -36,6 +36,9 @@ from labkit.options import option
 from labkit.records import Placement
 from labkit.records import format_bytes
 
+LOADING_TORCH = "loading torch"
+"""The stage of a start at which another process works, and this one waits."""
+
 DEFAULT_CPU_RANKS = 2
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")

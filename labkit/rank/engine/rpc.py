@@ -1,6 +1,7 @@
 """What the notebook calls on an engine, between cells, to make it a rank."""
 
 import faulthandler
+import gc
 import importlib
 import linecache
 import os
@@ -39,23 +40,30 @@ def import_for_first_cells() -> None:
     """Import what the first cells would have to wait for.
 
     An optimizer imports torch._dynamo when the first one is made (1.6 s), a checkpoint
-    its planner (0.3 s), and what was bound to a former group is rebound by way of
-    DTensor's debug module. Not in a thread: two threads that import the same modules
-    can leave one half made.
+    its planner (0.3 s), the first traceback what formats it, and what was bound to a
+    former group is rebound by way of DTensor's debug module. Not in a thread: two
+    threads that import the same modules can leave one half made.
     """
+    from IPython.core.ultratb import AutoFormattedTB
+
     torch.load_compiler()
     importlib.import_module("torch.distributed.checkpoint")
     importlib.import_module("torch.distributed.tensor.debug")
+    _format_an_error(AutoFormattedTB(mode="Context"))
 
 
-def warm_up() -> None:
-    """Prepare for the first cells while the user reads: IPython needs its formatter
-    when the first traceback is shown (0.5 s)."""
-    import_for_first_cells()
+def _format_an_error(formatter: Any) -> None:
     try:
         raise RuntimeError
     except RuntimeError:
-        runner().shell.InteractiveTB.structured_traceback(*sys.exc_info())
+        formatter.structured_traceback(*sys.exc_info())
+
+
+def warm_up() -> None:
+    """Prepare for the first cells while the user reads."""
+    import_for_first_cells()
+    _format_an_error(runner().shell.InteractiveTB)
+    gc.collect()
     freeze_libraries()
 
 

@@ -57,7 +57,6 @@ def freeze_libraries() -> None:
     """What is here now stays: no collection need look at it again, nor a failed cell
     for tensors in it."""
     global _later
-    gc.collect()
     gc.freeze()
     _later = []
 
