@@ -47,6 +47,8 @@ def main() -> None:
         preload()
     if request := ForkServer(channel).serve():
         become_engine(request)
+    else:
+        os._exit(0)  # Python would take all of torch down first, in half a second
 
 
 def preload() -> None:
