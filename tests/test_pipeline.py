@@ -910,6 +910,15 @@ PLACES = {
         + LOOP_NET,
         "head gets what a layer has computed and not returned",
     ),
+    "what a hook takes of a layer": (
+        NET.replace(
+            "x = self.first(x)",
+            "x = self.first(x); seen = []; [b.linear.register_forward_hook("
+            "lambda m, i, o: seen.append(o)) for b in self.blocks]",
+        ).replace("self.head(x)", "self.head(x) + sum(s.square().mean() for s in seen)")
+        + LOOP_NET,
+        "model's output gets what a layer has computed and not returned",
+    ),
     "a view that a layer writes to": (
         NET.replace(
             "x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))"

@@ -50,6 +50,10 @@ OTHER_PRECISION = (
     "inputs of model(x) are cast to it; buffers, and the inputs of a part or of "
     "another method of the model, are not: cast these, as in x = x.to(torch.bfloat16)"
 )
+NO_KERNEL = (
+    "under ZeRO, fsdp and hsdp the layers compute in the dtype of --precision, and "
+    "this device has no such function in that dtype: give it x.float(), or use ddp"
+)
 TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
     "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
@@ -119,12 +123,6 @@ PACKED = (
     "if the model is prepared under pipeline: a tensor between layers is on the rank "
     "whose stage computes it, so no layer there takes a PackedSequence. Give it padded "
     "sequences, and read its output at the last step of each; or use ddp"
-)
-EXPERTS = (
-    "if the model is prepared under pipeline: ranks that have other stages run a layer "
-    "for the shapes of its output alone, and the grouped matrix product of a mixture "
-    "of experts has none in float32. Give transformers' config "
-    'experts_implementation="eager", or use ddp'
 )
 PICKLED = (
     "if this pickles a model that prepare has returned: with it goes what prepare has "
@@ -212,7 +210,7 @@ HINTS = {
     r"call Tensor.requires_grad_\(\) .* being transformed by a functorch": FORWARD_MODE,
     "nested_tensor_from_mask": NESTED,
     "but its data is not allocated yet": PACKED,
-    "Expected inputs of BF16 type but got": EXPERTS,
+    r""""\w+" not implemented for '(BFloat16|Half)'""": NO_KERNEL,
     r"an't pickle (local object .*(Session|DeepSpeed)|.*_fsdp_init)": PICKLED,
     "cannot pickle 'weakref": PICKLED,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,

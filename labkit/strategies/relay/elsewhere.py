@@ -154,13 +154,15 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*map(plain, args), **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
+        if name in _TAKE_SIZES and any(map(is_size, leaves)):
+            args, kwargs = tree_map_only(torch.Tensor, as_size, (args, kwargs))
         place = place_of(remote)
         changed = written_in(name, args, kwargs)
         metas = tree_map_only(torch.Tensor, as_meta, (args, kwargs))
         if changed is None:  # what is written to keeps its own
             metas = in_one_precision(metas)
         try:
-            result = func(*metas[0], **metas[1])
+            result = SHAPES.get(name, func)(*metas[0], **metas[1])
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error):
                 raise
@@ -175,6 +177,47 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 changed.now = elsewhere(metas[0][0], place)  # type: ignore[attr-defined]
             return current(changed)
         return tree_map_only(torch.Tensor, lambda t: elsewhere(t, place), result)
+
+
+def shape_of_ctc_loss(
+    log_probs: torch.Tensor, *_: Any, reduction: str = "mean", **__: Any
+) -> torch.Tensor:
+    """One for each sequence, or of all of them."""
+    each = log_probs.sum((0, -1))
+    return each if reduction == "none" else each.sum()
+
+
+def shape_of_grouped_mm(
+    rows: torch.Tensor,
+    experts: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Each row times the matrix of one of the experts; rows may be a matrix of each."""
+    if rows.dim() == experts.dim() == 2:  # a product for each part of what is summed
+        products = rows @ experts
+        count = others["offs"].numel()
+        result = products.expand(count, *products.shape)
+    elif rows.dim() == 3 and experts.dim() == 2:
+        result = rows[0] @ experts
+    else:
+        result = rows @ (experts[0] if rows.dim() == 2 else experts)
+    if bias is not None:
+        result = result + bias.sum()
+    return result.to(out_dtype or rows.dtype)
+
+
+def is_size(leaf: Any) -> bool:
+    """Whether it is a whole number in a tensor, which is here."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() or is_elsewhere(leaf):
+        return False
+    return not (leaf.is_floating_point() or leaf.is_complex())
+
+
+def as_size(tensor: torch.Tensor) -> Any:
+    return int(tensor) if is_size(tensor) else tensor
 
 
 def leaves_of(*structures: Any) -> list[Any]:
@@ -414,6 +457,17 @@ _CHANGES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
     | {"__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"}
 )
+_TAKE_SIZES = frozenset(
+    {"view", "reshape", "expand", "repeat", "tile", "unflatten", "narrow"}
+    | {"as_strided", "new_zeros", "new_ones", "new_empty", "new_full", "split", "chunk"}
+)
+SHAPES: dict[str, Any] = {
+    "ctc_loss": shape_of_ctc_loss,
+    "grouped_mm": shape_of_grouped_mm,
+    "_grouped_mm": shape_of_grouped_mm,
+}
+"""For functions that the meta device has not, or not in every dtype: other functions of
+the same arguments, with results of the same shapes and gradients for the same ones."""
 _MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
 FACTS = {
     _tensor.dim,

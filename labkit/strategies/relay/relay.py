@@ -53,6 +53,7 @@ from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import alias_of
 from labkit.strategies.relay.elsewhere import as_elsewhere
+from labkit.strategies.relay.elsewhere import as_meta
 from labkit.strategies.relay.elsewhere import check_read
 from labkit.strategies.relay.elsewhere import compute
 from labkit.strategies.relay.elsewhere import current
@@ -129,7 +130,8 @@ WRITES_BY_MASK = (
 )
 NOT_RETURNED = (
     "{name} gets what a layer has computed and not returned, for example as an "
-    "attribute that it keeps or in a set; under pipeline other ranks do not see that. "
+    "attribute that it keeps, in a set, or by a hook on a part of it, as the router "
+    "logits of transformers; under pipeline other ranks do not see that. "
     "Have the layer return it, by itself or in a tuple, a dict or an object; or use ddp"
 )
 WRITES_PART = (
@@ -240,6 +242,9 @@ class Relay:
         """The layers, by number and mode, that have run: none called a collective."""
         self._written: list[torch.Tensor] = []
         """Tensors of no stage that the pass under way has written to."""
+        self._has_unreturned = False
+        """Whether a pass has computed, between layers, with what a layer of another
+        rank has not returned."""
         self._replaced: list[torch.Tensor] = []
         """Tensors of which others have taken the place in the pass under way."""
         self._known: dict[Any, Known] = {}
@@ -394,6 +399,7 @@ class Relay:
             draws = self._own_numbers(self._num_drawn)
         with draws, DisableTorchFunctionSubclass():
             if any(is_elsewhere(leaf) for leaf in leaves):
+                self._has_unreturned |= any(map(is_of_no_stage, leaves))
                 result = compute(func, args, kwargs)
             else:
                 result = self._surviving(
@@ -403,9 +409,19 @@ class Relay:
                         *tree_map_only(torch.Tensor, as_elsewhere, (args, kwargs)),
                     ),
                 )
-        result = tree_map_only(
-            torch.Tensor, lambda each: of_stage(each, stage, self), result
-        )
+        of_all_ranks = [
+            leaf
+            for leaf in leaves
+            if is_tensor(leaf) and leaf is not written and stage_of(leaf) is None
+        ]
+
+        def as_result(each: torch.Tensor) -> torch.Tensor:
+            if any(each is leaf for leaf in of_all_ranks):  # mask.type_as(hidden)
+                with DisableTorchFunctionSubclass():
+                    each = each.view_as(each)
+            return of_stage(each, stage, self)
+
+        result = tree_map_only(torch.Tensor, as_result, result)
         if is_tensor(written):  # also by `__setitem__`, which returns None
             for each in (written, current(written)):
                 of_stage(each, stage, self)
@@ -559,10 +575,22 @@ class Relay:
             return Everywhere.apply(parameter, self.size)
         return parameter
 
+    def _as_computed(self, leaf: Any) -> Any:
+        """A parameter that forward gives to another layer, or returns, as something
+        that its stage computes; all else as it is."""
+        if not isinstance(leaf, StagedParameter) or leaf.stage is None:
+            return leaf
+        with DisableTorchFunctionSubclass():
+            if leaf.is_absent:
+                found = elsewhere(as_meta(leaf), self.device)
+            else:
+                found = leaf.view_as(leaf).as_subclass(torch.Tensor)
+        return of_stage(found, leaf.stage, self)
+
     def leave(self, leaves: Sequence[Any]) -> list[Any]:
         """Outputs of the model, with their values on every rank. Collective."""
         key = ("output", *self._mode())
-        leaves = [current(leaf) for leaf in leaves]
+        leaves = [self._as_computed(current(leaf)) for leaf in leaves]
         known = self._agree(key, leaves, owner=None, name="the model's output")
         leaves = [plain(leaf) for leaf in leaves]
         found = list(leaves)
@@ -622,7 +650,7 @@ class Relay:
     ) -> Any:
         """Run a layer that rank `owner` has: there, or for the shapes of its output."""
         leaves, spec = flatten((args, kwargs))
-        given = leaves = [current(leaf) for leaf in leaves]
+        given = leaves = [self._as_computed(current(leaf)) for leaf in leaves]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
         count = self._calls[number] = self._calls.get(number, 0) + 1
         if self._stage is not None:
@@ -822,6 +850,8 @@ class Relay:
                 continue
             if len(having) == self.size:
                 everywhere.append(leaf)
+            elif not having and (stages[leaf] is None or self._has_unreturned):
+                raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
             elif not having:
                 raise UnsupportedLoopError(NOWHERE.format(what=name))
             elif owner is not None and stages[leaf] is None:
@@ -865,7 +895,7 @@ def code_of(leaf: Any) -> int:
     """Whether a leaf is a tensor with values here, and of which dtype."""
     if not isinstance(leaf, torch.Tensor):
         return NO_TENSOR
-    if isinstance(leaf, Elsewhere):
+    if is_elsewhere(leaf):
         return NOT_HERE
     return DTYPES.index(leaf.dtype)
 
@@ -875,6 +905,11 @@ def stage_of(leaf: Any) -> int | None:
     if isinstance(leaf, Here | Elsewhere | StagedParameter):
         return leaf.stage
     return None
+
+
+def is_of_no_stage(leaf: Any) -> bool:
+    """Whether it is what a layer of another rank has left, but not returned."""
+    return isinstance(leaf, Elsewhere) and leaf.stage is None
 
 
 def is_mask(leaf: Any) -> bool:
