@@ -21,6 +21,7 @@ from marks import long_but
 from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
+from labkit.host.exit_cause import OTHER_COLLECTIVES
 from labkit.host.exit_cause import abort_text
 from labkit.host.exit_cause import crash_line
 from labkit.notebook.execution import errors
@@ -220,7 +221,8 @@ def test_what_native_code_said_as_it_aborted_is_quoted() -> None:
     )
     assert abort_text(log) == (
         "terminate called after throwing an instance of 'gloo::EnforceNotMet' "
-        "what(): [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes."
+        "what(): [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes.; "
+        f"{OTHER_COLLECTIVES}"
     )
     assert abort_text("Fatal Python error: Aborted\n") == ""
 

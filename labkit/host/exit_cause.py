@@ -32,6 +32,12 @@ _LIKELY_CAUSES = {
     "SIGHUP": "its terminal or session was closed",
     "SIGXCPU": "its CPU time limit",
 }
+OTHER_COLLECTIVES = (
+    "most likely ranks were in different collectives, for example because each runs "
+    "other layers of a model for its own samples (a mixture of experts, an ODE solver "
+    "that chooses its steps), which zero3, fsdp and hsdp cannot do: use ddp, zero1 or "
+    "zero2"
+)
 
 
 @dataclass(frozen=True)
@@ -230,10 +236,12 @@ def crash_call(log: str) -> str:
 
 def abort_text(log: str) -> str:
     """What C++ wrote as it ended the process for an exception that nobody caught, as in
-    a thread of gloo's; "" where that was not written, or was lost with the process."""
+    a thread of gloo's, and why that is; "" where that was not written, or was lost
+    with the process."""
     found = re.findall(r"terminate called [^\n]*(?:\n  what\(\):[^\n]*)?", log)
     # Before it a process that the rank had started may have ended like that.
-    return " ".join(found[-1].split()) if found else ""
+    said = " ".join(found[-1].split()) if found else ""
+    return f"{said}; {OTHER_COLLECTIVES}" if "gloo::EnforceNotMet" in said else said
 
 
 # ---- the kernel's out-of-memory killer (Linux) ----
