@@ -38,6 +38,7 @@ from labkit.notebook.kernel.output import execution_count
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.output import say
 from labkit.notebook.kernel.output import working_directory
+from labkit.notebook.kernel.pickled_function import cell_sources
 from labkit.notebook.live import render_process
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import documented
@@ -763,8 +764,9 @@ class Lab:
     def push(self, ranks: Ranks = None, /, **values: Any) -> None:
         """Copy values to variables on ranks.
 
-        Functions and classes of the notebook go with all that they refer to. A large
-        copy shows a bar; it has no time limit while the ranks answer.
+        Functions and classes of the notebook go with all that they refer to, as it is
+        then: when that changes, push them again. A large copy shows a bar; it has no
+        time limit while the ranks answer.
 
         Parameters
         ----------
@@ -790,6 +792,8 @@ class Lab:
             values, "make it on the ranks instead, in a %%dist cell"
         )
         with self._working() as cluster:
+            if any(callable(value) for value in values.values()):
+                transfer.push_sources(cluster, cell_sources(), targets)
             transfer.push(cluster, payload, targets)
         self._past.note_pushed(values)
 

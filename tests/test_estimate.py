@@ -252,20 +252,34 @@ def test_nothing_is_allocated_and_the_model_is_not_changed() -> None:
     )
 
 
+class StandsFor(torch.optim.Optimizer):
+    """An optimizer as `prepare` returns it, of a class that makes no other."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self.defaults = inner.defaults
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._inner)
+
+
 def test_optimizers_class_and_defaults_count() -> None:
     model = mlp(num_hidden=4096)
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.zeros(8, 64)
     states = {}
     for name, optimizer in {
         "plain": torch.optim.SGD,
-        "momentum": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "momentum": momentum,
+        "prepared": StandsFor(momentum),
         "adam": None,
     }.items():
         table = estimate(model, x, optimizer=optimizer, world_sizes=[2], batch_size=8)
         states[name] = table.loc[(2, "ddp"), "optimizer_state"]
     weights = sum(4 * p.numel() for p in model.parameters())
     assert states["plain"] == 0
-    assert states["momentum"] == weights
+    assert states["momentum"] == states["prepared"] == weights
     assert states["adam"] == pytest.approx(2 * weights, abs=99)
 
 

@@ -248,6 +248,20 @@ def test_breakpoint_says_that_nobody_can_type(lab: Lab, capsys: Captured) -> Non
     assert "[ranks 0-1] went on" in captured.out
 
 
+def test_no_debugger_opens_on_a_rank(lab: Lab, capsys: Captured) -> None:
+    lab.run("%pdb on")
+    with pytest.raises(RankError, match="division by zero"):
+        lab.run("1 / 0")
+    assert "no debugger opens here: nobody can type" in capsys.readouterr().err
+    lab.run("%pdb off\n%debug")
+    assert "no debugger opens here: nobody can type" in capsys.readouterr().err
+
+
+def test_what_goes_to_a_pager_is_shown(lab: Lab, capsys: Captured) -> None:
+    lab.run("len?")
+    assert "Return the number of items" in capsys.readouterr().out
+
+
 def test_equal_warnings_of_ranks_are_one(lab: Lab, capsys: Captured) -> None:
     lab.run("import warnings\nwarnings.warn('on purpose')")
     said = capsys.readouterr().err

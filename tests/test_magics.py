@@ -167,6 +167,36 @@ def test_push_and_pull_by_name(kernel: Kernel) -> None:
     assert kernel.run("doubled").result["text/plain"] == "[0.5, 1.5]"
     kernel.run("%dist_pull doubled --rank 1")
     assert kernel.run("doubled").result["text/plain"] == "1.5"
+    kernel.run("one, two = 1, 2\n%dist_push one, two\ndel one, two")
+    kernel.run("%dist_pull two, one --all")
+    assert kernel.run("one, two").result["text/plain"] == "([1, 1], [2, 2])"
+    kernel.run("%dist_pull one nothing_such")
+    assert kernel.run("one").result["text/plain"] == "[1, 1]"
+
+
+def test_a_comment_after_a_magic_is_no_argument(kernel: Kernel) -> None:
+    assert kernel.run("%%dist 1  # it's here\nprint(rank)").stdout == "[rank 1] 1\n"
+    assert kernel.run("%dist_start -n 2  # again, --help").stdout.startswith("Ready")
+
+
+def test_a_name_that_only_the_notebook_has_is_explained(kernel: Kernel) -> None:
+    kernel.run("import shelve\nmine = 1\ndef use():\n    return mine + later")
+    for code, hint in {
+        "mine": "%dist_push mine copies it to them",
+        "shelve": "write that import into a %%dist cell too",
+    }.items():
+        reply = kernel.run(f"%%dist\n{code}")
+        assert hint in "\n".join(reply.error["traceback"])
+        assert "pushed before" not in "\n".join(reply.error["traceback"])
+    kernel.run("%dist_push use\nlater = 1")
+    lines = "\n".join(kernel.run("%%dist\nuse()").error["traceback"])
+    assert "    return mine + later" in re.sub(r"\x1b\[[\d;]*m", "", lines)
+    assert "%dist_push later" in lines
+    assert "pushed before takes it along if it is pushed again" in lines
+    kernel.run("%dist_push use")
+    assert kernel.run("%%dist\nuse()").stdout == "[ranks 0-1] 2\n"
+    reply = kernel.run("%%dist\nnothing_such")
+    assert "%dist_push" not in "\n".join(reply.error["traceback"])
 
 
 def test_status_is_a_table_by_rank(kernel: Kernel) -> None:

@@ -414,6 +414,17 @@ def test_a_table_that_was_not_put_in_place_is_not_read(folder: Path) -> None:
     assert labkit.load_run("run-1").history.empty
 
 
+def test_a_run_that_was_read_from_disk_cannot_be_stopped(folder: Path) -> None:
+    run = new_run()
+    loaded = labkit.load_run("run-1")
+    for use in (loaded.stop, loaded.interrupt, loaded.wait):
+        with pytest.raises(RuntimeError, match="run-1 was read from disk"):
+            use()
+    persistence.end(run, "finished", [])
+    loaded.stop()
+    assert loaded.wait().state == "finished"
+
+
 def test_a_run_of_a_kernel_that_is_gone_is_lost(folder: Path) -> None:
     run = new_run()
     assert labkit.load_run("run-1").state == "running"

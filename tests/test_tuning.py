@@ -371,16 +371,21 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
             {"metric": "accuracy"},
             "has no metric 'accuracy'; it has loss, steps",
         ),
+        (
+            {"work": "print(level)"},
+            "no metric 'loss'; it took no optimizer step and logged nothing: call",
+        ),
+        ({"work": "log(accuracy=level)"}, "no metric 'loss'; it has accuracy. Choose"),
     ):
-        given = {"space": {"level": [1, 2]}} | options
+        given = {"work": SHORT, "space": {"level": [1, 2]}} | options
         with pytest.raises(ValueError, match=says):
-            tune(lab, SHORT, **given)
+            tune(lab, **given)
     # A name under which nothing came about is free.
     with pytest.raises(ValueError, match="has no metric 'accuracy'"):
         tune(lab, SHORT, space={"level": [1]}, metric="accuracy", name="again")
     study = tune(lab, SHORT, space={"level": [1]}, trials=1, name="again")
     assert len(study.table) == 1
-    num_runs += 2
+    num_runs += 4
     assert len(lab.runs) == num_runs + 1  # to see which metrics there are
 
 

@@ -62,6 +62,14 @@ def keep_no_errors(shell: Any) -> None:
     shell._format_exception_for_storage = lambda *args, **more: {}
 
 
+def display_pages(shell: Any) -> None:
+    """Display what goes to a pager, as `print?` does: that of a notebook shows what
+    comes with a reply, which an engine's does not."""
+    from IPython.core import page
+
+    shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
+
+
 @KERNEL_GATE.needs(
     "ipykernel.iostream:OutStream._parent_header_global",
     "ipykernel.zmqshell:ZMQDisplayPublisher._parent_header_global",

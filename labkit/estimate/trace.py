@@ -346,7 +346,8 @@ def trace_update(
     kind: Any = optimizer or torch.optim.AdamW
     given: dict[str, Any] = {}
     if isinstance(kind, torch.optim.Optimizer):
-        given, kind = kind.defaults, type(kind)
+        # Not its type: what `prepare` returns stands for the user's optimizer.
+        given, kind = kind.defaults, kind.__class__
     taken = inspect.signature(kind).parameters
     given = {key: value for key, value in given.items() if key in taken}
     if not together and "foreach" in taken:

@@ -26,6 +26,7 @@ from labkit.magics.current import set_current_lab
 from labkit.magics.current import start_lab
 from labkit.magics.line import Args
 from labkit.magics.line import given
+from labkit.magics.line import names_in
 from labkit.magics.line import options
 from labkit.magics.line import parsed
 from labkit.magics.line import whole_numbers
@@ -238,11 +239,11 @@ class LabMagics(Magics):
     @parsed
     def dist_push(self, args: Args) -> None:
         """Copy variables from the notebook to ranks."""
-        values = {name: self._variable(name) for name in args.names}
+        values = {name: self._variable(name) for name in names_in(args.names)}
         current_lab().push(args.ranks, **values)
 
     @magic_arguments()
-    @argument("name", metavar="NAME", help="a variable that ranks have")
+    @argument("names", nargs="+", metavar="NAME", help="variables that ranks have")
     @argument("--rank", type=int, metavar="R", help="from this rank (default: 0)")
     @argument("--all", action="store_true", help="from every rank, as a list by rank")
     @argument(
@@ -253,14 +254,17 @@ class LabMagics(Magics):
     @line_magic
     @parsed
     def dist_pull(self, args: Args) -> None:
-        """Copy a variable from a rank to the notebook, under the same name."""
+        """Copy variables from a rank to the notebook, under the same names."""
         if args.all and args.rank is not None:
             raise ValueError("--all and --rank: choose one of them")
         ranks = "all" if args.all else args.rank or 0
-        value = current_lab().pull(args.name, ranks, full=args.full)
-        if args.all and current_lab().world_size == 1:
-            value = [value]
-        self.shell.user_ns[args.name] = value
+        lab = current_lab()
+        pulled = {
+            name: lab.pull(name, ranks, full=args.full) for name in names_in(args.names)
+        }
+        if args.all and lab.world_size == 1:
+            pulled = {name: [value] for name, value in pulled.items()}
+        self.shell.user_ns.update(pulled)
 
     @magic_arguments()
     @argument(
@@ -385,7 +389,7 @@ class LabMagics(Magics):
             print("deleted " + ", ".join(path.name for path in deleted))
             return None
         if args.names:
-            return self._compare(find_runs(args.names, own))
+            return self._compare(find_runs(names_in(args.names), own))
         return to_read(list_runs(own=own, **filters).drop(columns="folder"))
 
     def _compare(self, runs: "list[Run]") -> "pd.DataFrame":

@@ -193,6 +193,21 @@ def words_of(parser: Any, line: str) -> tuple[list[str], list[str]]:
     return own, words[at + 1 :]
 
 
+def without_comment(line: str) -> str:
+    """The line up to a word that begins with "#", as a shell has it."""
+    for found in re.finditer(r"(^|\s)#", line):
+        before = line[: found.start()]
+        with contextlib.suppress(ValueError):  # within quotes, which close after it
+            shlex.split(before)
+            return before
+    return line
+
+
+def names_in(words: Sequence[str]) -> list[str]:
+    """The names of a list with spaces, commas or both between them."""
+    return [name for word in words for name in word.split(",") if name]
+
+
 def in_lists(words: list[str]) -> list[str]:
     """The words of a line, where a list may have spaces after its commas: "0, 2"."""
     found: list[str] = []
@@ -213,10 +228,11 @@ def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, line: str, cell: str | None = None) -> Any:
         magic = getattr(self, method.__name__)
-        if asks_for_help(magic.parser, line):
+        words = without_comment(line)
+        if asks_for_help(magic.parser, words):
             print(magic.parser.format_help().removeprefix("::\n\n"))
             return None
-        args = parse(magic, line)
+        args = parse(magic, words)
         args.cell = None
         if cell is not None:
             args.cell = numbered_like_notebook(method.__name__, line, cell)

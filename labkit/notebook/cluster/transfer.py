@@ -5,6 +5,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,13 @@ and it is in the lab's folder."""
 PART_BYTES = 2**26
 """What is larger has a bar that shows how far it is. What the disk has no room for goes
 through the controller in parts of this size."""
+
+
+def push_sources(
+    cluster: "LabEngines", sources: Mapping[str, Any], ranks: Sequence[int]
+) -> None:
+    """Have the notebook's cells on `ranks`, for tracebacks through functions of it."""
+    cluster.call("labkit.rank.engine.rpc:receive_sources", dict(sources), ranks=ranks)
 
 
 def push(cluster: "LabEngines", payload: Pickled, ranks: Sequence[int]) -> None:

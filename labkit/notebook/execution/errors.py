@@ -4,9 +4,11 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from types import TracebackType
 
 from labkit.notebook.history.consistency import step_mismatches
+from labkit.notebook.kernel.output import notebook_variables
 from labkit.rank_spec import format_ranks
 from labkit.records import CellEnd
 from labkit.records import Outcome
@@ -15,6 +17,10 @@ LOST_CONNECTION = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL
 )
 """In an error of a collective: the process at the other end has gone."""
+UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+FRAME = re.compile(r"^(?:Cell|File) .*", re.MULTILINE)
+"""The head of each frame of a traceback, as IPython renders it."""
 
 
 class RankError(RuntimeError):
@@ -32,7 +38,8 @@ class RankError(RuntimeError):
         self.rank = first.rank
         self.outcomes = list(outcomes)
         self._first = first
-        lines = [self._headline(), *self._memory(), *self._others()]
+        self._hint = in_notebook(first)
+        lines = [self._headline(), *self._memory(), *self._hint, *self._others()]
         super().__init__("\n".join(lines))
 
     def _headline(self) -> str:
@@ -70,10 +77,11 @@ class RankError(RuntimeError):
         leave_at_users_line(self)
         first = self._first
         if not first.traceback:
-            return [self._headline(), *self._memory(), *self._others()]
+            return [self._headline(), *self._memory(), *self._hint, *self._others()]
         freed = [f"rank {self.rank}: {first.freed()}"] if first.freed() else []
         head = f"On rank {self.rank}:"
-        return [head, *first.traceback, *self._memory(), *freed, *self._others()]
+        more = [*self._memory(), *self._hint, *freed, *self._others()]
+        return [head, *first.traceback, *more]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -102,6 +110,31 @@ class CellTimeoutError(TimeoutError):
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
+
+
+def in_notebook(first: Outcome) -> list[str]:
+    """What to say of a name that a cell does not find on a rank, where the notebook
+    has it: a variable of the one is none of the other's."""
+    undefined = UNDEFINED.search(first.evalue)
+    frames = FRAME.findall(COLOUR.sub("", "\n".join(first.traceback)))
+    if first.ename != "NameError" or undefined is None or not frames:
+        return []
+    # A library's own name may by chance be one of the notebook's.
+    if not frames[-1].startswith("Cell"):
+        return []
+    name, variables = undefined[1], notebook_variables()
+    if name not in variables:
+        return []
+    if isinstance(variables[name], ModuleType):
+        return [
+            f"the notebook has imported {name}, and ranks import for themselves: write "
+            "that import into a %%dist cell too"
+        ]
+    where = "; a function that was pushed before takes it along if it is pushed again"
+    return [
+        f"the notebook has {name}, and ranks have variables of their own: %dist_push "
+        f"{name} copies it to them" + where * (", in " in frames[-1])
+    ]
 
 
 def in_one_line(error: BaseException) -> str:

@@ -56,6 +56,17 @@ def is_notebook() -> bool:
     return hasattr(get_ipython(), "kernel")
 
 
+def notebook_variables() -> Mapping[str, Any]:
+    """The notebook's variables by name; none outside IPython."""
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            variables: dict[str, Any] = shell.user_ns
+            return variables
+    return {}
+
+
 def execution_count() -> int:
     """The number of the notebook's running cell; 1 outside IPython."""
     if "IPython" in sys.modules:

@@ -20,7 +20,7 @@ def pack_function(function: Callable[..., Any]) -> Packed:
     called with (rank, world_size); and the notebook's cells, for tracebacks.
     """
     with_rank = takes_rank(function)
-    return serialization.dumps(function), with_rank, _cell_sources()
+    return serialization.dumps(function), with_rank, cell_sources()
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -56,7 +56,7 @@ def takes_rank(function: Callable[..., Any]) -> bool:
     )
 
 
-def _cell_sources() -> dict[str, tuple[Any, list[str]]]:
+def cell_sources() -> dict[str, tuple[Any, list[str]]]:
     """File name -> (cell number, lines) of the notebook's cells so far."""
     if "IPython" not in sys.modules:
         return {}

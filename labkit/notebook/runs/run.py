@@ -15,6 +15,7 @@ from typing import Any
 from typing import Protocol
 
 from labkit import timeouts
+from labkit.checks import UserError
 from labkit.checks import steps_to_profile
 from labkit.notebook.export.cells import Before
 from labkit.notebook.export.needed import RunFacts
@@ -197,6 +198,7 @@ class Run(RunRecord):
         TimeoutError
             If the run has not ended after `timeout` seconds.
         """
+        self._check_runs_here()
         if self.job is not None and not self.job.wait(timeout):
             raise TimeoutError(
                 f"{self.name} still runs after {timeout:g} s; wait() or stop() it"
@@ -214,6 +216,7 @@ class Run(RunRecord):
             Ranks that have not reached that step after so many seconds are interrupted
             where they are.
         """
+        self._check_runs_here()
         execution = self.execution
         if execution is None or self.state != "running":
             return
@@ -235,11 +238,22 @@ class Run(RunRecord):
         timeout : float, optional
             How many seconds to wait; by default without a limit.
         """
+        self._check_runs_here()
         execution = self.execution
         if execution is None or self.job is None or self.state != "running":
             return
         execution.interrupt()
         self.job.join(timeout)
+
+    def _check_runs_here(self) -> None:
+        """UserError for what was read from disk, and of whose end nothing is known: to
+        do nothing would seem to have done it."""
+        if self.on_refresh is not None and self.refresh().state == "running":
+            raise UserError(
+                f"{self.name} was read from disk and still runs; stop it, or wait for "
+                "it, in the kernel that runs it, with the Run that %%dist_train or "
+                "Lab.train returned there, which current_lab().runs has too"
+            )
 
     def end(self, state: str, *, seconds: float | None = None) -> None:
         super().end(state, seconds=seconds)

@@ -374,15 +374,16 @@ class Tuner:
         value = self._value(watch)
         if value is None:
             self._optuna.tell(trial, state=state.FAIL)
-            curves = watch.run.collector.curves
-            with curves.lock:
-                curves.update(is_final=True)
-                has = ["loss", *curves.metrics()]
-            raise ValueError(
-                f"{watch.run.name} has no metric {self._options.metric!r}; it has "
-                f"{', '.join([*has, *RATES])}. Choose one of them with metric "
-                "(--metric), or log yours"
+            metric = self._options.metric
+            has = metrics_of(watch.run)
+            instead = (
+                f"it has {', '.join(has)}. Choose one of them with metric (--metric), "
+                "or log yours"
+                if has
+                else "it took no optimizer step and logged nothing: call "
+                f"optimizer.step() or log({metric}=...) in what is tuned"
             )
+            raise ValueError(f"{watch.run.name} has no metric {metric!r}; {instead}")
         if math.isfinite(value):
             self._optuna.tell(trial, value)
         else:
@@ -457,3 +458,13 @@ def bring_back(place: Place) -> None:
 def num_alike(run: Run) -> int:
     """How many ranks have the same samples, which count once."""
     return max((model.num_parts for model in run.models), default=1)
+
+
+def metrics_of(run: Run) -> list[str]:
+    """What a run that has ended can be judged by."""
+    curves = run.collector.curves
+    with curves.lock:
+        curves.update(is_final=True)
+        has_loss = any(curves.curve(rank, "loss").num_values for rank in curves.ranks)
+        logged = curves.metrics()
+    return [*["loss"] * has_loss, *logged, *(RATES if run.num_steps else ())]

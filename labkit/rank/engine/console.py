@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from labkit.compat.ipython import display_pages
 from labkit.compat.ipython import leave_to_threads
 from labkit.records import KEY
 
@@ -43,6 +44,8 @@ class Console:
         keep_order(*self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
         sys.breakpointhook = pass_breakpoint
+        shell.debugger = pass_debugger
+        display_pages(shell)
         # Lightning takes a prompt for a sign of an interactive user.
         vars(sys).pop("ps1", None)
 
@@ -161,6 +164,11 @@ def keep_order(*streams: Any) -> None:
 
     for stream in streams:
         keep(stream)
+
+
+def pass_debugger(force: bool = False) -> None:
+    """Stands for IPython's post-mortem debugger: of `%debug`, or `%pdb on`."""
+    print(f"labkit: no debugger opens here: {NO_KEYBOARD}", file=sys.stderr)
 
 
 def pass_breakpoint(*args: Any, **kwargs: Any) -> None:

@@ -157,6 +157,11 @@ def receive_function(
 ) -> None:
     """Keep a pickled function for the next cell, and its source for tracebacks."""
     runner().function = (serialization.loads(payload), with_rank)
+    receive_sources(sources)
+
+
+def receive_sources(sources: dict[str, tuple[Any, list[str]]]) -> None:
+    """Keep the notebook's cells, for tracebacks through its functions."""
     for name, (number, lines) in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         ipython.cell_numbers(runner().shell)[name] = number
