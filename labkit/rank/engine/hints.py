@@ -125,6 +125,14 @@ PACKED = (
     "whose stage computes it, so no layer there takes a PackedSequence. Give it padded "
     "sequences, and read its output at the last step of each; or use ddp"
 )
+PARTS_IN_FILE = (
+    "if this saves a model by save_pretrained or safetensors: under fsdp, hsdp and "
+    "tensor its state_dict() has parts (DTensors). Take whole tensors on all ranks, by "
+    "weights = get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True, cpu_offload=True)) of "
+    "torch.distributed.checkpoint.state_dict, and call "
+    "model.save_pretrained(folder, state_dict=weights)"
+)
 PICKLED = (
     "if this pickles a model that prepare has returned: with it goes what prepare has "
     "put into it for the run, which no file can hold. Pickle model.state_dict(), or "
@@ -214,6 +222,7 @@ HINTS = {
     r""""\w+" not implemented for '(BFloat16|Half)'""": NO_KERNEL,
     r"an't pickle (local object .*(Session|DeepSpeed)|.*_fsdp_init)": PICKLED,
     "cannot pickle 'weakref": PICKLED,
+    "data pointer on an invalid python storage": PARTS_IN_FILE,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,

@@ -148,9 +148,12 @@ def edges_used(output: torch.Tensor, inputs: Sequence[Edge]) -> list[bool]:
     trained = [each for each in inputs if each is not None]
     if not trained or not output.requires_grad:
         return [False] * len(inputs)
-    with DisableTorchFunctionSubclass(), no_dispatch():
+    with DisableTorchFunctionSubclass():
+        total = output.sum()
+    # With torch functions: a checkpoint within the layer runs a part of it again.
+    with no_dispatch():
         found = torch.autograd.grad(
-            output.sum(), trained, retain_graph=True, allow_unused=True
+            total, trained, retain_graph=True, allow_unused=True
         )
     gradients = iter(found)
     return [each is not None and next(gradients) is not None for each in inputs]

@@ -51,14 +51,15 @@ class StagedParameter(PartitionedParameter):
                 raise UnsupportedLoopError(COLLECTIVE)
             if relay.is_between_layers:
                 return relay.compute(func, args, kwargs)
+            # Activations may be computed again within a backward pass, which a mode for
+            # dispatch sees by itself, with operators.
+            is_in_pass = relay.is_inside or is_within_backward()
+            is_of_python = relay.is_inside or not hasattr(func, "overloadpacket")
             if any(type(leaf) is Elsewhere for leaf in leaves) or (
-                relay.is_inside and any(p.is_absent for p in ours)
+                is_in_pass and is_of_python and any(p.is_absent for p in ours)
             ):
                 return compute(func, args, kwargs)
-            # Activations may be computed again within a backward pass.
-            if not (relay.is_inside or is_within_backward()) and is_of_cell(
-                sys._getframe(1)
-            ):
+            if not is_in_pass and is_of_cell(sys._getframe(1)):
                 owner.gather(ours)
                 if torch.is_grad_enabled() and func not in KEEPS:
                     # Every rank computes it, and the gradients of those are summed.

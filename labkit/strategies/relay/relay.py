@@ -793,7 +793,11 @@ class Relay:
             outputs = {id(t): t for t in found if is_tensor(t)}.values()
             # Of each by itself: where the loss needs one alone, no rank is to wait for
             # gradients of the others.
-            used = [edges_used(each, inputs) for each in outputs]
+            self._in_layer = True  # also what a checkpoint within it runs again
+            try:
+                used = [edges_used(each, inputs) for each in outputs]
+            finally:
+                self._in_layer = False
             with DisableTorchFunctionSubclass():
                 once = {id(t): t.detach() for t in outputs}
             kept = [once[id(t)] if is_tensor(t) else t for t in found]
