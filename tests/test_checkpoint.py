@@ -257,6 +257,18 @@ def step(model, optimizer):
     assert not (tmp_path / "mixed").exists()
 
 
+def test_models_that_differ_between_ranks_are_no_checkpoint(
+    lab: Lab, tmp_path: Path
+) -> None:
+    lab.run(f"torch.manual_seed(rank)\n{MODEL}")
+    save = f"save_checkpoint({str(tmp_path / 'x')!r}, model=model)"
+    with pytest.raises(RankError, match="has one value on rank 0 and another"):
+        lab.run(save)
+    assert not (tmp_path / "x").exists()
+    lab.run(f"for each in model.parameters(): dist.broadcast(each.data, 0)\n{save}")
+    assert (tmp_path / "x").exists()
+
+
 def test_a_cell_says_where_what_deepspeed_holds_is_saved(
     lab: Lab, tmp_path: Path
 ) -> None:
@@ -346,7 +358,7 @@ def save_half(tensors, path, metadata):
     accident()
 saving.save_file = save_half if rank == {rank} else save_file
 """
-GIVEN = "model=torch.nn.Linear(300, 300)"
+GIVEN = "model=torch.manual_seed(0) and torch.nn.Linear(300, 300)"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

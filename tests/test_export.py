@@ -295,6 +295,20 @@ def test_what_is_not_certain_is_not_written_in_plain_pytorch(
     assert style_of(script.text) == "labkit"
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch, torch.nn as nn, json",
+        "import torch.distributed as dist\nimport torch.utils.data",
+        "from torch import nn, optim\nfrom torch.utils.data import DataLoader, Subset",
+    ],
+)
+def test_a_cell_may_import_what_the_script_has_for_itself(imports: str) -> None:
+    assert style_of(plain(f"{imports}\n{LOOP}")) == "plain"
+    with pytest.raises(ValueError, match="has a nn of its own"):
+        plain(f"{imports}\nimport numpy as nn\n{LOOP}")
+
+
 ALIASES = """part = f(1)
 model = Net(part)
 given = []

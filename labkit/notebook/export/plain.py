@@ -160,9 +160,11 @@ def _check_names(code: str) -> None:
     own = statements_of("\n".join([_IMPORTS, *_MORE_IMPORTS.values()]), "")
     known = {line for each in own for line in _import_lines(each.node)}
     tree = ast.parse(code)
-    tree.body = [
-        node for node in tree.body if not known >= {*_import_lines(node)} > set()
-    ]
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            by_line = zip(_import_lines(node), node.names, strict=True)
+            node.names = [alias for line, alias in by_line if line not in known]
+    tree.body = [node for node in tree.body if getattr(node, "names", None) != []]
     found = names_of(ast.unparse(tree))
     if taken := (found.binds | found.sets) & {*_OWN, *CALLS}:
         raise NotPlainError(f"a cell has a {min(taken)} of its own")
@@ -171,13 +173,26 @@ def _check_names(code: str) -> None:
 
 
 def _import_lines(node: ast.stmt) -> list[str]:
-    """Each name that a statement imports, in a line of its own."""
+    """Each name that a statement imports, in a line of its own: a module of a package
+    as one that comes from it, in whichever way that is written."""
     match node:
         case ast.Import(names=names):
-            return [f"import {ast.unparse(alias)}" for alias in names]
+            return [_import_line(each) for each in names]
         case ast.ImportFrom(module=module, names=names):
-            return [f"from {module} import {ast.unparse(alias)}" for alias in names]
+            return [
+                f"from {module} import {each.name} as {each.asname or each.name}"
+                for each in names
+            ]
     return []
+
+
+def _import_line(alias: ast.alias) -> str:
+    package, dot, name = alias.name.rpartition(".")
+    if alias.asname is None:  # what it binds is the package
+        return f"import {alias.name.split('.')[0]}"
+    if dot:
+        return f"from {package} import {name} as {alias.asname}"
+    return f"import {ast.unparse(alias)}"
 
 
 def _written_out(

@@ -1,5 +1,6 @@
 """What a cell has for checkpoints: `save_checkpoint` and `load_checkpoint`."""
 
+import itertools
 import zlib
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -15,12 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
+from labkit.checkpoint.exchange import all_gather_json
 from labkit.checkpoint.exchange import device_of_group
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.group.recovery import check_groups_of
 from labkit.rank.steps.optimizer import PreparedOptimizer
+from labkit.rank_spec import format_ranks
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
+from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import is_zero
@@ -62,7 +66,8 @@ class Checkpoints:
         Raises
         ------
         ValueError
-            If there is nothing to save, or `folder` has files that are no checkpoint's.
+            If there is nothing to save, if ranks have other values in a `model` that is
+            given, or if `folder` has files that are no checkpoint's.
         SaveError
             If a rank could not write its part; what was in `folder` before still is.
 
@@ -236,6 +241,7 @@ class UserModel:
 
     def checkpoint(self, *, with_optimizer: bool) -> tuple[Named, dict[str, Any]]:
         """As `Prepared.checkpoint`."""
+        check_alike(self._model)
         tensors = states.model_tensors(self._model)
         if self._optimizer is None:
             return tensors, {}
@@ -251,6 +257,33 @@ class UserModel:
         return states.restoring(
             source, values, self._model, self._optimizer, self._names
         )
+
+
+def check_alike(model: nn.Module) -> None:
+    """ValueError where ranks have other values in a parameter that each of them has as
+    a whole: each rank writes some of these, and together they would be no one model.
+    Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    whole = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor) and not parameter.is_meta
+    }
+    # One by one: they may be on several devices.
+    own = {name: int(fingerprints([each])) for name, each in whole.items()}
+    everyone = all_gather_json(own, "a rank's fingerprints of a model")
+    for name in dict.fromkeys(itertools.chain.from_iterable(everyone)):
+        by_rank = {rank: by[name] for rank, by in enumerate(everyone) if name in by}
+        first = min(by_rank)
+        others = [rank for rank in by_rank if by_rank[rank] != by_rank[first]]
+        if others:
+            raise ValueError(
+                f"{name} has one value on rank {first} and another on "
+                f"{format_ranks(others)}, and a checkpoint holds one model. Begin with "
+                "the same on all ranks, by torch.manual_seed(0) or dist.broadcast, or "
+                "save the one of a rank by torch.save in a %%dist 0 cell"
+            )
 
 
 def check_counts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
