@@ -541,7 +541,7 @@ def test_folders_of_steps(tmp_path: Path) -> None:
     assert checkpoint.last_in(tmp_path) == steps[-1]
     checkpoint.prune(tmp_path, 1)
     assert checkpoint.all_in(tmp_path) == [steps[0], steps[-1]]
-    with pytest.raises(ValueError, match=r"other files .* as notes.txt"):
+    with pytest.raises(ValueError, match=r"other files .* notes.txt"):
         checkpoint.save(steps[0], {}, {})
 
 
