@@ -58,5 +58,9 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
         IPython's own.
     """
     from labkit.magics.lab_magics import LabMagics
+    from labkit.magics.line import magic_below
 
     shell.register_magics(LabMagics)
+    for name in LabMagics.magics["cell"]:
+        # What IPython makes of "%%dist" where that is not the first line.
+        shell.register_magic_function(magic_below(name), "line", f"%{name}")

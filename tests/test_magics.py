@@ -90,6 +90,8 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%dist_pull nothing", "no variable 'nothing'"),
         ("%dist_pull x --rank 0 --all", "--all and --rank: choose one"),
         ("%dist_pull x --rank 9", "this lab has the ranks 0, 1"),
+        ("# first\n%%dist\n1", "%%dist has to be the first line of its cell; move"),
+        ("\n\nx = 1\n%%dist_train ddp\n1", "%%dist_train has to be the first line"),
     ],
 )
 def test_a_wrong_line_is_explained_and_changes_nothing(

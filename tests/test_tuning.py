@@ -98,6 +98,8 @@ def test_a_function_takes_the_parameters_by_name(lab: Lab) -> None:
     assert study.best_value == study.best_params["level"] + 0.5
     with pytest.raises(ValueError, match="does not take width, which the space has"):
         tune(lab, train, space={"width": [1, 2]})
+    with pytest.raises(ValueError, match="also takes width, which the space does not"):
+        tune(lab, lambda level, width, rank: None, space={"level": [1, 2]})
 
 
 @pytest.mark.timeout(60)

@@ -242,6 +242,19 @@ def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def magic_below(name: str) -> Callable[[str], None]:
+    """What a cell magic is where code, or a comment, is above it: an error that says
+    so, for which IPython has that there is no such magic."""
+
+    def refuse(line: str) -> None:
+        raise UsageError(
+            f"%%{name} has to be the first line of its cell; move what is above it, "
+            "comments too, below it or into a cell of its own"
+        )
+
+    return refuse
+
+
 def asks_for_help(parser: Any, line: str) -> bool:
     """Whether `--help` is among the magic's own words."""
     if rest_of(parser) is None:

@@ -110,7 +110,8 @@ def _of_the_run(name: str) -> Any:
     if name not in _now:
         raise RuntimeError(
             f"{name} is known while labkit.train.run(main) calls main, and not before; "
-            f"use train.{name} there, after `from labkit import train`"
+            f"use train.{name} there, after `from labkit import train`. In a cell of a "
+            f"notebook {name} is there by itself: leave out the import"
         )
     return _now[name]
 

@@ -43,6 +43,19 @@ def check_work(work: Any, ranges: Mapping[str, Any]) -> bool:
             f"{getattr(work, '__name__', 'the function')}{signature} does not take "
             f"{', '.join(missing)}, which the space has; add it to its parameters"
         )
+    of_its_own = [
+        each.name
+        for each in signature.parameters.values()
+        if each.kind is not each.VAR_POSITIONAL
+        and each.default is each.empty
+        and each.name not in (*ranges, "strategy", "rank", "world_size")
+    ]
+    if of_its_own:
+        raise ValueError(
+            f"{getattr(work, '__name__', 'the function')}{signature} also takes "
+            f"{', '.join(of_its_own)}, which the space does not have; add it to the "
+            "space, or give it a default value"
+        )
     return "strategy" in signature.parameters
 
 
