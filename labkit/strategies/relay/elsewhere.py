@@ -162,7 +162,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if changed is None:  # what is written to keeps its own
             metas = in_one_precision(metas)
         try:
-            result = SHAPES.get(name, func)(*metas[0], **metas[1])
+            result = SHAPES.get(name.strip("_"), func)(*metas[0], **metas[1])
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error):
                 raise
@@ -464,7 +464,6 @@ _TAKE_SIZES = frozenset(
 SHAPES: dict[str, Any] = {
     "ctc_loss": shape_of_ctc_loss,
     "grouped_mm": shape_of_grouped_mm,
-    "_grouped_mm": shape_of_grouped_mm,
 }
 """For functions that the meta device has not, or not in every dtype: other functions of
 the same arguments, with results of the same shapes and gradients for the same ones."""
