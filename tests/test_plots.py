@@ -578,3 +578,8 @@ def test_a_notebook_shows_a_runs_plot_as_that_png() -> None:
     add(collector, 0, [3.0, 2.0])
     figure = Run("run-1", "ddp", "", collector).plot()
     assert figure._repr_png_() == to_png(figure)
+    shown: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("IPython.display.display", shown.append)
+        figure.show()
+    assert shown == [figure]

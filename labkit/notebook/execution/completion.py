@@ -75,9 +75,8 @@ def run_to_completion(
         raise CellTimeoutError(outcomes, timeout_s)
     if execution.was_interrupted and not execution.is_stopping:
         but = f" but {format_ranks(lost)}" if lost else ""
-        raise Interrupted(
-            outcomes, f"Interrupted; every rank{but} keeps its variables."
-        )
+        who = f"every rank{but}" if len(lost) < len(outcomes) else "no rank"
+        raise Interrupted(outcomes, f"Interrupted; {who} keeps its variables.")
 
 
 def classify_outcomes(

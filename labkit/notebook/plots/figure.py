@@ -15,6 +15,12 @@ class RunFigure(Figure):
     def __init__(self, *, dpi: float = 100, **options: Any) -> None:
         super().__init__(dpi=dpi, facecolor="white", **options)
 
+    def show(self, warn: bool = True) -> None:
+        """Display it, in a loop, say, where it is not the last line of a cell."""
+        from IPython.display import display
+
+        display(self)
+
     def _repr_png_(self) -> bytes:
         return to_png(self)
 
