@@ -224,7 +224,8 @@ class Lab:
         def on_stage(text: str) -> None:
             on_progress(text)
             if text == LOADING_TORCH:
-                importlib.import_module(_FOR_FIRST_CELL)
+                with contextlib.suppress(Exception):  # the first cell says it
+                    importlib.import_module(_FOR_FIRST_CELL)
 
         try:
             with interrupts.held():

@@ -29,6 +29,19 @@ class PortablePickler(cloudpickle.Pickler):
     has the whole buffer with each.
     """
 
+    def __init__(
+        self,
+        file: Any,
+        protocol: int | None = None,
+        buffer_callback: Callable[[Any], Any] | None = None,
+        following: set[int] | None = None,
+    ) -> None:
+        """`following` gets the ids of the buffers of tensors and arrays, which are
+        copied when these are made again. A value of another kind would keep what is
+        read, and with it a file open, or could not write to it."""
+        super().__init__(file, protocol, buffer_callback)
+        self._following = set() if following is None else following
+
     def reducer_override(self, value: Any) -> Any:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and not isinstance(value, type):
@@ -42,14 +55,20 @@ class PortablePickler(cloudpickle.Pickler):
                     here.requires_grad_(value.requires_grad)
                     if isinstance(value, torch.nn.Parameter):
                         here = torch.nn.Parameter(here.detach(), value.requires_grad)
-                if _is_large(here):
-                    return _reduced(here)
+                if _is_plain(here):
+                    make, (memory, *rest) = _reduced(here)
+                    if _follows(memory):
+                        self._following.add(id(memory))
+                    return make, (memory, *rest)
                 if here is not value:
                     return here.__reduce_ex__(_PROTOCOL)
         if numpy is not None and type(value) is numpy.ndarray:
-            make, (memory, *rest), *state = value.__reduce_ex__(_PROTOCOL)
+            reduced = value.__reduce_ex__(_PROTOCOL)
+            make, (memory, *rest), *state = reduced
             if isinstance(memory, pickle.PickleBuffer) and _follows(memory):
+                self._following.add(id(memory))
                 return _array, (make, memory, *rest), *state
+            return reduced  # again would be to copy it again
         return super().reducer_override(value)
 
 
@@ -80,14 +99,15 @@ def _is_dense(tensor: Any) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
+        and not tensor.is_nested
     )
 
 
-def _is_large(tensor: Any) -> bool:
-    """Whether it has much memory, and nothing that its memory does not tell."""
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is nothing but memory, of which there is some."""
     return (
         _is_dense(tensor)
-        and tensor.untyped_storage().nbytes() > LARGE_BYTES
+        and tensor.untyped_storage().nbytes() > 0
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not tensor.__dict__
     )
@@ -118,7 +138,9 @@ def _tensor(
 
     byte = torch.uint8
     storage = torch.UntypedStorage.from_buffer(memory, byte_order="native", dtype=byte)
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    # On the CPU, whatever torch.set_default_device says.
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    tensor = empty.set_(storage, offset, size, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
@@ -182,14 +204,15 @@ def pickled(
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
+    following: set[int] = set()
 
     def is_within(memory: pickle.PickleBuffer) -> bool:
-        if follows := _follows(memory):
+        if follows := id(memory) in following:
             buffers.append(memory)
         return not follows
 
     try:
-        PortablePickler(stream, _PROTOCOL, is_within).dump(value)
+        PortablePickler(stream, _PROTOCOL, is_within, following).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ may raise
         raise ValueError(
             f"{what} cannot be sent to another process: {error}; {instead}"

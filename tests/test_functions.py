@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,34 @@ def test_large_tensors_come_back_as_they_were(kind: str) -> None:
         copy.mul_(2) if kind != "expanded" else copy.contiguous()
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.bool])
+def test_tensors_of_all_dtypes_travel(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.randint(2, (size,)).to(dtype)
+    copy = round_trip(tensor)
+    assert copy.dtype == dtype
+    assert torch.equal(copy.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_nested_tensors_travel() -> None:
+    parts = [large(200, 100), large(300, 100)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are a prototype
+        copy = round_trip(torch.nested.nested_tensor(parts))
+    assert all(map(torch.equal, copy.unbind(), parts))
+
+
+def test_a_default_device_does_not_count() -> None:
+    tensor = large(200, 100)
+    sent = serialization.dumps(tensor)
+    torch.set_default_device("meta")
+    try:
+        copy = serialization.loads(sent)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(copy, tensor)
+
+
 def test_a_large_tensor_keeps_its_attributes() -> None:
     tensor = large(200, 100)
     tensor.note = "kept"
@@ -351,6 +380,12 @@ def test_a_table_comes_back_and_can_be_written_to() -> None:
     copy = round_trip(table)
     pd.testing.assert_frame_equal(copy, table)
     copy.loc[0, "x"] = 2.0
+
+
+def test_memory_of_others_does_not_keep_a_file_open() -> None:
+    """pyarrow, which pandas has strings in, would use it as it is."""
+    table = pd.DataFrame({"name": [f"sample {n}" for n in range(20_000)]})
+    assert len(serialization.pickled(table["name"].str.upper()).parts) == 2
 
 
 def test_what_is_large_is_not_copied_to_be_sent() -> None:
