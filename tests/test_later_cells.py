@@ -274,3 +274,55 @@ def test_stages_are_refused_where_not_all_ranks_train(lab: Lab, strategy: str) -
     lab.train("ddp", f"{again}\n{LOOK}", live=False)
     for found in lab.pull("found", "all"):
         torch.testing.assert_close(found, one_process(16, epochs=1))
+
+
+PARTS = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
+        self.head = torch.nn.Linear(8, 3)
+
+    def features(self, x):
+        return self.body(x)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+model = Net()
+"""
+"""A model with a layer that is in no block: `fully_shard` gathers it for the whole."""
+
+
+def test_a_part_of_a_model_under_fsdp_predicts_in_a_later_cell(lab: Lab) -> None:
+    code = EVEN.replace("model = net()", PARTS)
+    lab.train("fsdp", code, live=False)
+    lab.run(
+        "x = make(8)[:][0].to(device)\n"
+        "with torch.inference_mode():\n"
+        "    by_parts = model.head(model.features(x)).cpu()\n"
+        "are_parts = all(hasattr(p, 'placements') for p in model.parameters())"
+    )
+    assert lab.pull("are_parts", "all") == [True, True]
+    with pytest.raises(RankError, match="keeps parameters as shards"):
+        lab.run("model.head(model.features(x)).sum().backward()")
+    lab.run("with torch.no_grad(): whole = model(x).cpu()")
+    torch.testing.assert_close(lab.pull("by_parts"), lab.pull("whole"))
+
+
+def test_a_part_that_writes_to_its_parameters_under_fsdp_is_refused(lab: Lab) -> None:
+    code = EVEN.replace("model = net()", PARTS).replace(
+        "torch.nn.Linear(8, 3)", "Shrinking(8, 3)"
+    )
+    shrinking = (
+        "class Shrinking(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if not torch.is_grad_enabled():\n"
+        "            self.weight.mul_(0.5)\n"
+        "        return super().forward(x)\n"
+    )
+    lab.train("fsdp", shrinking + code, live=False)
+    with pytest.raises(RankError, match=r"changes its parameter head\.weight"):
+        lab.run(
+            "with torch.no_grad(): model.head(model.features(make(8)[:][0].to(device)))"
+        )

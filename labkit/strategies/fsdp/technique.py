@@ -33,8 +33,6 @@ from labkit.compat.data_parallel import whole_of
 from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import has_gradient_hooks
-from labkit.compat.torch import num_changes
-from labkit.compat.torch import storage_key
 from labkit.records import ModelFacts
 from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
@@ -45,6 +43,8 @@ from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.fsdp.blocks import Block
 from labkit.strategies.fsdp.blocks import computed_in
 from labkit.strategies.fsdp.blocks import reduce_filled
+from labkit.strategies.fsdp.parts import Parts
+from labkit.strategies.fsdp.parts import version_of
 from labkit.strategies.fsdp.sharding import apply_fsdp
 from labkit.strategies.fsdp.sharding import called_ones
 from labkit.strategies.fsdp.sharding import check_calls
@@ -160,6 +160,7 @@ class FSDP(Prepared):
                 reduce_filled, self._used, group, group.post_backward
             )
             self._undo.append(partial(delattr, group, "post_backward"))
+        self._watch_parts()
         self._whole: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
         """What is gathered since a forward pass, with its version then."""
         self._freed: list[Any] = []
@@ -180,6 +181,24 @@ class FSDP(Prepared):
         self._undo.append(partial(unfollow, self))
         self._undo += in_one_precision(self.module)
 
+    def _watch_parts(self) -> None:
+        if self.dtype != torch.float32:
+            return  # of which they would get inputs that no root has cast
+        numbers = {id(group): n for n, (_, group) in enumerate(groups(self.module))}
+
+        def refuse_write(part: Any) -> None:
+            refuse(self.strategy.name)(self._names_of_parts[id(part)])
+
+        for root, _ in self._roots:
+            for group in groups_of(root):
+                parts = Parts(
+                    *(root, group, numbers[id(group)]),
+                    route=self.route,
+                    on_trained=self._note_whole,
+                    on_written=refuse_write,
+                )
+                self._undo.append(parts.end_run)
+
     def begin_microbatch(self, *, is_last: bool) -> None:
         super().begin_microbatch(is_last=is_last)
         set_reduction(self._groups, is_on=is_last)
@@ -192,6 +211,10 @@ class FSDP(Prepared):
         if not torch.is_grad_enabled():
             self._reshard()
             return
+        self._note_whole()
+
+    def _note_whole(self) -> None:
+        """What is gathered for a backward pass; the loop is not to set it."""
         self._whole = [
             (self._names_of_parts[id(part)], whole, version_of(whole))
             for group in self._groups
@@ -352,12 +375,6 @@ class FSDP(Prepared):
     def facts(self) -> ModelFacts:
         regathered = sum(map(num_regathered, self._groups))
         return replace(super().facts(), num_regathered=round(regathered))
-
-
-def version_of(whole: torch.Tensor) -> tuple[int, int]:
-    """What is another one once a tensor is changed in place, or is given other memory,
-    as by `model.head.double()`: the parts would not have that."""
-    return num_changes(whole), storage_key(local_part(whole).untyped_storage())
 
 
 def check_fused(optimizer: torch.optim.Optimizer) -> None:
