@@ -182,8 +182,6 @@ class FSDP(Prepared):
         self._undo += in_one_precision(self.module)
 
     def _watch_parts(self) -> None:
-        if self.dtype != torch.float32:
-            return  # of which they would get inputs that no root has cast
         numbers = {id(group): n for n, (_, group) in enumerate(groups(self.module))}
 
         def refuse_write(part: Any) -> None:
