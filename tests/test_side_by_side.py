@@ -82,7 +82,7 @@ def test_who_hangs_says_so_and_is_never_first(figures: dict[str, Any]) -> None:
 
 def test_a_row_where_labkit_is_not_first_says_why(figures: dict[str, Any]) -> None:
     _, _, behind = report.page(figures).partition("## Where labkit is not first")
-    assert f"- {BY_KEY['start_2'].title} (ipyparallel is). " in behind
+    assert f"- {BY_KEY['start_2'].title} (ipyparallel is first). " in behind
     assert BY_KEY["start_2"].why in behind
     assert BY_KEY["cell_2"].why not in behind
 
