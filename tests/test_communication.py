@@ -479,7 +479,7 @@ FAILURES = {
     ),
     "never comes": (
         "import threading\n    if rank == 1: threading.Event().wait()",
-        "ran longer than 2 seconds (--timeout)",
+        r"ran longer than 2 seconds \(--timeout\)",
     ),
     "raises between two steps": ("assert rank == 0, 'on purpose'", "on purpose"),
     "is killed": (

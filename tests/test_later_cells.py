@@ -304,9 +304,9 @@ def test_a_part_of_a_model_under_fsdp_predicts_in_a_later_cell(lab: Lab) -> None
         "are_parts = all(hasattr(p, 'placements') for p in model.parameters())"
     )
     assert lab.pull("are_parts", "all") == [True, True]
+    lab.run("with torch.no_grad(): whole = model(x).cpu()")
     with pytest.raises(RankError, match="keeps parameters as shards"):
         lab.run("model.head(model.features(x)).sum().backward()")
-    lab.run("with torch.no_grad(): whole = model(x).cpu()")
     torch.testing.assert_close(lab.pull("by_parts"), lab.pull("whole"))
 
 

@@ -37,6 +37,7 @@ class Parts:
         called after a call with gradients, for whose backward pass the parameters stay
         gathered; `on_written(part)` where a call without has changed one of them.
         """
+        self._root = root
         self._group = group
         self._number = number
         self._route = route
@@ -56,8 +57,14 @@ class Parts:
 
     def end_run(self) -> None:
         """In later cells nothing reduces the gradients of such a call: it finds shards,
-        and is refused, unless it is without gradients."""
+        and is refused, unless it is without gradients. So what is gathered for a call
+        of the root without gradients does not stay."""
         self._is_over = True
+        self._root.register_forward_hook(self._end_root, always_call=True)
+
+    def _end_root(self, root: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._group.reshard()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
