@@ -47,9 +47,6 @@ def main() -> None:
         preload()
     if request := ForkServer(channel).serve():
         become_engine(request)
-    else:
-        sys.stdout.flush()
-        os._exit(0)  # Python would take all of torch down first, in half a second
 
 
 def preload() -> None:
