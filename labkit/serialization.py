@@ -44,32 +44,36 @@ class PortablePickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if torch is not None and not isinstance(value, type):
-            if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-                return _same, (value.module,)
-            if isinstance(value, torch.Tensor):
-                here = value
-                if value.device.type not in ("cpu", "meta") or _is_part(value):
-                    here = value.detach()
-                    here = here.clone() if _is_part(value) else here.cpu()
-                    here.requires_grad_(value.requires_grad)
-                    if isinstance(value, torch.nn.Parameter):
-                        here = torch.nn.Parameter(here.detach(), value.requires_grad)
-                if _is_plain(here):
-                    make, (memory, *rest) = _reduced(here)
-                    if _follows(memory):
-                        self._following.add(id(memory))
-                    return make, (memory, *rest)
-                if here is not value:
-                    return here.__reduce_ex__(_PROTOCOL)
         if numpy is not None and type(value) is numpy.ndarray:
-            reduced = value.__reduce_ex__(_PROTOCOL)
-            make, (memory, *rest), *state = reduced
-            if isinstance(memory, pickle.PickleBuffer) and _follows(memory):
-                self._following.add(id(memory))
-                return _array, (make, memory, *rest), *state
-            return reduced  # again would be to copy it again
+            return self._reduced_array(value)
+        if torch is None or isinstance(value, type):
+            return super().reducer_override(value)
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            return _same, (value.module,)
+        if isinstance(value, torch.Tensor):
+            here = _here(value)
+            if _is_plain(here):
+                make, (memory, *rest) = _reduced(here)
+                self._note(memory)
+                return make, (memory, *rest)
+            if here is not value:
+                return here.__reduce_ex__(_PROTOCOL)
         return super().reducer_override(value)
+
+    def _reduced_array(self, array: Any) -> Any:
+        reduced = array.__reduce_ex__(_PROTOCOL)
+        make, (memory, *rest), *state = reduced
+        if isinstance(memory, pickle.PickleBuffer) and self._note(memory):
+            return _array, (make, memory, *rest), *state
+        return reduced
+
+    def _note(self, memory: pickle.PickleBuffer) -> bool:
+        """Whether it follows the pickle. What is read-only stays so within it."""
+        raw = memory.raw()
+        follows = len(raw) > LARGE_BYTES and not raw.readonly
+        if follows:
+            self._following.add(id(memory))
+        return follows
 
 
 _PROTOCOL = 5
@@ -77,11 +81,18 @@ _WRITE_BYTES = 2**26
 """What a bar waits for."""
 
 
-def _follows(memory: pickle.PickleBuffer) -> bool:
-    """Whether it follows the pickle. What is read-only may be anybody's, who takes it
-    as it comes: it would keep a file open."""
-    raw = memory.raw()
-    return len(raw) > LARGE_BYTES and not raw.readonly
+def _here(tensor: Any) -> Any:
+    """A tensor on the CPU, without the rest of its storage: itself, if it is so."""
+    import torch
+
+    if tensor.device.type in ("cpu", "meta") and not _is_part(tensor):
+        return tensor
+    here = tensor.detach()
+    here = here.clone() if _is_part(tensor) else here.cpu()
+    here.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        here = torch.nn.Parameter(here.detach(), tensor.requires_grad)
+    return here
 
 
 def _is_part(tensor: Any) -> bool:
