@@ -59,8 +59,10 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     """
     from labkit.magics.lab_magics import LabMagics
     from labkit.magics.line import magic_below
+    from labkit.magics.name_hint import hint_at_ranks
 
     shell.register_magics(LabMagics)
     for name in LabMagics.magics["cell"]:
         # What IPython makes of "%%dist" where that is not the first line.
         shell.register_magic_function(magic_below(name), "line", f"%{name}")
+    shell.events.register("post_run_cell", hint_at_ranks)

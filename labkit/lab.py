@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
@@ -976,6 +977,25 @@ class Lab:
 
         cluster = self._running().cluster
         return StackRequest(cluster, range(self.world_size), is_full=full).wait()
+
+    def has_variable(self, name: str) -> bool:
+        """Whether rank 0 has a variable, also while a cell runs.
+
+        Parameters
+        ----------
+        name : str
+            What a cell with `%%dist` calls it.
+
+        Returns
+        -------
+        bool
+            False as well where rank 0 does not answer within a second.
+        """
+        answer = self._running().cluster.ask(0, "has_variable", name=name)
+        try:
+            return bool(answer.result(timeouts.ASK_S))
+        except (TimeoutError, CancelledError, RuntimeError):
+            return False
 
     def restart(
         self,

@@ -84,7 +84,8 @@ CALL_S = 60.0
 """A call that takes no time of its own: to install, to join a group, to find a name."""
 ASK_S = 1.0
 """From an answer to the next question, during a call without a limit; and from one
-question to the next which engines there are, while they start."""
+question to the next which engines there are, while they start; and what is asked only
+for a hint has to be known by then."""
 SILENCE_S = 60.0
 """Such a call ends where its rank has answered no question for so long."""
 
@@ -112,6 +113,8 @@ SECOND_AFTER_S = 2.5
 AGAIN_S = 0.5
 """A second interrupt kills what runs `AGAIN_S` later, and not before `SECOND_AFTER_S`
 from the first one: a key may be pressed twice, and a rank about to end by itself."""
+STILL_RUNS_S = 5.0
+"""Ranks that still run so long after the first request are reported."""
 KILL_AFTER_S = 30.0
 """A rank that still runs so long after the first request is killed."""
 FORECAST_S = 10.0
@@ -162,6 +165,9 @@ ORDER = [
     ("IMPORT_S", "KILL_AFTER_S", "a rank is not killed for an import of some seconds"),
     ("ASK_AGAIN_S", "SECOND_AFTER_S", "a rank is asked twice before a key kills it"),
     ("SECOND_AFTER_S", "KILL_AFTER_S", "a second interrupt is for the impatient"),
+    ("SIGNAL_AGAIN_S", "STILL_RUNS_S", "what swallows one interrupt is not reported"),
+    ("SECOND_AFTER_S", "STILL_RUNS_S", "the report says that a second one kills"),
+    ("STILL_RUNS_S", "KILL_AFTER_S", "that a rank will be killed is said before"),
     ("FORECAST_S", "KILL_AFTER_S", "a rank is not killed while it writes its report"),
     ("HOLD_S", "KILL_AFTER_S", "a rank that holds is not taken for one that hangs"),
     ("ANSWER_S", "HOLD_S", "all ranks have said their step while the first one holds"),

@@ -383,14 +383,18 @@ def test_an_interrupted_run_ends_after_the_same_step_on_every_rank(
     assert_all_is_well(lab)
 
 
-def test_a_cell_that_swallows_the_interrupt_is_interrupted_again(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+def test_a_cell_that_swallows_interrupts_is_reported_and_interrupted_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     code = (
         "import time\nprint('here')\n"
-        "try:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)"
+        "for _ in range(2):\n    try:\n        time.sleep(60)\n    except:\n"
+        "        pass\ntime.sleep(60)"
     )
     interrupt_cell(lab, code, monkeypatch)
+    said = capsys.readouterr().err
+    assert said.count("ranks 0-1 still run 5 s after the request to stop") == 1
+    assert "Interrupt once more to restart them" in said
     assert_all_is_well(lab)
 
 

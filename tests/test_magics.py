@@ -158,7 +158,15 @@ def test_rich_results_come_through_once_if_equal(kernel: Kernel) -> None:
 
 
 def test_a_cell_without_a_magic_runs_in_the_notebook(kernel: Kernel) -> None:
-    assert kernel.run("rank").error["ename"] == "NameError"
+    kernel.run("%%dist\ntheirs = 1")
+    for name in "rank", "theirs":
+        reply = kernel.run(name)
+        assert reply.error["ename"] == "NameError"
+        assert f"the ranks have {name}" in reply.stderr
+        assert f"%dist_pull {name} copies a value" in reply.stderr
+    assert kernel.run("nothing_such").stderr == ""
+    library = "import types; made = types.ModuleType('made')\n"
+    assert kernel.run(f"{library}exec('rank', made.__dict__)").stderr == ""
 
 
 def test_push_and_pull_by_name(kernel: Kernel) -> None:

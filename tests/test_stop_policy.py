@@ -18,6 +18,7 @@ from labkit.timeouts import KILL_AFTER_S
 from labkit.timeouts import OUTCOME_AFTER_S
 from labkit.timeouts import REPEAT_S
 from labkit.timeouts import SECOND_AFTER_S
+from labkit.timeouts import STILL_RUNS_S
 
 NOTHING = Actions()
 RANKS = (0, 1)
@@ -30,7 +31,9 @@ def play(
     policy: StopPolicy, until: float, *, answering: bool = False
 ) -> dict[str, list[tuple[float, int]]]:
     """What is done to ranks that do not stop, from 0 to `until`: when, and to whom."""
-    done: dict[str, list[tuple[float, int]]] = {"ask": [], "signal": [], "kill": []}
+    done: dict[str, list[tuple[float, int]]] = {
+        name: [] for name in ("ask", "signal", "kill", "report")
+    }
     for tick in range(round(until / TICK_S) + 1):
         now = tick * TICK_S
         actions = policy.due(RANKS, now)
@@ -136,6 +139,13 @@ def test_a_rank_that_answers_and_runs_on_is_killed_at_last() -> None:
     assert times(done["kill"]) == pytest.approx([KILL_AFTER_S], abs=1.5 * TICK_S)
 
 
+def test_a_rank_that_still_runs_is_reported_once() -> None:
+    policy = StopPolicy()
+    policy.interrupt(0.0)
+    done = play(policy, KILL_AFTER_S, answering=True)
+    assert times(done["report"]) == pytest.approx([STILL_RUNS_S], abs=1.5 * TICK_S)
+
+
 def test_a_rank_that_does_not_answer_gets_a_signal_and_then_is_killed() -> None:
     policy = StopPolicy()
     policy.interrupt(0.0)
@@ -163,7 +173,7 @@ def test_a_machine_that_slept_kills_nothing_for_not_answering() -> None:
     policy.interrupt(0.0)
     policy.due(RANKS, 0.0)
     actions = policy.due(RANKS, 0.9 * KILL_AFTER_S)  # one look, long after
-    assert actions == Actions(ask=[0, 1])
+    assert actions == Actions(ask=[0, 1], report=[0, 1])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from labkit.notebook.diagnostics.hang_detector import HangDetector
 from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
+from labkit.notebook.kernel.output import say
+from labkit.rank_spec import format_ranks
 from labkit.records import FUNCTION_NAME
 from labkit.records import Batch
 from labkit.records import CellSpec
@@ -265,6 +267,11 @@ class CellExecution:
             self._cluster.signal(rank)
         for rank in actions.kill:
             self._cluster.kill(rank)
+        if actions.report:
+            self._listener.before_output()
+            again = self.was_interrupted
+            text = still_runs(actions.report, was_interrupted=again)
+            say(self._listener.label + text)
 
     def _end_alike(self, now: float) -> None:
         """Have the ranks end after the same optimizer step, as `stop_at_a_step` does,
@@ -377,6 +384,19 @@ class CellExecution:
             where=where,
             group_in_place=False,
         )
+
+
+def still_runs(ranks: Sequence[int], *, was_interrupted: bool) -> str:
+    """What is said of ranks that have been asked to stop and have not."""
+    verb, those = ("runs", "it") if len(ranks) == 1 else ("run", "them")
+    again = "once more" if was_interrupted else "twice"
+    return (
+        f"{format_ranks(ranks)} still {verb} {timeouts.STILL_RUNS_S:g} s after the "
+        "request to stop: the cell catches KeyboardInterrupt (as a bare except: does), "
+        f"or is in native code or an import. Interrupt {again} to restart {those}, "
+        "without variables; labkit does so at the latest "
+        f"{timeouts.KILL_AFTER_S:g} s after the request."
+    )
 
 
 def says_nothing(rank: int) -> Outcome:

@@ -22,6 +22,8 @@ class Actions:
     signal: list[int] = field(default_factory=list)
     """As well, by the system."""
     kill: list[int] = field(default_factory=list)
+    report: list[int] = field(default_factory=list)
+    """That they still run: once a cell."""
 
 
 class StopPolicy:
@@ -48,6 +50,7 @@ class StopPolicy:
         self._is_ending = False
         self._stop_at: float | None = None
         self._next_look = 0.0
+        self._is_reported = False
         self._asked_at: dict[int, float] = {}
         """When each rank was last asked to stop."""
         self._num_asked: dict[int, int] = {}
@@ -119,6 +122,9 @@ class StopPolicy:
         kill = [rank for rank in running if self._is_past_stopping(rank, now)]
         self.killed.update(kill)
         actions = Actions(kill=kill)
+        if not self._is_reported and now - self._stop_at > timeouts.STILL_RUNS_S:
+            self._is_reported = True
+            actions.report = [rank for rank in running if rank not in kill]
         if now < self._next_look:
             return actions
         self._next_look = now + timeouts.REPEAT_S

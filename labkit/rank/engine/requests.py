@@ -48,6 +48,7 @@ class ControlRequests:
                 "overdue": group.overdue(),
             },
             "stack": self._stack,
+            "has_variable": lambda name: name in shell.user_ns,
             "release": group.release,
         }
         answer_questions(shell.kernel, self._answers, console.listen)
