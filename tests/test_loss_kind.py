@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.rank.loss.kind import BALANCE
 from labkit.rank.loss.kind import CONSTANT
 from labkit.rank.loss.kind import CURVED_MEAN
 from labkit.rank.loss.kind import MEAN_IN_SUM
@@ -66,6 +67,28 @@ def dice(x: Tensor, dim: int | None = None) -> Tensor:
 
 def paired(scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def balance(x: Tensor, experts: int = 5) -> Tensor:
+    """As Switch Transformers' of one layer."""
+    p = x[:, :experts].softmax(1)
+    shares = F.one_hot(p.argmax(1), experts).float().mean(0)
+    return (shares * p.mean(0)).sum() * experts
+
+
+def balance_of_layers(x: Tensor, experts: int) -> Tensor:
+    """As transformers' of several layers."""
+    layers = [each[:, :experts].softmax(1) for each in (x, x * T)]
+    counts, total, rows = torch.zeros(experts), torch.zeros(experts), 0.0
+    for p in layers:
+        counts = counts + F.one_hot(p.topk(2, 1)[1].flatten(), experts).float().sum(0)
+        total, rows = total + p.sum(0), rows + len(p)
+    return ((counts / rows) * (total / rows).unsqueeze(0)).sum() * experts
+
+
+def balance_by_dot(x: Tensor) -> Tensor:
+    p = x.softmax(1)
+    return torch.dot(F.one_hot(p.argmax(1), 5).float().mean(0), p.mean(0))
 
 
 def clip(x: Tensor) -> Tensor:
@@ -369,6 +392,44 @@ def test_what_is_noted(name: str) -> None:
     make, expected = NOTED[name]
     assert noted(make) == expected
     assert "one process" in expected
+
+
+BALANCED: dict[str, Loss] = {
+    "beside a mean": lambda x: F.mse_loss(x, T) + 0.1 * balance(x),
+    "as many experts": lambda x: F.cross_entropy(x, WHOLE) + 0.1 * balance(x, 4),
+    "layers": lambda x: F.mse_loss(x, T) + 0.1 * balance_of_layers(x, 5),
+    "layers of as many": lambda x: F.mse_loss(x, T) + 0.1 * balance_of_layers(x, 4),
+    "by dot": lambda x: F.mse_loss(x, T) + balance_by_dot(x),
+    "alone": balance,
+}
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_a_balance_of_experts_is_noted_once_their_shares_change(name: str) -> None:
+    watch = LossWatch()
+    batches = [X, X, X.flip(1) * 2]
+    found = [
+        watch.look(BALANCED[name](x.clone().requires_grad_()), 4, at)
+        for at, x in enumerate(batches, start=1)
+    ]
+    assert found == [None, None, BALANCE]
+
+
+def test_other_reasons_go_before_a_balance_of_experts() -> None:
+    watch = LossWatch()
+    for at, x in enumerate((X, X.flip(1)), start=1):
+        x = x.clone().requires_grad_()
+        assert watch.look(F.cross_entropy(x, PARTLY) + balance(x), 4, at) == UNEVEN
+
+
+def test_a_balance_of_experts_is_noted_beside_sums() -> None:
+    watch = LossWatch(is_sum=True)
+    losses = [x.clone().requires_grad_() for x in (X, X.flip(1))]
+    losses = [F.mse_loss(x, T, reduction="sum") + balance(x) for x in losses]
+    assert [watch.look(each, 4, 1 + at) for at, each in enumerate(losses)] == [
+        None,
+        BALANCE,
+    ]
 
 
 def test_of_a_loss_over_data_of_the_loops_own_sums_alone_are_noted() -> None:

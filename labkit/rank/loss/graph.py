@@ -1,5 +1,6 @@
 """The means and sums that a loss is made of, found in its autograd graph."""
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace
@@ -107,6 +108,7 @@ PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
 """What gives a number for each pair of rows of two matrices."""
 BROADCAST = (*OFFSETS, "Mul", "Div")
 """What does so, of inputs spread to one shape."""
+PROBABILITIES = ("Softmax", "Sigmoid")
 LAYERS = (
     "Addmm",
     "Linear",
@@ -278,6 +280,46 @@ class Terms:
         if not self._is_some(pairs) and not any(self._spreads(*each) for each in near):
             return False
         return not any(_is_gathered(*each) for each in near)
+
+    def weighted(self, root: Any) -> dict[Any, torch.Tensor]:
+        """Products of mean probabilities over the samples with numbers, and these: the
+        shares of the samples, where it balances the loads of experts."""
+        near = [node for node, _ in self.near([Term(root, "other")])]
+        products = [node for node in near if kind_of(node) in ("Mul", *DOTS)]
+        found = {node: _numbers_of(node) for node in products}
+        return {
+            node: numbers
+            for node, numbers in found.items()
+            if numbers is not None and self._is_mean_of_probabilities(node)
+        }
+
+    def is_with(self, term: Term, nodes: Iterable[Any]) -> bool:
+        """Whether a term is made of what these operations give, or the reverse."""
+        below = {node for node, _ in self.near([term])}
+        return any(
+            node in below
+            or term.node in {each for each, _ in self.near([Term(node, "other")])}
+            for node in nodes
+        )
+
+    def _is_mean_of_probabilities(self, node: Any) -> bool:
+        """Whether it is so below an operation, but for what is linear."""
+        waiting = [(each, False) for each, _ in node.next_functions]
+        seen: set[Any] = set()
+        while waiting and len(seen) < MAX_NODES_BESIDE:
+            node, is_mean = waiting.pop()
+            if node is None or (node, is_mean) in seen:
+                continue
+            seen.add((node, is_mean))
+            kind = kind_of(node)
+            term = _term(node, kind)
+            if kind in PROBABILITIES and is_mean:
+                return True
+            is_over_samples = term is not None and _begins_with(term, self._num_samples)
+            if is_over_samples or kind in (*ADDED, *MOVED, "Mul", "Div"):
+                is_mean = is_mean or is_over_samples
+                waiting += [(each, is_mean) for each, _ in node.next_functions]
+        return False
 
     def has_products(self, near: list[tuple[Any, int]]) -> bool:
         """Whether features are multiplied by each other and summed over the samples, as
@@ -580,6 +622,15 @@ def _is_scaled(node: Any, kind: str) -> bool:
         return 1 in (saved_number(node, "ord"), saved_number(node, "p"))
     # Of two inputs none may be a constant.
     return kind in SCALED and all(each for each, _ in node.next_functions)
+
+
+def _numbers_of(node: Any) -> torch.Tensor | None:
+    """What an operation multiplies by that has no gradient, if it is several."""
+    if all(each for each, _ in node.next_functions):
+        return None
+    given = [saved_value(node, name) for name in ("self", "other", "vec", "tensor")]
+    given = [each for each in given if isinstance(each, torch.Tensor)]
+    return next((each for each in given if each.numel() > 1), None)
 
 
 def _is_within_samples(node: Any, kind: str) -> bool:

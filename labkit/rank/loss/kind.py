@@ -83,6 +83,16 @@ PAIRS = (
     "the same number of samples for that: a batch size that is a multiple of the "
     "number of ranks, drop_last=True, and no --accumulate"
 )
+BALANCE = (
+    "a part of the loss multiplies mean probabilities by shares of the samples, as the "
+    "balance loss of a mixture of experts does (router_aux_loss_coef in transformers). "
+    "Each rank and microbatch takes both from its own samples, so this part differs "
+    "from that of one process on the whole batch, and balances each of them by itself, "
+    "as usual in distributed training. It is that of the whole batch where the shares "
+    "are taken over all ranks: dist.all_reduce(counts, group=loader.group), divided by "
+    'what they then add up to. With reduction="sum" it counts once for each rank: '
+    "divide it by their number"
+)
 
 MAX_NUMBER_OF_WEIGHT = 2
 """Samples: a division by as many may be a weight, so that those of a batch with more
@@ -101,6 +111,8 @@ class LossWatch:
         self._before: dict[tuple[int, int], tuple[float, float]] = {}
         """By the place of a loss and of a mean in it, what the last mean divided by,
         and that for each sample."""
+        self._weights: dict[int, list[torch.Tensor]] = {}
+        """By the place of a loss, what mean probabilities in it were multiplied by."""
         self._right: set[int] = set()
         """Places of losses that were as expected, in a batch with more samples."""
 
@@ -151,9 +163,11 @@ class LossWatch:
         self, found: Terms, root: Any, num_samples: int | None
     ) -> str | None:
         """MEAN_IN_SUM where losses that are added up have a mean over samples, and
-        not one for each sample."""
+        not one for each sample, or BALANCE."""
         if not num_samples or num_samples <= MAX_NUMBER_OF_WEIGHT:
             return None
+        if text := self._of_weights(found.weighted(root)):
+            return text
         means = [
             term
             for term in found.below(root)
@@ -170,6 +184,7 @@ class LossWatch:
 
     def _judge(self, found: Terms, root: Any, num_samples: int | None) -> str | None:
         terms = list(found.below(root))
+        weighted: dict[Any, torch.Tensor] = {}
         if num_samples and num_samples > 1:
             near = found.near(terms)
             if found.has_pairs(near):
@@ -178,12 +193,16 @@ class LossWatch:
                 return CURVED_MEAN
             if found.has_normalized(near):
                 return NORMALIZED
+            weighted = found.weighted(root)
         terms = [term for term in terms if term.curve is None and term.kind != "other"]
         if len(terms) > 1:
             terms = [term for term in terms if found.is_of_data(term.node) is not False]
         is_alone = len(terms) == 1
         terms = [
-            term for term in terms if term.kind != "sum" or not found.is_averaged(term)
+            term
+            for term in terms
+            if not (term.kind == "sum" and found.is_averaged(term))
+            and not found.is_with(term, weighted)
         ]
         groups: dict[Any, list[Term]] = {}
         for number, term in enumerate(terms):
@@ -200,7 +219,17 @@ class LossWatch:
                 term.kind == "mean" and found.is_of_data(term.node) for term in others
             )
             return PARTLY_SUM if text in (SUM, CONSTANT) and is_part else text
-        return None
+        return self._of_weights(weighted)
+
+    def _of_weights(self, weighted: dict[Any, torch.Tensor]) -> str | None:
+        """BALANCE where means are weighted by other numbers than in the last batch,
+        which are of the samples."""
+        before = self._weights.get(self._place, [])
+        now = [each.clone() for each in weighted.values()]
+        self._weights[self._place] = now
+        pairs = zip(before, now, strict=False)
+        are_equal = all(torch.equal(one, other) for one, other in pairs)
+        return None if are_equal else BALANCE
 
     def _judge_group(
         self, group: list[Term], num_samples: int | None, place: int, *, is_alone: bool
