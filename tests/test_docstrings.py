@@ -25,9 +25,8 @@ from labkit.notebook.plots.estimate_plot import Forecast
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import option_of
 from labkit.rank.data.loader import RankLoader
-from labkit.rank.engine.cell_runner import TRAINING_NAMES
-from labkit.rank.engine.cell_runner import checkpoint_names
 from labkit.rank.training.cell_checkpoints import Checkpoints
+from labkit.rank.training.session import TRAINING_NAMES
 from labkit.rank.training.session import Session
 from labkit.selftest.report import Report
 
@@ -81,7 +80,7 @@ def public() -> dict[str, Any]:
     for kind in (labkit.Lab, labkit.checkpoint.Checkpoint, *MADE_BY_LABKIT):
         found |= {kind.__name__: kind, **methods_of(kind)}
     found |= {name: getattr(Session, name) for name in TRAINING_NAMES}
-    for name in checkpoint_names(Checkpoints()):
+    for name in Checkpoints().names:
         found[name] = getattr(Checkpoints, name)
     for name in ("data", "models", "checkpoint", "estimate", "train"):
         found |= of_module(importlib.import_module(f"labkit.{name}"))

@@ -75,7 +75,7 @@ def test_other_steps_are_refused(value: Any) -> None:
 
 def taking(recorder: Recorder, steps: range, number: range) -> None:
     """A run's steps, of which some are to be recorded."""
-    profiler = StepRecorder(number, recorder, recorder.note)
+    profiler = StepRecorder(number, recorder)
     for step in steps:
         profiler.between_steps(step)
     profiler.end(steps[-1])
@@ -126,7 +126,7 @@ def test_notes_on_the_profile_of_an_attempt_end_with_it() -> None:
 def test_several_steps_with_a_batch_are_recorded_as_one(
     recorder: Recorder, notes: list[str], chosen: range, found: list[int], said: str
 ) -> None:
-    profiler = StepRecorder(chosen, recorder, recorder.note)
+    profiler = StepRecorder(chosen, recorder)
     for taken in range(0, 20, 2):
         profiler.between_steps(taken, None)
         torch.ones(3).exp()
@@ -152,9 +152,7 @@ def test_a_run_that_resumes_within_its_steps_says_so(
 def test_a_run_that_fails_early_is_given_no_advice(
     recorder: Recorder, notes: list[str]
 ) -> None:
-    profiler = StepRecorder(
-        range(11, 14), recorder, recorder.note, has_failed=lambda: True
-    )
+    profiler = StepRecorder(range(11, 14), recorder, has_failed=lambda: True)
     profiler.end(0)
     assert notes == []
 
@@ -166,7 +164,7 @@ def test_a_run_that_fails_early_is_given_no_advice(
 def test_what_lies_between_passes_is_of_no_step(
     recorder: Recorder, breaks: bool
 ) -> None:
-    profiler = StepRecorder(range(2, 6), recorder, recorder.note)
+    profiler = StepRecorder(range(2, 6), recorder)
     loader: Any = object()
     x = torch.ones(3)
     for taken in range(0, 6, 2):  # two steps in each pass

@@ -48,7 +48,6 @@ from os import PathLike
 from typing import Any
 
 from labkit.checks import check_choice
-from labkit.checks import slow_rank
 from labkit.compat import c10d
 from labkit.compat import data_parallel
 from labkit.compat import torch as torch_compat
@@ -60,7 +59,7 @@ from labkit.options import flag_of
 from labkit.options import option_of
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.measuring.serving import server_of
-from labkit.rank.steps.observers import Slowing
+from labkit.rank.steps.observers import slowing_of
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
@@ -356,10 +355,9 @@ class _Training:
             checkpoints=plan,
             roles=roles,
             report=self._show,
-            observers=self._slowing(step),
+            observers=slowing_of(step.slow, self._rank, group.device),
         )
         session.code = _source_of(main)
-        checkpoints = Checkpoints(session.prepared)
         with (
             session.running(),
             _names(
@@ -368,12 +366,7 @@ class _Training:
                 world_size=world_size,
                 device=group.device,
                 seed=self._options.seed,
-                prepare=session.prepare,
-                fit=session.fit,
-                log=session.log,
-                stop_early=session.stop_early,
-                save_checkpoint=checkpoints.save_checkpoint,
-                load_checkpoint=checkpoints.load_checkpoint,
+                **session.names,
             ),
         ):
             try:
@@ -383,13 +376,7 @@ class _Training:
                     raise
                 # Of what a thread of the script does.
                 raise session.refusal from None
-            session.finish(is_interrupted=lambda: False)
-
-    def _slowing(self, step: TrainOptions) -> list[Slowing]:
-        if step.slow is None:
-            return []
-        rank, factor = slow_rank(step.slow)
-        return [Slowing(factor, self._group.device)] if rank == self._rank else []
+            session.finish()
 
     def _show(self, report: Any) -> None:
         """What the run has to say of the loop; on one rank, as all would say it."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.checks import slow_rank
 from labkit.checks import steps_to_profile
 from labkit.compat.c10d import is_batch_cut
 from labkit.compat.ipython import cell_numbers
@@ -40,14 +39,13 @@ from labkit.rank.measuring.oom_report import forecast_sentence
 from labkit.rank.measuring.oom_report import memory_held
 from labkit.rank.measuring.serving import server_of
 from labkit.rank.profiling.block import BlockProfile
-from labkit.rank.profiling.recorder import ProfiledSteps
 from labkit.rank.profiling.recorder import Recorder
 from labkit.rank.profiling.recorder import quiet_profilers
 from labkit.rank.profiling.step_recorder import StepRecorder
 from labkit.rank.scripts.program import ScriptProgram
 from labkit.rank.scripts.torch_settings import TorchSettings
 from labkit.rank.steps.observers import Observer
-from labkit.rank.steps.observers import Slowing
+from labkit.rank.steps.observers import slowing_of
 from labkit.rank.steps.stop_point import StopPoint
 from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import TextOnlyError
@@ -63,6 +61,7 @@ from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
+from labkit.rank.training.session import TRAINING_NAMES
 from labkit.rank.training.session import Session
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
@@ -89,7 +88,6 @@ BATCH_CUT = (
     "no group in its process"
 )
 """Why a process can be in no group of NCCL any more."""
-TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
 
 
 class CellRunner:
@@ -375,32 +373,30 @@ class CellRunner:
         if spec.strategy is None:
             return {
                 **dict.fromkeys((*TRAINING_NAMES, "profile"), only_in_training_cells),
-                **checkpoint_names(Checkpoints()),
+                **Checkpoints().names,
             }
         strategy = find_strategy(spec.strategy)
         rank, world_size = self.placement.rank, self.placement.world_size
         if strategy.is_single:
             self._contexts.enter_context(self.group.alone())
             world_size = 1
-            self.shell.user_ns["world_size"] = world_size
         config = self.config if spec.has_config else {}
         options = TrainOptions(**spec.options, config=config)
-        servers = strategy.server_ranks(options.servers, world_size)
         roles: Roles | None = None
-        if servers:
+        if servers := strategy.server_ranks(options.servers, world_size):
             roles = self._contexts.enter_context(self.group.divided(servers))
             if rank in servers:
                 self._serve(strategy, roles, options)
                 return {}
             world_size = len(roles.workers)
-            self.shell.user_ns["world_size"] = world_size
+        self.shell.user_ns["world_size"] = world_size
         self._emitter = Emitter(
             lambda batch: self._publish("batch", batch),
             journal=Journal(spec.folder, rank),
         )
         self._stop_point = StopPoint()
         plan = CheckpointPlan(**spec.checkpoints) if spec.checkpoints else None
-        slowing = self._slowing(options)
+        slowing = slowing_of(options.slow, rank, self.group.device)
         recorder = Recorder(
             None if spec.profiles is None else Path(spec.profiles),
             rank=rank,
@@ -408,11 +404,13 @@ class CellRunner:
             sees_modules=not options.compile,
             note=lambda text: session.note(PROFILE_NOTE + text),
         )
-        profiler = self._profiler(
-            recorder, options, plan, has_failed=lambda: session.has_failed
-        )
-        profiling = [] if profiler is None else [profiler]
-        session = Session(
+        profiling: list[Observer] = []
+        if options.profile:
+            resumed = plan and plan.resume_from
+            taken = step_of(Path(resumed)) if resumed else 0
+            steps = steps_to_profile(options.profile, taken)
+            profiling = [StepRecorder(steps, recorder, lambda: session.has_failed)]
+        self._session = session = Session(
             strategy,
             self._emitter,
             rank=rank,
@@ -425,24 +423,20 @@ class CellRunner:
             roles=roles,
             report=self._take_report,
             observers=[self._stop_point, *slowing, *profiling],
-            profiled=ProfiledSteps(
-                recorder, () if profiler is None else profiler.left_out
-            ),
+            profiled=recorder,
         )
-        self._session = session
         if slowing:
             session.note(
                 f"--slow {options.slow}: rank {rank} sleeps after each backward pass"
             )
         self._contexts.enter_context(session.running())
-        names = {name: getattr(session, name) for name in TRAINING_NAMES}
-        names |= checkpoint_names(Checkpoints(session.prepared))
-        names["profile"] = block = BlockProfile(
+        block = BlockProfile(
             recorder,
             num_steps=lambda: session.num_steps,
             meet=session.meet,
         )
         self._contexts.callback(block.end)
+        names = {**session.names, "profile": block}
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
@@ -451,34 +445,6 @@ class CellRunner:
         if isinstance(report, ReplicaNotes):
             self._steps = report.taken
         self._publish("report", report)
-
-    def _slowing(self, options: TrainOptions) -> list[Observer]:
-        """What makes this rank slow, if it is to be."""
-        if options.slow is None:
-            return []
-        rank, factor = slow_rank(options.slow)
-        is_this_one = rank == self.placement.rank
-        return [Slowing(factor, self.group.device)] if is_this_one else []
-
-    def _profiler(
-        self,
-        recorder: Recorder,
-        options: TrainOptions,
-        plan: CheckpointPlan | None,
-        *,
-        has_failed: Callable[[], bool],
-    ) -> StepRecorder | None:
-        """What records some steps of the run, if that is asked for."""
-        if not options.profile:
-            return None
-        from_step = plan and plan.resume_from
-        taken = step_of(Path(from_step)) if from_step else 0
-        return StepRecorder(
-            steps_to_profile(options.profile, taken),
-            recorder,
-            note=recorder.note,
-            has_failed=has_failed,
-        )
 
     def _serve(self, strategy: Strategy, roles: Roles, options: TrainOptions) -> None:
         """Serve the others in the place of the cell."""
@@ -550,14 +516,6 @@ class CellRunner:
 
     def _publish(self, name: str, value: Any) -> None:
         self.shell.data_pub.publish_data(message(name, value))
-
-
-def checkpoint_names(checkpoints: Checkpoints) -> dict[str, Any]:
-    """The names that every cell has for checkpoints."""
-    return {
-        "save_checkpoint": checkpoints.save_checkpoint,
-        "load_checkpoint": checkpoints.load_checkpoint,
-    }
 
 
 def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:

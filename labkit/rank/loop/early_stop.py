@@ -98,7 +98,7 @@ class EarlyStops:
         *,
         mean: Callable[[float, float], float],
         save: Callable[[Path], None],
-        restore: Callable[[Path], None],
+        restore: Callable[[Path], object],
         note: Callable[[str], None],
     ) -> None:
         """The best state is kept in `folder`, if the run has one. `mean(value, weight)`
@@ -183,12 +183,10 @@ def calling_site() -> Site:
 
 
 def rule_of_fit(
-    monitor: str | None, names: list[str], given: dict[str, Any]
+    monitor: str | None, names: list[str], **given: Any
 ) -> tuple[str, StopRule | None]:
-    """The metric that `fit` monitors, one of `names`, and the rule, if there is one.
-
-    `given` are its arguments for the rule. ValueError for what cannot be.
-    """
+    """The metric that `fit` monitors, one of `names`, and the rule of what is `given`,
+    if there is one. ValueError for what cannot be."""
     if given["patience"] is None:
         usual = StopRule(1)
         others = {"monitor": monitor, **{k: v for k, v in given.items() if v != 0}}

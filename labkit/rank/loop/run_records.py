@@ -1,5 +1,6 @@
 """The records of one rank's run: its steps are counted here."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -90,11 +91,11 @@ class RunRecords:
         self._loss_sum = self._weight_sum = 0.0
 
     def take_loss(self) -> tuple[float, float]:
-        """The sum of this rank's losses since it was last taken, each by its weight,
-        and the sum of the weights."""
-        found = float(self._loss_sum), self._weight_sum
+        """The mean of this rank's losses since it was last taken, each by its weight,
+        and the sum of the weights; NaN and 0 where there were none."""
+        total, weight = float(self._loss_sum), self._weight_sum
         self._loss_sum = self._weight_sum = 0.0
-        return found
+        return total / weight if weight else math.nan, weight
 
     def log(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """What a cell logs; ValueError for what is no scalar."""

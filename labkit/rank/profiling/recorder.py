@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,9 @@ def quiet_profilers() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-class Recorder:
-    """The profiler of a rank, which is that of its process: one at a time."""
+class Recorder(Container[int]):
+    """The profiler of a rank, which is that of its process: one at a time. It contains
+    the steps in which it is at work."""
 
     def __init__(
         self,
@@ -70,12 +70,17 @@ class Recorder:
         self.marks = contextlib.ExitStack()
         """The ranges that are open: the step's, and what is in it."""
         self._is_in_step = False
+        self.chosen = range(0)
+        """Steps to be recorded, and the one before them."""
         self.num_written = 0
         """Recordings in this run, of which the folder has the last."""
         self._began_ns = 0
         self._noted: list[list[int]] = []
         """Each step, when it began by `time.time_ns`, and twice two numbers of
         nanoseconds, at its begin and at its end: see `core_times`."""
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.chosen or self.is_recording
 
     @property
     def has_written(self) -> bool:
@@ -160,18 +165,6 @@ class Recorder:
             self.num_written += 1
         except OSError as error:
             self.note(NOT_WRITTEN.format(rank=self.rank, error=error))
-
-
-@dataclass(frozen=True)
-class ProfiledSteps(Container[int]):
-    """The steps that are recorded: chosen ones, and those within a block."""
-
-    recorder: Recorder
-    chosen: Container[int]
-    """And the step before them, in which the profiler is at work."""
-
-    def __contains__(self, step: object) -> bool:
-        return step in self.chosen or self.recorder.is_recording
 
 
 def core_times() -> list[int]:

@@ -44,8 +44,6 @@ class StepRecorder(Observer):
         self,
         steps: range,
         recorder: Recorder,
-        note: Callable[[str], None],
-        *,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         """Where the run `has_failed()`, its error says why it has ended early."""
@@ -53,7 +51,8 @@ class StepRecorder(Observer):
         self._steps = steps
         self._recorded: list[int] = []
         self._recorder = recorder
-        self._note = note
+        recorder.chosen = range(steps[0] - 1, steps[-1] + 1)
+        self._note = recorder.note
         self._is_over = recorder.folder is None
         self._batch = contextlib.ExitStack()
         """The range in which the loop waits for a batch, while it does."""
@@ -66,18 +65,13 @@ class StepRecorder(Observer):
         self._is_between_passes = False
 
     @property
-    def left_out(self) -> range:
-        """Steps in which the profiler is at work."""
-        return range(self._steps[0] - 1, self._steps[-1] + 1)
-
-    @property
     def _is_recording(self) -> bool:
         return not self._is_over and self._step_at >= 0
 
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         if self._began_after is None:
             self._began_after = step
-        if self._is_over or step + 1 < self.left_out[0]:
+        if self._is_over or step + 1 < self._recorder.chosen[0]:
             return
         if step >= self._steps[-1]:
             self._end(step)

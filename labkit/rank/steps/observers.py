@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from labkit import timeouts
+from labkit.checks import slow_rank
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.measuring.step_profiler import Noticed
 from labkit.rank.measuring.step_profiler import StepProbe
@@ -315,3 +316,11 @@ class Slowing(Observer):
 
     def step_taken(self, step: int) -> None:
         self._began = self._clock()
+
+
+def slowing_of(slow: str | None, rank: int, device: torch.device) -> list[Slowing]:
+    """What makes this rank slow, if `--slow` says so."""
+    if slow is None:
+        return []
+    which, factor = slow_rank(slow)
+    return [Slowing(factor, device)] if which == rank else []

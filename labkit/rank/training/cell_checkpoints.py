@@ -128,6 +128,14 @@ class Checkpoints:
         self.restore(found, values.get("sections"), model, optimizer)
         return user
 
+    @property
+    def names(self) -> dict[str, Callable[..., Any]]:
+        """Those that every cell has for checkpoints, with what they call."""
+        return {
+            "save_checkpoint": self.save_checkpoint,
+            "load_checkpoint": self.load_checkpoint,
+        }
+
     def collect(
         self,
         model: nn.Module | None = None,

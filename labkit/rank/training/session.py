@@ -100,9 +100,22 @@ from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
 
+TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
+
 
 class Session:
     """One rank's side of one run."""
+
+    code = ""
+    """The cell's, where it is known."""
+    forecastable: Forecastable | None = None
+    """Of the model that was prepared last."""
+    has_failed = False
+    """Whether the cell has ended with an error."""
+    refusal: UnsupportedLoopError | None = None
+    """Of what a thread of the cell does; the next signal raises it in the cell."""
+    _is_preparing = False
+    """Whether code of the cell's runs to be tried: what it logs is of no step."""
 
     def __init__(
         self,
@@ -125,28 +138,30 @@ class Session:
         them, if any do. In `profiled` steps nothing is measured or compared: that
         would be in the profile."""
         self.strategy = strategy
-        self.code = ""
-        """The cell's, where it is known."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.seed = seed
         self.options = options
+        self._roles = roles
+        self._report = report
+        self._noted: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._checkpoints = Checkpoints(self.prepared)
         self._early_stops = EarlyStops(
             None if folder is None else Path(folder) / BEST_FOLDER,
             mean=self._mean_of_run,
             save=self._save_best,
-            restore=self._restore_best,
+            restore=self._checkpoints.load_checkpoint,
             note=self.note if rank == 0 else lambda text: None,
         )
-        self._roles = roles
-        self._loss_hooks = LossHooks()
-        self._loss_hooks.unscale = self._unscale
-        self._report = report
+        hooks = self._loss_hooks = LossHooks()
+        hooks.unscale = self._unscale
         sampler = StepSampler(
             self.prepared,
             device,
-            noticed=self._loss_hooks.optimizers,
+            noticed=hooks.optimizers,
             report=report,
             note=self.note,
             left_out=profiled,
@@ -165,48 +180,34 @@ class Session:
             on_checkpoint=lambda step: self._records.put(CHECKPOINT, step, step),
             note=self.note,
         )
-        self._optimizers: list[PreparedOptimizer] = []
-        self._prepared: list[Prepared] = []
+        self._data = StepData(hooks, accumulate=options.accumulate, note=self.note)
         self._checks = LoopChecks(
             strategy,
             options,
             world_size=world_size,
             prepared=self.prepared,
-            batch=lambda: None if self._data.share is None else self._loss_hooks.batch,
+            batch=lambda: None if self._data.share is None else hooks.batch,
             note=self.note,
         )
-        self._checks.install(self._loss_hooks)
-        self.forecastable: Forecastable | None = None
-        """Of the model that was prepared last."""
+        self._checks.install(hooks)
         self._replicas = ReplicaObserver(
             self._optimizers,
             report=report,
             left_out=profiled,
-            num_backwards=(lambda: self._loss_hooks.num_backwards)
+            num_backwards=(lambda: hooks.num_backwards)
             if strategy.is_by_hand
             else None,
         )
         # A step that is stopped at has been saved before; it is timed last.
         self._observers = [self._checkpointer, *observers, self._replicas, sampler]
-        self._data = StepData(
-            self._loss_hooks, accumulate=options.accumulate, note=self.note
-        )
         self._events = LoopEvents(
-            self._loss_hooks,
+            hooks,
             self._data,
             self._records,
             observers=self._observers,
             optimizers=self._optimizers,
-            stop=self._stop_between_steps,
+            stop=self._keep_state,
         )
-        self._undo: list[Callable[[], None]] = []
-        self._is_preparing = False
-        """Whether code of the cell's runs to be tried: what it logs is of no step."""
-        self._noted: set[str] = set()
-        self.has_failed = False
-        """Whether the cell has ended with an error."""
-        self.refusal: UnsupportedLoopError | None = None
-        """Of what a thread of the cell does; the next signal raises it in the cell."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -232,7 +233,7 @@ class Session:
             finally:
                 self._end()
 
-    def finish(self, is_interrupted: Callable[[], bool]) -> None:
+    def finish(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """The cell ended well: keep its state, if it keeps any. Collective.
 
         Raises KeyboardInterrupt if `is_interrupted` becomes true meanwhile.
@@ -240,21 +241,15 @@ class Session:
         has_records = self._records.num_steps or self._records.has_logged
         if self._events.has_passed and not has_records:
             self.note(notes.NO_STEPS)
-        for each in self._prepared:
+        for each in self.prepared():
             each.course.finish()
+        self._keep_state(is_interrupted)
+
+    def _keep_state(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """The run ends well, or stops between two steps, on all ranks; others need not
+        serve it any longer. Collective."""
         self._unite(with_optimizer=True)
         self._checkpointer.finish(self._records.num_steps, is_interrupted)
-        self._dismiss_servers()
-
-    def _stop_between_steps(self) -> None:
-        """The cell ends there, on all ranks: keep its state. Collective."""
-        self._unite(with_optimizer=True)
-        self._checkpointer.finish(self._records.num_steps)
-        self._dismiss_servers()
-
-    def _dismiss_servers(self) -> None:
-        """The run ends well, on all ranks: others need not serve it any longer.
-        Collective."""
         for each in self.prepared():
             each.finish()
         if self._roles is not None:
@@ -295,7 +290,12 @@ class Session:
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
-        self._prepared = []
+
+    @property
+    def names(self) -> dict[str, Callable[..., Any]]:
+        """Those that a training cell has, with what they call."""
+        own = {name: getattr(self, name) for name in TRAINING_NAMES}
+        return own | self._checkpoints.names
 
     @property
     def num_steps(self) -> int:
@@ -304,7 +304,7 @@ class Session:
 
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""
-        return self._prepared
+        return [each.prepared for each in self._optimizers]
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -516,12 +516,10 @@ class Session:
         monitored, rule = rule_of_fit(
             monitor,
             ["loss", *of_data[1:], *of_data[:1]],
-            {
-                "patience": patience,
-                "min_delta": min_delta,
-                "mode": mode,
-                "restore_best": restore_best,
-            },
+            patience=patience,
+            min_delta=min_delta,
+            mode=mode,
+            restore_best=restore_best,
         )
         if rule is not None:
             self._early_stops.check(rule)
@@ -539,7 +537,7 @@ class Session:
         self._records.note_progress(epochs=epochs)
         score = Scores({"loss": loss_fn})
         watch = None if rule is None else EarlyStop(rule)
-        self._records.sum_losses(monitored == "loss" and watch is not None)
+        self._records.sum_losses(monitored == "loss")
         for epoch in range(1, epochs + 1):
             self._train_epoch(model, optimizer, loader, score, hooked)
             if self._checkpointer.is_replaying:
@@ -549,10 +547,10 @@ class Session:
                 found = self._validate(validate, functions, size)
             if watch is None:
                 continue
-            value, weight = found.get(monitored, math.nan), 1.0
             if monitored == "loss":
-                total, weight = self._records.take_loss()
-                value = total / weight if weight else math.nan
+                value, weight = self._records.take_loss()
+            else:
+                value, weight = found[monitored], 1.0
             at = f"after epoch {epoch} of {epochs}, at step {self._records.num_steps}"
             if self._early_stops.is_to_stop(watch, value, weight, at, monitored):
                 self._records.note_progress(epochs=epoch)
@@ -649,7 +647,7 @@ class Session:
         """
         rule = StopRule(patience, min_delta, mode, restore_best)
         self._early_stops.check(rule)
-        if rule.restore_best and not self._prepared:
+        if rule.restore_best and not self._optimizers:
             raise ValueError(
                 "restore_best restores what prepare made, and this cell has not called "
                 "it; save_checkpoint(folder, model=model) where the metric improves, "
@@ -707,10 +705,7 @@ class Session:
 
     def _save_best(self, folder: Path) -> None:
         self._unite(with_optimizer=True)
-        Checkpoints(self.prepared).save_checkpoint(folder)
-
-    def _restore_best(self, folder: Path) -> None:
-        Checkpoints(self.prepared).load_checkpoint(folder)
+        self._checkpoints.save_checkpoint(folder)
 
     # ---- the phases of `prepare` ----
 
@@ -792,7 +787,6 @@ class Session:
         stepping.num_ranks = self.peers.size
         self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
-        self._prepared = [*self._prepared, prepared]
         speak_as_ddp(model)
         if self.options.accumulate > 1:
             if not prepared.refuses_writes:
@@ -938,6 +932,6 @@ def speak_as_ddp(model: nn.Module) -> None:
             vars(model)[name] = value  # no child: that would make it a part of itself
 
 
-for _method in (Session.prepare, Session.fit, Session.log, Session.stop_early):
+for _name in TRAINING_NAMES:
     # An error about its arguments names it, and cells have it under this name.
-    _method.__qualname__ = _method.__name__
+    getattr(Session, _name).__qualname__ = _name
