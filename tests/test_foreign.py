@@ -331,6 +331,17 @@ def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
     assert "\nValueError: x\ny" in str(error)
 
 
+def test_a_loop_that_wraps_the_model_itself_gets_no_words_about_strategies(
+    lab: Lab,
+) -> None:
+    code = "torch.nn.Linear(1, 1).weight.grad.norm()"
+    for strategy, is_told in ("ddp", True), ("raw", False):
+        with pytest.raises(RankError) as found:
+            lab.train(strategy, code, live=False)
+        assert ("under ZeRO" in str(found.value)) == is_told
+    assert "under ZeRO" in str(fails(lab, code))  # a model from before may be in use
+
+
 def test_a_rank_says_that_it_compiles(
     lab: Lab, capsys: Captured, tmp_path: Path
 ) -> None:

@@ -33,5 +33,34 @@ def test_a_gradient_that_is_none_is_explained(
 ) -> None:
     with pytest.raises((AttributeError, TypeError, RuntimeError)) as found:
         use([None, None])
-    add_hint(found.value, CPU, accumulates=accumulates)
+    add_hint(found.value, CPU, is_prepared=True, accumulates=accumulates)
     assert hint in "".join(notes_of(found.value))
+
+
+def test_a_function_that_the_dtype_does_not_have_is_explained() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.linalg.svd(torch.ones(2, 2, dtype=torch.bfloat16))
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "give it x.float()" in "".join(notes_of(found.value))
+
+
+def test_parts_that_a_file_cannot_hold_are_explained() -> None:
+    class Part(torch.Tensor):
+        """Has no memory of its own, as a DTensor has none."""
+
+        @classmethod
+        def __torch_dispatch__(cls, *args: Any, **options: Any) -> None:
+            """None is called."""
+
+    part = torch.Tensor._make_wrapper_subclass(Part, (2,))
+    with pytest.raises(RuntimeError) as found:
+        part.untyped_storage().data_ptr()
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "get_model_state_dict" in "".join(notes_of(found.value))
+
+
+def test_strategies_are_no_explanation_where_none_has_prepared_a_model() -> None:
+    with pytest.raises(RuntimeError, match="mat2 must be a matrix") as found:
+        torch.ones(2, 2).mm(torch.ones(2))
+    add_hint(found.value, CPU, is_prepared=False)
+    assert notes_of(found.value) == []

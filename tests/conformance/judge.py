@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import RankError
 from labkit.rank.engine.hints import HINTS
 from labkit.rank.engine.hints import NO_GRADIENT
+from labkit.rank.engine.hints import OF_STRATEGIES
 
 WITHIN = {"fp32": 1e-3, "bf16": 0.1}
 """How far a result may be from the reference's, which is in fp32, as a part of how far
@@ -53,7 +54,8 @@ def is_refusal(error: RankError) -> bool:
     [first] = [each for each in error.outcomes if each.rank == error.rank]
     if first.ename == "UnsupportedLoopError":
         return True
-    if any(hint in first.evalue for hint in (*HINTS.values(), NO_GRADIENT)):
+    hints = *HINTS.values(), *OF_STRATEGIES.values(), NO_GRADIENT
+    if any(hint in first.evalue for hint in hints):
         return True
     if first.ename != "ValueError":
         return False

@@ -107,6 +107,8 @@ class CellRunner:
         self._injected: dict[str, Any] = {}
         self._names: set[str] = set()
         """Those of labkit's functions in cells so far."""
+        self._has_prepared = False
+        """Whether a strategy has prepared models here: a later cell may use them."""
         self._is_serving = False
         """Whether this rank serves others in the place of the cell."""
         self._script_file = ""
@@ -346,8 +348,13 @@ class CellRunner:
         if self._interrupts.is_running:
             self._shown_error = error
             session = self._session
-            accumulates = session is not None and session.options.accumulate > 1
-            add_hint(error, self.group.device, accumulates=accumulates)
+            wraps_itself = session is not None and session.strategy.technique is None
+            add_hint(
+                error,
+                self.group.device,
+                is_prepared=self._has_prepared and not wraps_itself,
+                accumulates=session is not None and session.options.accumulate > 1,
+            )
 
     def _free(self, result: Any) -> int:
         """Free what a failed cell's exceptions hold: the reply has their text alone.
@@ -376,6 +383,7 @@ class CellRunner:
                 **Checkpoints().names,
             }
         strategy = find_strategy(spec.strategy)
+        self._has_prepared |= strategy.technique is not None
         rank, world_size = self.placement.rank, self.placement.world_size
         if strategy.is_single:
             self._contexts.enter_context(self.group.alone())

@@ -183,6 +183,24 @@ HINTS = {
     ),
     "PytorchStreamReader failed|Ran out of input|unexpected EOF, expected|"
     "load persistent id instruction": HALF_WRITTEN,
+    "_cuda_setDevice": OTHER_DEVICE,
+    "Torch not compiled with CUDA": OTHER_DEVICE,
+    "Cannot access accelerator device when none": OTHER_DEVICE,
+    "No CUDA GPUs are available": OTHER_DEVICE,
+    "Found no NVIDIA driver": OTHER_DEVICE,
+    "invalid device ordinal": OTHER_DEVICE,
+    "Attempting to deserialize object on a? ?CUDA": OTHER_DEVICE,
+    "DistributedDataParallel device_ids": OTHER_DEVICE,
+    "frontend does not support input requests": NO_KEYBOARD,
+    r"agic (function )?`%%?dist(_\w+)?` not found": (
+        "labkit's magics run in the notebook, not on ranks: put this one into a cell "
+        "of its own, without %%dist or %%dist_train"
+    ),
+}
+"""What is found in an error's message -> what is added to it. One without a message
+stands for itself: its kind, and the module that raised it."""
+
+OF_STRATEGIES = {
     r"aten\.(_foreach_\w+|stack)\S* got mixed torch.Tensor and DTensor": MIXED_LIST,
     "All operands in aten.* must have the same mesh": MIXED_LIST,
     r"aten\.(?!_foreach_|stack)\S+ got mixed torch.Tensor and DTensor": IN_PARTS,
@@ -233,28 +251,22 @@ HINTS = {
     "expected device .* but got meta": ON_OTHER_STAGES,
     "[Tt]ensor on device meta is not on the expected device": ON_OTHER_STAGES,
     "on meta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
-    "_cuda_setDevice": OTHER_DEVICE,
-    "Torch not compiled with CUDA": OTHER_DEVICE,
-    "Cannot access accelerator device when none": OTHER_DEVICE,
-    "No CUDA GPUs are available": OTHER_DEVICE,
-    "Found no NVIDIA driver": OTHER_DEVICE,
-    "invalid device ordinal": OTHER_DEVICE,
-    "Attempting to deserialize object on a? ?CUDA": OTHER_DEVICE,
-    "DistributedDataParallel device_ids": OTHER_DEVICE,
-    "frontend does not support input requests": NO_KEYBOARD,
-    r"agic (function )?`%%?dist(_\w+)?` not found": (
-        "labkit's magics run in the notebook, not on ranks: put this one into a cell "
-        "of its own, without %%dist or %%dist_train"
-    ),
 }
-"""What is found in an error's message -> what is added to it. One without a message
-stands for itself: its kind, and the module that raised it."""
+"""As `HINTS`, where a strategy of labkit's may have prepared the model."""
 
 
-def add_hint(error: BaseException, device: torch.device, *, accumulates: bool) -> None:
-    """Note under `error`, once, what its message does not say."""
+def add_hint(
+    error: BaseException,
+    device: torch.device,
+    *,
+    is_prepared: bool,
+    accumulates: bool = False,
+) -> None:
+    """Note under `error`, once, what its message does not say; of strategies only where
+    one may have prepared what the cell uses."""
     words = " ".join(safe_str(each) or place(each) for each in chain(error))
-    for found, hint in HINTS.items():
+    hints = HINTS | OF_STRATEGIES if is_prepared else HINTS
+    for found, hint in hints.items():
         if hint is PARTIAL_SUMS and not accumulates:
             hint = NO_GRADIENT
         note = hint.format(device=device)
