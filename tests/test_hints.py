@@ -64,3 +64,15 @@ def test_strategies_are_no_explanation_where_none_has_prepared_a_model() -> None
         torch.ones(2, 2).mm(torch.ones(2))
     add_hint(found.value, CPU, is_prepared=False)
     assert notes_of(found.value) == []
+
+
+def test_what_dtensors_cannot_do_is_explained() -> None:
+    # As of p.grad.flatten() under fsdp, where ranks have parts of unequal size.
+    error = RuntimeError(
+        "Cannot flatten unevenly sharded tensor: dimension 0 (size 3) is not evenly "
+        "divisible by mesh dimension 0 (size 2). Please redistribute the tensor before "
+        "this operation.\n\nSharding propagation failed for aten.view.default(...)"
+    )
+    add_hint(error, CPU, is_prepared=True)
+    [hint] = notes_of(error)
+    assert "p.full_tensor()" in hint

@@ -37,6 +37,19 @@ def test_max_norm_is_for_one_rank(kind: type[nn.Module], strategy: str) -> None:
     check_supported(nn.Sequential(kind(4, 2)), STRATEGIES[strategy], num_ranks=2)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_how_to_give_a_scalar_a_dimension_is_python(strategy: str) -> None:
+    layer = nn.Module()
+    layer.scale = nn.Parameter(torch.tensor(1.0))
+    model = nn.Sequential(nn.Sequential(layer))
+    with pytest.raises(UnsupportedLoopError) as found:
+        check_supported(model, STRATEGIES[strategy], num_ranks=2)
+    words = str(found.value)
+    line = words[words.index("model") : words.index(", or use ddp")]
+    exec(line, {"model": model, "torch": torch})
+    check_supported(model, STRATEGIES[strategy], num_ranks=2)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero3", "fsdp"])
 def test_a_scripted_model_is_refused(strategy: str) -> None:

@@ -1,5 +1,7 @@
 """What a strategy cannot train, said before anything is changed."""
 
+import re
+
 import torch
 from torch import nn
 
@@ -42,11 +44,12 @@ def check_supported(
     keeps_whole = strategy.axes == ("tp",) and not has_replicas
     takes_scalars = strategy.has_whole_parameters or keeps_whole
     if not takes_scalars and (scalars := scalar_parameters(model)):
+        written = as_written(f"model.{scalars[0]}")
         raise UnsupportedLoopError(
             f"{scalars[0]} is a parameter without a dimension, which "
             f"{strategy.name} cannot divide among ranks: give it one before the "
-            f"optimizer is made, for example by model.{scalars[0]} = "
-            f"torch.nn.Parameter(model.{scalars[0]}.detach().reshape(1)), or use ddp"
+            f"optimizer is made, for example by {written} = "
+            f"torch.nn.Parameter({written}.detach().reshape(1)), or use ddp"
         )
     if not strategy.has_whole_parameters:
         check_sizes(model, strategy)
@@ -68,6 +71,11 @@ def check_supported(
 def scalar_parameters(model: nn.Module) -> list[str]:
     """The names of parameters without a dimension, as CLIP's `logit_scale` is."""
     return [name for name, p in model.named_parameters() if not p.dim()]
+
+
+def as_written(name: str) -> str:
+    """A dotted name as Python has it: `model[0].scale`, for the model's `0.scale`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
 
 
 def check_sizes(model: nn.Module, strategy: Strategy) -> None:

@@ -209,6 +209,7 @@ OF_STRATEGIES = {
     r"AssertionError in torch\.distributed\.tensor": IN_PARTS,
     "cannot be performed without redistribution": IN_PARTS,
     "on inputs with different meshes": IN_PARTS,
+    "Sharding propagation failed": IN_PARTS,
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|shape|square|sum|view)'": PARTIAL_SUMS,
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
