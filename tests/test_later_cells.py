@@ -214,6 +214,33 @@ def test_steps_after_a_run_that_averages_now_and_then_are_refused(lab: Lab) -> N
         lab.run("train(model, optimizer, loader)")
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_model_under_zero_is_copied_in_a_later_cell(lab: Lab, strategy: str) -> None:
+    lab.train(strategy, EVEN, live=False)
+    lab.run("import copy\nlast = copy.deepcopy(model[2])\nmodel = copy.deepcopy(model)")
+    lab.run("model[2] = last\n" + LOOK)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=1))
+    lab.run("x, y = make(8)[:]\nF.cross_entropy(model(x), y).backward()")
+
+
+def test_a_later_step_says_that_bf16_has_ended_with_the_run(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.train("ddp", EVEN, precision="bf16", live=False)
+    lab.run(LOOK)
+    assert "fp32" not in "".join(capsys.readouterr())
+    for _ in range(2):
+        lab.run("train(model, optimizer, loader)")
+    assert "".join(capsys.readouterr()).count("computes in fp32 from now on") == 1
+
+
+def test_another_dtype_under_fsdp_is_explained(lab: Lab) -> None:
+    lab.train("fsdp", EVEN, live=False)
+    with pytest.raises(RankError, match="keep that of --precision, or of prepare"):
+        lab.run("model.double()(make(8)[:][0].double());")
+
+
 def test_a_hook_of_a_later_cell_that_fsdp_never_calls_is_refused(lab: Lab) -> None:
     lab.train("fsdp", EVEN, live=False)
     lab.run("model[0].weight.register_hook(lambda gradient: 0 * gradient);")

@@ -150,6 +150,8 @@ class Prepared:
         """Ranks of the same group hold replicas of each other."""
         self.division: Division | None = None
         """Of the model along other axes, before this strategy got it."""
+        self.in_autocast = False
+        """Whether the model computes in `--precision` only as long as the run lasts."""
         self.is_reached = False
         """Whether a backward pass has given gradients to this model since its last
         step; only of what follows them."""
@@ -620,6 +622,7 @@ class Prepared:
         """
         if self.options.precision == "fp32":
             return
+        self.in_autocast = True
         if self.options.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.device.type)
         device_type, dtype = self.device.type, self.dtype

@@ -146,9 +146,9 @@ UNFROZEN = (
 )
 OTHER_DTYPE = (
     "if the loop has changed the dtype of the model after prepare, for example by "
-    "model.float(): ZeRO computes in the dtype of --precision alone. Leave the model "
-    "as it is; to save its weights in another dtype, convert those of "
-    "model.state_dict(). Or use ddp or fsdp"
+    "model.float(): ZeRO, fsdp and hsdp keep that of --precision, or of prepare. Leave "
+    "the model as it is, or convert it before prepare; to save its weights in another "
+    "dtype, convert those of model.state_dict(). Or use ddp"
 )
 SHARED_MEMORY = (
     "a DataLoader's workers send their batches through shared memory, and /dev/shm has "
@@ -248,6 +248,7 @@ OF_STRATEGIES = {
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     r"must have the same dtype, but got (Double|BFloat16|Half) and": OTHER_DTYPE,
+    r"Expected out tensor to have dtype \S+, but got": OTHER_DTYPE,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
     "expected device .* but got meta": ON_OTHER_STAGES,
     "[Tt]ensor on device meta is not on the expected device": ON_OTHER_STAGES,

@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import functools
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -875,6 +876,14 @@ class Session:
         return take(optimizer)
 
 
+IN_FP32 = (
+    "labkit: this optimizer was prepared in a run that is over, and so is its "
+    "--precision bf16: the model computes in fp32 from now on. To train on in bf16, "
+    "prepare model and optimizer again in a %%dist_train cell, or call the model "
+    "within torch.autocast(device.type, torch.bfloat16)"
+)
+
+
 def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:
     """After the run, in which steps are counted, losses weighted and scaled."""
     prepared = optimizer.prepared
@@ -891,6 +900,10 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
             "optimizer again in a %%dist_train cell"
         )
     prepared.check_layout()
+    if prepared.in_autocast:
+        prepared.in_autocast = False  # it is said once
+        if prepared.peers.rank == 0:
+            print(IN_FP32, file=sys.stderr)
     if prepared.loss_weight != 1:
         raise UnsupportedLoopError(
             "the run in which this optimizer was prepared is over, and with it the "

@@ -113,6 +113,8 @@ def agree_on_ids(peers: Peers) -> None:
 
 
 def destroy(engine: Any) -> None:
+    for each in engine.module.modules():
+        vars(each).pop("__deepcopy__", None)
     with contextlib.suppress(Exception):  # its process group may be gone
         land_parameters(engine)
         engine.destroy()
@@ -152,8 +154,7 @@ def free_training_states(engine: Any, masters: Sequence[torch.Tensor]) -> None:
     zero = engine.optimizer
     zero.optimizer.state.clear()
     if engine.zero_optimization_stage() < 3:  # of which the model needs nothing more
-        with contextlib.suppress(Exception):  # its process group may be gone
-            engine.destroy()
+        destroy(engine)
         zero.averaged_gradients.clear()
         zero.all_grad_tensors.clear()
     gradients = [getattr(zero, "grad_partitions_flat_buffer", None)]
@@ -194,8 +195,8 @@ def flat(tensors: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy` of a model, as for an average of weights: without what DeepSpeed
-    has hooked to it."""
+    """`copy.deepcopy` of a model or a part of it, as for an average of weights: without
+    what DeepSpeed has hooked to it."""
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for each in module.modules():
         own = vars(each)

@@ -619,7 +619,6 @@ class ZeRO(Prepared):
             self._recover()
             self._take_weights()
         self._drop_hook()
-        vars(self.module).pop("__deepcopy__", None)
         retire(self.engine, self)
         masters = [master for master, _ in self.partitions()]
         free = weakref.finalize(self, free_training_states, self.engine, masters)

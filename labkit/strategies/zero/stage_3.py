@@ -33,6 +33,7 @@ from labkit.strategies.zero.engines import buckets
 from labkit.strategies.zero.engines import drop_gathers
 from labkit.strategies.zero.engines import flat
 from labkit.strategies.zero.engines import land_parameters
+from labkit.strategies.zero.engines import plain_copy
 from labkit.strategies.zero.partitioned import ZeRO
 from labkit.strategies.zero.partitioned import process_filled
 from labkit.strategies.zero.partitioned import take
@@ -125,6 +126,7 @@ class ZeRO3(ZeRO):
             offload.post_sub_module_forward_function,
         )
         for module in self.module.modules():
+            vars(module)["__deepcopy__"] = partial(plain_copy, module)
             if "pre_bwd_fn" in vars(module):  # not within one that is gathered whole
                 self._undo += watch_inputs(module)
         coordinator = offload.get_param_coordinator()
