@@ -39,7 +39,7 @@ help:
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
-	@echo "make bench [ARGS=--write]                  beside the peers, 20 minutes"
+	@echo "make bench [ARGS=--write]                  beside the peers, 12 minutes"
 	@echo "make bench-quick                           the same with 2 ranks, 4 minutes"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 

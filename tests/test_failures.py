@@ -807,7 +807,7 @@ def test_the_death_of_the_controller_is_reported_and_all_can_start_again(
     lab: Lab,
 ) -> None:
     pids = set(lab.status()["pid"])
-    controller = find_children("ipyparallel.controller")[-1]
+    controller = psutil.Process(lab._ranks.cluster._controller.pid)
     timer = threading.Timer(0.5, controller.kill)
     timer.start()
     said = rf"controller.* died at .*pid {controller.pid}, killed by SIGKILL.*--all"
