@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from PIL import Image
 
 from labkit.notebook.history.collector import Collector
@@ -324,6 +325,22 @@ def test_a_metric_may_have_any_name() -> None:
     run = Run("run-1", "ddp", "the code", collector)
     assert "$$ is NaN" in "".join(remarks(run))
     assert run.plot()._repr_png_()
+
+
+def test_a_power_of_ten_at_the_axis_leaves_the_title_where_it_is() -> None:
+    collector = Collector([0])
+    log(collector, 0, large={1: 1.0, 2: 2.0}, small={1: 1e-7, 2: 2e-7})
+    plot = RunPlot(collector)
+    plot.update("", is_final=True)
+    plot.png()
+    assert plot.panels["small"].axes.yaxis.get_offset_text().get_text()
+    heights = [
+        text.get_window_extent().y0
+        for name in ("large", "small")
+        for text in plot.panels[name].axes.findobj(Text)
+        if text.get_text() == name
+    ]
+    assert heights == [heights[0], heights[0]]
 
 
 def test_six_metrics_are_drawn_and_the_others_are_counted() -> None:

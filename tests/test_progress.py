@@ -76,6 +76,26 @@ def test_the_time_left_counts_what_lies_between_steps() -> None:
     assert "step 11/1,000, 2 steps/s, 16 min 29 s left" in line
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "epochs", "words"),
+    [
+        (22, (3, 3), "epoch 3, step 2/10 of the epoch,"),
+        (22, (2, 3), "epoch 3, step 2/10 of the epoch,"),  # rank 0 is behind
+        (8, (3, 3), "epoch 3, step 8,"),  # its loop leaves an epoch early
+        (25, (2, 2), "epoch 2, step 25,"),  # or steps more than once in a batch
+        (0, (0, 0), "on 2 ranks, step 0"),
+    ],
+)
+def test_a_step_is_counted_within_its_epoch_where_it_can_be(
+    num_steps: int, epochs: tuple[int, int], words: str
+) -> None:
+    collector = collect([1.0] * max(0, num_steps - 3), [1.0] * num_steps)
+    for rank, epoch in enumerate(epochs):
+        length = 10 if epoch else None
+        collector.progress[rank] = Progress(epoch, steps_per_epoch=length)
+    assert words in Run("run-1", "ddp", "", collector).status_line()
+
+
 def test_samples_and_tokens_of_all_ranks_are_counted() -> None:
     run = Run("run-1", "ddp", "", collect([8.0] * 5, [4.0] * 5, metric="samples"))
     assert "2 steps/s, 24 samples/s" in run.status_line()

@@ -7,6 +7,14 @@ from labkit.magics.current import running_lab
 from labkit.notebook.kernel.output import notebook_variables
 from labkit.notebook.kernel.output import say
 
+OF_TRAINING = ("prepare", "fit", "log", "stop_early", "profile")
+"""What labkit gives to cells that train, alone."""
+OF_RANKS = (
+    *("rank", "local_rank", "world_size", "device", "torch", "dist"),
+    *("save_checkpoint", "load_checkpoint"),
+)
+"""What labkit gives to every cell on a rank; a copy of it is of no use elsewhere."""
+
 
 def hint_at_ranks(result: Any) -> None:
     """After a cell has run: `%%dist` may be missing at its top.
@@ -21,11 +29,21 @@ def hint_at_ranks(result: Any) -> None:
         return
     lab = running_lab()
     if error.name and lab is not None and lab.has_variable(error.name):
-        say(
-            f"the ranks have {error.name}, and the notebook has variables of its own: "
-            "%%dist at the top of the cell runs it on the ranks, and %dist_pull "
-            f"{error.name} copies a value to the notebook"
+        say(hint_of(error.name))
+
+
+def hint_of(name: str) -> str:
+    """What to do about a name that the ranks have and the notebook does not."""
+    if name in OF_TRAINING:
+        return (
+            f"{name} belongs to a training cell: %%dist_train STRATEGY at the top of "
+            "the cell, for example %%dist_train ddp, trains with it on the ranks"
         )
+    has = f"the ranks have {name}, and the notebook has variables of its own: "
+    runs = "%%dist at the top of the cell runs it on the ranks"
+    if name in OF_RANKS:
+        return has + runs
+    return f"{has}{runs}, and %dist_pull {name} copies a value to the notebook"
 
 
 def _is_of_notebook(traceback: TracebackType | None) -> bool:

@@ -68,6 +68,8 @@ class Panel:
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-5, 6))
+        # A power of ten on the left would push the title up, into what is above.
+        axes.yaxis.set_offset_position("right")
         if log_scale:
             use_log_scale(axes)
         (self.band,) = axes.fill([], [], color="#4C78A8", alpha=0.28, lw=0)

@@ -36,18 +36,25 @@ def progress_line(run: RunRecord) -> str:
         parts.append(f"resumed from step {run.resumed_from:,}")
     if restarts := len(run.restarts):
         parts.append(f"{restarts} restart{'s' * (restarts > 1)}")
-    progress = run.collector.progress[run.collector.ranks[0]]
+    # Of the rank that is furthest, as the step is.
+    progress = max(run.collector.progress.values(), key=lambda each: each.epoch)
     step, total = run.num_steps, planned_steps(run)
     if progress.epoch:
         of = f"/{progress.epochs}" if progress.epochs else ""
         parts.append(f"epoch {progress.epoch}{of}")
     if total:
         parts.append(f"step {step:,}/{total:,}")
-    elif progress.steps_per_epoch:
-        in_epoch = step - (progress.epoch - 1) * progress.steps_per_epoch
-        parts.append(f"step {in_epoch:,}/{progress.steps_per_epoch:,} of the epoch")
     else:
-        parts.append(f"step {step:,}")
+        length = progress.steps_per_epoch or 0
+        in_epoch = step - (progress.epoch - 1) * length
+        # It is not where a loop leaves its epochs early, or steps once in several
+        # batches.
+        is_of_epoch = 0 <= in_epoch <= length and length > 0
+        parts.append(
+            f"step {in_epoch:,}/{length:,} of the epoch"
+            if is_of_epoch
+            else f"step {step:,}"
+        )
     parts += rates(run, RECENT_STEPS if is_running else None)
     if not is_running:
         parts.append(duration(run.seconds, digits=1))

@@ -18,6 +18,7 @@ class History {
     this.sequence = null;
     this.panels = new Map(); // name -> Map(rank -> {steps, values})
     this.numPoints = 0;
+    this.mostMemory = 0; // of any rank, in MiB
   }
 
   /** Take the state that a keyframe holds, where what is here is older or too long. */
@@ -49,6 +50,8 @@ class History {
       for (let i = 0; i < count; i++) {
         steps.push(numbers[at + i]);
         values.push(numbers[at + count + i]);
+        if (name === MEMORY)
+          this.mostMemory = Math.max(this.mostMemory, numbers[at + count + i]);
       }
       at += 2 * count;
       this.numPoints += count;
@@ -123,7 +126,12 @@ function nearest(steps, step) {
 const element = (tag, className, text = "") =>
   Object.assign(document.createElement(tag), { className, textContent: text });
 
-const label = (name) => (name === MEMORY ? "memory of tensors (MiB)" : name);
+/** What to multiply MiB by, and the unit of that: numbers up to this one are read well.
+ * As `memory_unit` of labkit.records, so that the picture at the end has the same. */
+function memoryUnit(mib) {
+  if (mib >= 2048) return [1 / 1024, "GiB"];
+  return mib >= 2 ? [1, "MiB"] : [1024, "KiB"];
+}
 
 const format = (value) =>
   value === undefined
@@ -141,7 +149,7 @@ class Panel {
     this.zoom = null; // the heights in sight, where the mouse has chosen them
     this.el = element("div", "labkit-panel");
     const head = this.el.appendChild(element("div", "labkit-panel-head"));
-    head.append(element("span", "", label(name)));
+    this.label = head.appendChild(element("span", "", name));
     this.button = head.appendChild(element("button", "labkit-log", "log scale"));
     this.button.setAttribute("aria-pressed", String(this.isLog));
     this.button.onclick = () => this._switchScale();
@@ -151,6 +159,11 @@ class Panel {
 
   /** Bring the chart up to the history, at the width that it has. */
   draw() {
+    const label = this.view.label(this.name);
+    if (this.label.textContent !== label) {
+      this.label.textContent = label;
+      this.zoom = null; // it was in another unit
+    }
     const width = Math.floor(this.place.clientWidth);
     if (!width) return; // not on the page, or hidden
     const data = this._data();
@@ -174,7 +187,12 @@ class Panel {
   _data() {
     const ranks = this.view.history.panels.get(this.name) ?? new Map();
     const none = { steps: [], values: [] };
-    const data = align(this.view.ranks.map((rank) => ranks.get(rank) ?? none));
+    let data = align(this.view.ranks.map((rank) => ranks.get(rank) ?? none));
+    const scale = this.view.scale(this.name);
+    if (scale !== 1) {
+      const scaled = (value) => (Number.isFinite(value) ? value * scale : value);
+      data = [data[0], ...data.slice(1).map((column) => column.map(scaled))];
+    }
     if (!this.isLog) return data;
     const positive = (value) => (value <= 0 ? null : value);
     return [data[0], ...data.slice(1).map((column) => column.map(positive))];
@@ -233,7 +251,14 @@ class Panel {
         },
       },
       axes: [
-        { ...axis, size: 34, incrs: wholeSteps },
+        {
+          ...axis,
+          size: 30,
+          incrs: wholeSteps,
+          label: "optimizer step",
+          labelSize: 16,
+          labelFont: axis.font,
+        },
         { ...axis, size: 62, values: (_, ticks) => ticks.map(tickLabel) },
       ],
       series: [
@@ -358,6 +383,17 @@ class RunView {
     this.legend.draw();
   }
 
+  /** What a panel is named, with its unit. */
+  label(name) {
+    if (name !== MEMORY) return name;
+    return `memory of tensors (${memoryUnit(this.history.mostMemory)[1]})`;
+  }
+
+  /** What its values are multiplied by to be in that unit. */
+  scale(name) {
+    return name === MEMORY ? memoryUnit(this.history.mostMemory)[0] : 1;
+  }
+
   theme(name, fallback) {
     return getComputedStyle(this.root).getPropertyValue(name).trim() || fallback;
   }
@@ -419,17 +455,24 @@ class Legend {
     const names = [...this.view.panels.keys()];
     while (this.head.cells.length <= names.length) {
       const name = names[this.head.cells.length - 1];
-      this.head.append(element("th", "", label(name)));
+      this.head.append(element("th", "", name));
       for (const { row } of this.rows) row.insertCell();
     }
+    names.forEach((name, column) => {
+      this.head.cells[column + 1].textContent = this.view.label(name);
+    });
     let shownStep = null;
     this.rows.forEach(({ row, button, swatch }, i) => {
       button.setAttribute("aria-pressed", String(isShown[i]));
       swatch.style.borderColor = this.view.colour(i);
+      swatch.style.borderTopStyle = this.view.dash(i).length ? "dashed" : "solid";
       names.forEach((name, column) => {
         const series = history.panels.get(name).get(ranks[i]);
         const place = series && this._place(series.steps, pointed);
-        row.cells[column + 1].textContent = format(series?.values[place]);
+        const value = series?.values[place];
+        row.cells[column + 1].textContent = format(
+          value === undefined ? value : value * this.view.scale(name),
+        );
         shownStep ??= series?.steps[place] ?? null;
       });
     });
