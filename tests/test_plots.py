@@ -24,6 +24,7 @@ from labkit.notebook.plots.run_plot import RunPlot
 from labkit.notebook.plots.step_memory import draw_components
 from labkit.notebook.plots.step_memory import draw_moments
 from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import ink_on
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
@@ -547,6 +548,16 @@ def test_a_component_is_drawn_beside_theory_with_the_range_of_the_ranks() -> Non
     assert axes.get_xlabel() == "MiB"
 
 
+def test_components_are_in_the_unit_of_the_step_beside_them() -> None:
+    memory = pd.DataFrame(
+        {name: [0] for name in COMPONENTS}
+        | {"parameters": [MIB], "total_peak": [MIB * 4]}
+    )
+    axes = RunFigure().add_subplot()
+    draw_components(axes, memory, None, others=0.0)
+    assert axes.get_xlabel() == "MiB"
+
+
 def test_the_last_picture_has_room_for_the_memory_below_all_panels() -> None:
     collector = Collector([0])
     log(collector, 0, **{f"metric_{k}": {1: 0.5} for k in range(6)})
@@ -562,6 +573,12 @@ def test_the_last_picture_has_room_for_the_memory_below_all_panels() -> None:
         assert 0 < box.x0 < box.x1 < 1
         assert 0 < box.y0 < box.y1 < 1
         assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+
+
+def test_what_is_written_on_a_colour_is_read() -> None:
+    inks = {colour: ink_on(colour) for colour in (*RANK_COLOURS, "#4C78A8", "white")}
+    white = {colour for colour, ink in inks.items() if ink == "white"}
+    assert white == {"#0072B2", "#D55E00", "#6600CC", "#663300", "#4C78A8"}
 
 
 def test_every_colour_is_seen_on_white() -> None:

@@ -44,7 +44,12 @@ def draw_recovery(*, every: int, died_at: int, num_steps: int) -> RunFigure:
         "fontsize": SMALL,
         "color": INK,
     }
-    axes.text(died_at + 6, 1, "a rank dies; the hatched steps are lost", **words)
+    axes.text(
+        died_at + 0.025 * num_steps,
+        1,
+        "a rank dies; the hatched steps are lost",
+        **words,
+    )
     axes.text(resumed + 4, 0.5, "resume from the last checkpoint", **words)
     style_axes(axes, "optimizer step", "")
     axes.set_yticks([1, 0], ["first run", "second run"])

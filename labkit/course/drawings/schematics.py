@@ -14,6 +14,7 @@ from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.memory_bars import PART_COLOURS
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import ink_on
 
 GREY = "#777777"
 DIVIDED = {"pp": 0, "dp_shard": 1, "tp": 2}
@@ -83,12 +84,7 @@ def draw_patterns(num_ranks: int) -> RunFigure:
             if rank != to:
                 _link(axes, places[rank], places[to], colour_of(rank))
         for rank, centre in enumerate(places):
-            axes.add_patch(
-                Circle(centre, 0.19, fc=colour_of(rank), ec="none", zorder=3)
-            )
-            axes.text(
-                *centre, str(rank), color="white", ha="center", va="center", zorder=4
-            )
+            _draw_rank(axes, centre, rank)
     return _figure_of(axes)
 
 
@@ -138,8 +134,7 @@ def draw_server(num_workers: int) -> RunFigure:
     for rank, centre in enumerate(places):
         after = places[(rank + 1) % len(places)]
         _link(axes, centre, after, colour_of(rank))
-        axes.add_patch(Circle(centre, 0.19, fc=colour_of(rank), ec="none", zorder=3))
-        axes.text(*centre, str(rank), color="white", ha="center", va="center", zorder=4)
+        _draw_rank(axes, centre, rank)
     return _figure_of(axes)
 
 
@@ -164,8 +159,7 @@ def draw_two_hosts(ranks_per_host: int) -> RunFigure:
             draw_box(axes, x - 0.4, top - height - 0.05, 0.8, height, "", GREY)
             _write(axes, x, 0.22, f"host {host}", size=9, ha="center")
         for rank, at in enumerate(places):
-            axes.add_patch(Circle(at, 0.19, fc=colour_of(rank), ec="none", zorder=3))
-            axes.text(*at, f"{rank}", color="white", ha="center", va="center", zorder=4)
+            _draw_rank(axes, at, rank)
         return places
 
     def cross(start: tuple[float, float], end: tuple[float, float], both: bool) -> None:
@@ -366,6 +360,14 @@ def _figure_of(axes: Axes) -> RunFigure:
     figure = axes.figure
     assert isinstance(figure, RunFigure)
     return figure
+
+
+def _draw_rank(axes: Axes, centre: tuple[float, float], rank: int) -> None:
+    """A disk in the rank's colour, with its number."""
+    colour = colour_of(rank)
+    axes.add_patch(Circle(centre, 0.19, fc=colour, ec="none", zorder=3))
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4}
+    axes.text(*centre, str(rank), color=ink_on(colour), **middle)
 
 
 def _write(

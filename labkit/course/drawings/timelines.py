@@ -21,6 +21,7 @@ from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.schedule_plot import COLOURS as PASS_COLOURS
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import ink_on
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import style_of
 
@@ -262,7 +263,7 @@ def draw_lanes(
                     Rectangle((left, low), width, height, fc=pale, ec="white", lw=0.8)
                 )
                 if (ended - began) * 110 > latest * (len(label) + 1) and height > 0.3:
-                    ink = INK if place else "white"
+                    ink = ink_on(pale)
                     middle = (left + width / 2, low + height / 2)
                     axes.text(*middle, label, ha="center", va="center", **_TINY, c=ink)
     style_axes(axes, unit, "")
@@ -334,7 +335,8 @@ def draw_passes(
             axes.barh(rank, width, 0.8, left, color=colour, ec="white", lw=0.8)
             if (ended - began) * 55 > longest:
                 middle = (left + width / 2, rank)
-                axes.text(*middle, microbatch, ha="center", va="center", **_TINY, c="w")
+                ink = ink_on(colour)
+                axes.text(*middle, microbatch, ha="center", va="center", **_TINY, c=ink)
         busy = sum(each[4] - each[3] for each in rows) / len(ranks)
         waits = f"{title}: ranks wait {1 - busy / (end - first):.0%} of the time"
         style_axes(axes, "", "")

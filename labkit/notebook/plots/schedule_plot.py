@@ -5,6 +5,7 @@ import pandas as pd
 from labkit.notebook.plots.figure import RunFigure
 from labkit.notebook.plots.style import INK
 from labkit.notebook.plots.style import SMALL
+from labkit.notebook.plots.style import ink_on
 from labkit.notebook.plots.style import style_axes
 from labkit.notebook.plots.style import use_title
 from labkit.theory import bubble
@@ -52,7 +53,7 @@ def plot_schedule(table: pd.DataFrame, name: str) -> RunFigure:
                 ha="center",
                 va="center",
                 fontsize=SMALL,
-                color="white" if later == 0 else INK,
+                color=ink_on(COLOURS[row["kind"]]) if later == 0 else INK,
             )
     style_axes(axes, "ms from the first pass of the batch", "")
     num_microbatches = int(table["microbatch"].max()) + 1

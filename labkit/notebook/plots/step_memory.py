@@ -123,7 +123,8 @@ def draw_components(
         rows["other"] = others, others
     expected = {part: 0.0 if theory is None else theory.get(part, 0.0) for part in rows}
     greatest = max([high for high, _ in rows.values()] + [*expected.values(), 1.0])
-    unit, name = memory_unit(greatest)
+    # In the unit of the step beside it, whose peak is more than each component.
+    unit, name = memory_unit(max(greatest, float(most["total_peak"])))
     style_axes(axes, name, "")
     ranges = {
         part: (low / unit, high / unit)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's colours, which the colour-blind distinguish too, without yellow,
@@ -42,6 +44,19 @@ def style_of(place: int) -> dict[str, Any]:
         "color": RANK_COLOURS[place % len(RANK_COLOURS)],
         "ls": LINE_STYLES[(place + turn) % len(LINE_STYLES)],
     }
+
+
+def ink_on(colour: Any) -> str:
+    """White or ink, whichever is read better on a colour."""
+
+    def luminance(each: Any) -> float:
+        rgb = np.array(to_rgb(each))
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(linear @ (0.2126, 0.7152, 0.0722))
+
+    # Contrast as WCAG 2 has it.
+    paper = luminance(colour) + 0.05
+    return "white" if 1.05 / paper > paper / (luminance(INK) + 0.05) else INK
 
 
 def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
