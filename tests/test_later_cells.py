@@ -58,6 +58,15 @@ def one_process(size: int, *, epochs: int) -> torch.Tensor:
         return model(make(8)[:][0])  # type: ignore[operator]
 
 
+def net_of(code: str) -> torch.Tensor:
+    """What `found` is after plain code in one process."""
+    names: dict[str, object] = {"torch": torch, "DataLoader": DataLoader}
+    exec(f"{code}\ndevice = 'cpu'\n{LOOK}", names)
+    found = names["found"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "pipeline"])
 def test_a_prepared_model_trains_on_in_an_ordinary_cell(
     lab: Lab, strategy: str
@@ -182,6 +191,25 @@ def test_gradients_from_before_prepare_are_dropped_with_a_note(
     assert any("gradients from before prepare" in note for note in run.notes)
     for found in lab.pull("found", "all"):
         torch.testing.assert_close(found, one_process(16, epochs=1))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_gradients_of_an_earlier_run_count_in_the_first_step(
+    lab: Lab, strategy: str
+) -> None:
+    part = "for x, y in loader: F.cross_entropy(model(x), y).backward()\n"
+    again = PREPARE.format(size=16).replace("model = net()", "")
+    code = EVEN.replace("train(model, optimizer, loader)\n", part)
+    lab.train(strategy, code, live=False)
+    lab.train(strategy, again + LOOK, live=False)
+    plain = net_of(
+        MAKE + "model = net()\noptimizer = torch.optim.SGD("
+        "model.parameters(), lr=0.1)\nloader = DataLoader(make(16), batch_size=8)\n"
+        + part
+        + "train(model, optimizer, loader)"
+    )
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, plain)
 
 
 def test_a_later_cell_saves_and_loads_all_stages_of_a_pipeline(

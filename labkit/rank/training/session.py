@@ -85,6 +85,7 @@ from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.peers import peers_on
 from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
+from labkit.strategies.model.gradients import owner_of
 from labkit.strategies.model.materialize import FROM_META
 from labkit.strategies.model.materialize import check_values
 from labkit.strategies.model.materialize import is_from_meta
@@ -733,7 +734,10 @@ class Session:
         )
         if self.options.sync_batchnorm and self.peers.size > 1:
             self._undo.append(watch_plain_batchnorm(self._note_statistics))
+        gradients = whole_gradients(model)
         release_former(model.parameters())
+        for parameter, gradient in gradients:
+            parameter.grad = gradient.to(parameter.dtype)
         self._drop_gradients(model)
         hooked = hooked_parameters(model)  # and not those that a strategy hooks to
         self._is_preparing = True
@@ -936,6 +940,21 @@ def refuse_own_step(optimizer: torch.optim.Optimizer, *called: Any) -> None:
             "step changes nothing. Call step() on the optimizer that prepare returned, "
             "or make a new one and prepare it with the model in a %%dist_train cell"
         )
+
+
+def whole_gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Those that a former run has left in parts, as a first step would add to them.
+    Collective."""
+    found = []
+    for parameter in model.parameters():
+        owner = owner_of(parameter)
+        if not isinstance(owner, Prepared) or not owner.strategy.has_own_gradients:
+            continue
+        with contextlib.suppress(UnsupportedLoopError):
+            owner.check_ranks()
+            if (gradient := parameter.grad) is not None:
+                found.append((parameter, gradient))
+    return found
 
 
 def speak_as_ddp(model: nn.Module) -> None:
