@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import call_before_reduction
@@ -84,6 +85,34 @@ class ZeRO(Prepared):
     Source: Rajbhandari et al., "ZeRO", SC 2020; `deepspeed.initialize`.
     """
 
+    _has_gradients = False
+    """Whether there was a backward pass since the last step."""
+    _has_stepped = False
+    _is_zeroed = True
+    """Whether the loop has zeroed gradients since its last step."""
+    _is_released = False
+    """Whether DeepSpeed has released the model."""
+    _has_dropped = False
+    """Whether a backward pass has failed half-way, and no zero_grad() followed."""
+    _is_half_way = False
+    """Whether DeepSpeed is where that pass has left it."""
+    _has_leftovers = False
+    """Whether gradients of that pass are yet to be freed."""
+    _stop_waiting: Callable[[], Any] | None = None
+    """Remove the hook that frees them before a forward pass."""
+    hides_gradients = False
+    """Whether they are partial sums, which a loop must not see."""
+    _is_reduced = False
+    """Whether the gradients so far are averaged over the ranks."""
+    _is_clear = False
+    """Whether DeepSpeed has had no gradients since they were cleared."""
+    _has_noted_unused = False
+    _in_order: InOrder | None = None
+    """From stage 2 on, which reduces gradients in the backward pass."""
+    _anywhere: Sequence[nn.Parameter] = ()
+    """What any rank uses in this backward pass."""
+    _casts: Sequence[RemovableHandle] = ()
+
     @property
     def name(self) -> str:
         return self.strategy.name
@@ -108,13 +137,7 @@ class ZeRO(Prepared):
             {**group, "params": list(group["params"])}
             for group in self.optimizer.param_groups
         ]
-        check_counts(
-            [
-                [p for p in group["params"] if p.requires_grad]
-                for group in self._given_groups
-            ],
-            self.optimizer.state,
-        )
+        check_counts(self._given_groups, self.optimizer.state)
         # DeepSpeed makes other parameters of these, and looks for no state of theirs.
         brought = Held(optimizer_states(self.optimizer, self._names))
         destroy_former_engines()
@@ -155,51 +178,28 @@ class ZeRO(Prepared):
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
         self.engine.set_gradient_accumulation_boundary(False)
-        self._casts: list[Any] = []
-        self._has_gradients = False
-        """Whether there was a backward pass since the last step."""
-        self._has_stepped = False
-        self._is_zeroed = True
-        """Whether the loop has zeroed gradients since its last step."""
-        self._is_released = False
-        """Whether DeepSpeed has released the model."""
-        self._has_dropped = False
-        """Whether a backward pass has failed half-way, and no zero_grad() followed."""
-        self._is_half_way = False
-        """Whether DeepSpeed is where that pass has left it."""
-        self._has_leftovers = False
-        """Whether gradients of that pass are yet to be freed."""
-        self._stop_waiting: Callable[[], Any] | None = None
-        """Remove the hook that frees them before a forward pass."""
-        self.hides_gradients = False
-        """Whether they are partial sums, which a loop must not see."""
-        self._is_reduced = False
-        """Whether the gradients so far are averaged over the ranks."""
-        self._is_clear = False
-        """Whether DeepSpeed has had no gradients since they were cleared."""
+        self._watch()
+
+    def _watch(self) -> None:
+        """See what the loop does with the parameters, and its backward passes."""
         self._used: set[int] = set()
         self._ever_used: set[int] = set()
         """Ids of parameters that have had gradients, in this step and before."""
         self._owned = [p for group in self._given_groups for p in group["params"]]
         """The parameters that the user's optimizer has."""
         self._requires_grad = [p.requires_grad for p in self._owned]
-        trained = [p for p in self._owned if p.requires_grad]
-        self._trained_ids = {id(parameter) for parameter in trained}
-        of_cell = self.given_parameters if self.strategy.is_sharded else trained
+        self._trained = [p for p in self._owned if p.requires_grad]
+        self._trained_ids = set(map(id, self._trained))
+        of_cell = self.given_parameters if self.strategy.is_sharded else self._trained
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
         self._lay_out()
-        fill_up = partial(call, weakref.WeakMethod(self._fill_up))
-        call_before_reduction(self._zero, fill_up)
-        self._in_order: InOrder | None = None
-        if self.stage > 1:  # which reduces them in the backward pass
-            zero = self._zero
+        zero = self._zero
+        call_before_reduction(zero, partial(call, weakref.WeakMethod(self._fill_up)))
+        if self.stage > 1:
             reduce = zero.reduce_ready_partitions_and_remove_grads
-            self._in_order = InOrder(reduce, trained, self.peers)
+            self._in_order = InOrder(reduce, self._trained, self.peers)
             zero.reduce_ready_partitions_and_remove_grads = self._in_order.add
-        self._trained = trained
-        self._anywhere: list[nn.Parameter] = []
-        """What any rank uses in this backward pass."""
         follow(self)
         self._undo += in_one_precision(self.module)
         if self.options.precision != "fp32":
@@ -497,8 +497,6 @@ class ZeRO(Prepared):
         self._ever_used |= self._used
         self._used.clear()
 
-    _has_noted_unused = False
-
     def _take_weights(self) -> None:
         """Step from the weights that the model has, which the loop may have changed:
         DeepSpeed steps from a copy of its own. Nothing is lost of a copy in fp32 whose
@@ -560,18 +558,13 @@ class ZeRO(Prepared):
     def load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
         source, values = named_states(state_dict, self.optimizer, self._names)
         check_hyperparameters(self.optimizer, self._names, values)
-        numbers = [group["params"] for group in state_dict["param_groups"]]
-        check_counts(
-            [
-                [
-                    number
-                    for number, p in zip(of_group, group["params"], strict=True)
-                    if p.requires_grad
-                ]
-                for of_group, group in zip(numbers, self._given_groups, strict=True)
-            ],
-            state_dict["state"],
-        )
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        by_number = state_dict["state"]
+        states = {
+            parameter: by_number.get(number, {})
+            for parameter, number in zip(self._owned, numbers, strict=True)
+        }
+        check_counts(self._given_groups, states)
         held = self._states()
         held.check(source, with_optimizer=True)
         held.restore_optimizer(source)
@@ -666,10 +659,12 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) not in uncounted
 
 
-def check_counts(groups: list[list[Any]], states: Mapping[Any, Any]) -> None:
+def check_counts(
+    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]
+) -> None:
     """UnsupportedLoopError where trained parameters of one group, which are to be one
     partition with one count of its steps, have taken different numbers of steps."""
-    for number, trained in enumerate(groups):
+    for number, group in enumerate(groups):
         # Without a state there are no counts, and no other values either.
         counts = {
             tuple(
@@ -677,7 +672,8 @@ def check_counts(groups: list[list[Any]], states: Mapping[Any, Any]) -> None:
                 for key, value in states.get(parameter, {}).items()
                 if value is not None
             )
-            for parameter in trained
+            for parameter in group["params"]
+            if parameter.requires_grad
         }
         if len(counts) > 1:
             raise UnsupportedLoopError(
