@@ -97,6 +97,10 @@ class FSDP(Prepared):
     """
 
     refuses_writes = True
+    _waiting: RemovableHandle | None = None
+    """Recovers from a backward pass that has failed, once the model is used."""
+    _has_dropped = False
+    """Whether one has failed, and no zero_grad() followed."""
 
     def place(self) -> None:
         """A block at a time, in `wrap`."""
@@ -113,7 +117,6 @@ class FSDP(Prepared):
         assert self.mesh is not None
         mesh = data_parallel_axes(self.mesh)
         assert mesh is not None
-        self._mesh = mesh
         self.num_shards = mesh.size(-1)
         if mesh.ndim > 1:
             self.replica_group *= self.num_shards
@@ -139,17 +142,31 @@ class FSDP(Prepared):
             (root, [group for _, group in groups(root)]) for root in roots
         ]
         self._parts = [part for group in self._groups for part in group.fsdp_params]
+        names = {id(shard): name for name, shard in self._shards.items()}
+        self._names_of_parts = {id(p): names[id(shard_of(p))] for p in self._parts}
         self._edges: dict[int, Any] = {}
         self._used: set[int] = set()
         """Ids of the whole parameters that this backward pass reaches on any rank."""
-        names = {id(shard): name for name, shard in self._shards.items()}
-        self._names_of_parts = {id(p): names[id(shard_of(p))] for p in self._parts}
+        self._whole: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        """What is gathered since a forward pass, with its version then."""
+        self._freed: list[Any] = []
+        """Groups that were gathered, as the graph of that pass may need them."""
+        self._watch_blocks()
+        self._watch_parts()
+        self._undo.append(self._stop_waiting)
+        self.see_calls(self._end_call)
+        follow(self)
+        self._undo.append(partial(unfollow, self))
+        self._undo += in_one_precision(self.module)
+
+    def _watch_blocks(self) -> None:
+        """See what blocks are given and return, and reduce what other ranks reach."""
         writes = Writes(refuse(self.strategy.name), with_places=True)
         computed: dict[int, Any] = {}
         for number, (module, group) in enumerate(groups(self.module)):
-            parts = {names[id(shard_of(part))]: part for part in group.fsdp_params}
             block = Block(
-                *(number, module, group, parts),
+                *(number, module, group),
+                {self._names_of_parts[id(part)]: part for part in group.fsdp_params},
                 route=self.route,
                 writes=writes,
                 model=self.module,
@@ -160,29 +177,15 @@ class FSDP(Prepared):
                 reduce_filled, self._used, group, group.post_backward
             )
             self._undo.append(partial(delattr, group, "post_backward"))
-        self._watch_parts()
-        self._whole: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
-        """What is gathered since a forward pass, with its version then."""
-        self._freed: list[Any] = []
-        """Groups that were gathered, as the graph of that pass may need them."""
-        self._waiting: RemovableHandle | None = None
-        """Recovers from a backward pass that has failed, once the model is used."""
-        self._has_dropped = False
-        """Whether one has failed, and no zero_grad() followed."""
-        self._undo.append(self._stop_waiting)
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
-                self._undo.append(
-                    choose_hooked(module, computed.get(id(module), computed_in))
-                )
+                found = computed.get(id(module), computed_in)
+                self._undo.append(choose_hooked(module, found))
                 self._undo.append(choose_cast(module, replaced))
-        self.see_calls(self._end_call)
-        follow(self)
-        self._undo.append(partial(unfollow, self))
-        self._undo += in_one_precision(self.module)
 
     def _watch_parts(self) -> None:
-        numbers = {id(group): n for n, (_, group) in enumerate(groups(self.module))}
+        """See modules that the loop calls by themselves."""
+        numbers = {id(group): number for number, group in enumerate(self._groups)}
 
         def refuse_write(part: Any) -> None:
             refuse(self.strategy.name)(self._names_of_parts[id(part)])
