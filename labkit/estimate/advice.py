@@ -27,6 +27,12 @@ def needed(table: "pd.DataFrame") -> "pd.Series[Any]":
     return table[["total_peak", SETUP_PEAK]].max(axis=1)
 
 
+def fitting(table: "pd.DataFrame", world_size: int, device_bytes: float) -> list[str]:
+    """The strategies that fit on so many ranks."""
+    peaks = needed(table).loc[world_size]
+    return [name for name in peaks.index if peaks[name] <= device_bytes]
+
+
 def what_would_fit(
     estimate_with: Callable[..., "pd.DataFrame"],
     table: "pd.DataFrame",
@@ -43,32 +49,12 @@ def what_would_fit(
     `estimate_with(activation_checkpointing=True, strategies=S)` give the table of some
     strategies with that option changed.
     """
-    world_sizes = sorted(set(table.index.get_level_values("world_size")))
-    world_size = world_sizes[0]
-
-    def fitting(found: "pd.DataFrame", num_ranks: int = world_size) -> list[str]:
-        peaks = needed(found).loc[num_ranks]
-        return [name for name in peaks.index if peaks[name] <= device_bytes]
-
-    fits = fitting(table)
-    here = f"{world_size} rank{'s' * (world_size > 1)} of {format_bytes(device_bytes)}"
+    world_size, *others = sorted(set(table.index.get_level_values("world_size")))
+    says = what_fits(table, world_size, device_bytes)
     names = [*table.loc[world_size].index]
+    fits = fitting(table, world_size, device_bytes)
     if len(fits) == len(names):
-        return f"On {here} every strategy fits."
-    least = needed(table).loc[world_size].astype(float)
-    says = [
-        f"On {here} {named(fits)} fit{'s' * (len(fits) == 1)}."
-        if fits
-        else f"On {here} nothing fits: {least.idxmin()} needs least, "
-        f"{format_bytes(least.min())}."
-    ]
-    steps = table.loc[world_size]["total_peak"]
-    if late := [n for n in names if n not in fits and steps[n] <= device_bytes]:
-        says.append(
-            f"A step under {named(late)} would fit, but prepare needs up to "
-            f"{format_bytes(least[late].max())}: a part of the model is whole on a "
-            "rank before it is sharded."
-        )
+        return " ".join(says)
     # Nobody asks on several ranks how one of them could do all the work.
     sought = {
         name for name in names if world_size == 1 or not strategy_of(name).is_single
@@ -76,12 +62,12 @@ def what_would_fit(
     lacking = sought - set(fits)
     ways = []
 
-    def note(way: str, found: list[str]) -> None:
+    def note(way: str, found: "pd.DataFrame", num_ranks: int = world_size) -> None:
         # On more ranks a strategy may have meshes that it has not on these.
         strategies = {strategy_of(name).name for name in lacking}
         if gained := [
             name
-            for name in found
+            for name in fitting(found, num_ranks, device_bytes)
             if name in lacking
             or (name not in names and strategy_of(name).name in strategies)
         ]:
@@ -89,17 +75,15 @@ def what_would_fit(
             lacking.difference_update(gained)
 
     if lacking and not activation_checkpointing:
-        found = fitting(
-            estimate_with(activation_checkpointing=True, strategies=lacking)
-        )
+        found = estimate_with(activation_checkpointing=True, strategies=lacking)
         note("with --activation-checkpointing", found)
     times = 2 * accumulate
     while lacking and times <= batch_size // world_size:
-        found = fitting(estimate_with(accumulate=times, strategies=lacking))
+        found = estimate_with(accumulate=times, strategies=lacking)
         note(f"with --accumulate {times}", found)
         times *= 2
-    for more in world_sizes[1:]:
-        note(f"on {more} ranks", fitting(table, more))
+    for more in others:
+        note(f"on {more} ranks", table, more)
     if ways:
         says.append(f"{'; '.join(ways)}.".capitalize())
     elif lacking == sought:
@@ -110,20 +94,46 @@ def what_would_fit(
     return " ".join(says)
 
 
+def what_fits(table: "pd.DataFrame", world_size: int, device_bytes: float) -> list[str]:
+    """Which strategies fit as they are, and which do so but for their `prepare`."""
+    here = ranks_of(world_size, device_bytes)
+    fits = fitting(table, world_size, device_bytes)
+    steps = table.loc[world_size]["total_peak"]
+    if len(fits) == len(steps):
+        return [f"On {here} every strategy fits."]
+    least = needed(table).loc[world_size].astype(float)
+    says = [
+        f"On {here} {named(fits)} fit{'s' * (len(fits) == 1)}."
+        if fits
+        else f"On {here} nothing fits: {least.idxmin()} needs least, "
+        f"{format_bytes(least.min())}."
+    ]
+    if late := [n for n in steps.index if n not in fits and steps[n] <= device_bytes]:
+        says.append(
+            f"A step under {named(late)} would fit, but prepare needs up to "
+            f"{format_bytes(least[late].max())}: a part of the model is whole on a "
+            "rank before it is sharded."
+        )
+    return says
+
+
 def what_can_fit(table: "pd.DataFrame", device_bytes: float) -> str:
     """The advice without activations: which strategies cannot fit."""
     says = []
     for world_size in sorted(set(table.index.get_level_values("world_size"))):
         least = table.loc[world_size]["total_peak"]
         large = [name for name in least.index if least[name] > device_bytes]
-        here = f"{world_size} rank{'s' * (world_size > 1)}"
-        here += f" of {format_bytes(device_bytes)}"
+        here = ranks_of(world_size, device_bytes)
         says.append(
             f"On {here} {named(large)} cannot fit."
             if large
             else f"On {here} the model states fit under every strategy."
         )
     return " ".join(says)
+
+
+def ranks_of(world_size: int, device_bytes: float) -> str:
+    return f"{world_size} rank{'s' * (world_size > 1)} of {format_bytes(device_bytes)}"
 
 
 def refusal(model: nn.Module) -> str:
