@@ -84,7 +84,9 @@ def test_a_later_step_that_needs_weights_is_refused(lab: Lab, strategy: str) -> 
     lab.run("with torch.no_grad():\n    for x, y in loader: model(x)")
     lab.run(LOOK)
     before = lab.pull("found")
-    with pytest.raises(RankError, match="weighting of losses, which this step needs"):
+    with pytest.raises(
+        RankError, match="weighting of losses, which this backward pass"
+    ):
         lab.run(
             "for x, y in loader: F.cross_entropy(model(x), y).backward()\n"
             "optimizer.step()"
@@ -94,6 +96,23 @@ def test_a_later_step_that_needs_weights_is_refused(lab: Lab, strategy: str) -> 
     # Batches of equal parts need none.
     lab.run("optimizer.zero_grad()\nx, y = next(iter(loader))")
     lab.run("F.cross_entropy(model(x), y).backward()\noptimizer.step()")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_backward_pass_that_needs_weights_is_refused_for_any_optimizer(
+    lab: Lab, strategy: str
+) -> None:
+    lab.train(strategy, UNEVEN, live=False)
+    lab.run("own = torch.optim.SGD(model.parameters(), lr=0.1)")
+    with pytest.raises(RankError, match="weighting of losses"):
+        lab.run("train(model, own, loader)")
+
+
+def test_microbatches_in_a_later_cell_are_refused(lab: Lab) -> None:
+    lab.train("ddp", EVEN, accumulate=2, live=False)
+    lab.run("own = torch.optim.SGD(model.parameters(), lr=0.1)")
+    with pytest.raises(RankError, match="or microbatches"):
+        lab.run("train(model, own, loader)")
 
 
 def test_steps_after_gradients_of_the_run_are_weighted(lab: Lab) -> None:

@@ -93,6 +93,14 @@ OWN_STEP = (
     "--accumulate, --clip, --average-every and --precision fp16, of which {kind} knows "
     "nothing"
 )
+UNWEIGHTED = (
+    "the run in which this model was prepared is over, and with it the weighting of "
+    "losses, which this backward pass needs: ranks' parts of the batch that was drawn "
+    'last are unequal, or microbatches, or prepare was given weigh or reduction="sum". '
+    "Prepare the model with an optimizer again in a %%dist_train cell, or make all "
+    "parts equal: drop_last=True, a batch size that is a multiple of the number of "
+    "ranks, and no --accumulate"
+)
 DROPPED = (
     "a backward pass failed half-way, with the gradients of some parameters averaged "
     "over the ranks and others not, so all gradients of that step are dropped. Call "
@@ -166,6 +174,8 @@ class Prepared:
         self.loss_weight = 1.0
         """What the loss of the batch at hand is multiplied by, before its backward
         pass: see `labkit.rank.data.dealing.Share`."""
+        self.is_over = False
+        """Whether the run is, and other cells may use the model."""
         self._num_steps = self._stepped_with = 0
         self._optimizer_settings = Settings(optimizer)
         self._zero_takes_setting = takes(optimizer.zero_grad, "set_to_none")
@@ -273,8 +283,11 @@ class Prepared:
         return [(each, get_gradient_edge(each).node) for each in parameters]
 
     def check_ranks(self) -> None:
-        """UnsupportedLoopError where those that it was prepared for are no more."""
+        """UnsupportedLoopError where those that it was prepared for are no more, or the
+        run that weights losses is over."""
         self.team.check(worlds.MODEL)
+        if self.is_over and self.loss_weight != 1:
+            raise UnsupportedLoopError(UNWEIGHTED)
 
     @property
     def has_parts(self) -> bool:

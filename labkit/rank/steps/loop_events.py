@@ -133,8 +133,8 @@ class LoopEvents:
             self._former.append(weakref.ref(optimizer.prepared))
 
     def _leave_unweighted(self, weight: float) -> None:
-        """Another cell has a batch whose loss would need this weight: what it steps is
-        told so. One that a backward pass has needed stays until the step.
+        """Another cell has a batch whose loss would need this weight: what it trains is
+        told so.
 
         UnsupportedLoopError where a later run would train with the batch."""
         if weight != 1 and torch.is_grad_enabled():
@@ -142,10 +142,7 @@ class LoopEvents:
             if last and not last.has_ended and last._optimizers:
                 raise UnsupportedLoopError(OF_A_FORMER_RUN)
         for each in self._former:
-            prepared = each()
-            if prepared is not None and not (
-                prepared.loss_weight != 1 and has_gradients(prepared)
-            ):
+            if (prepared := each()) is not None:
                 prepared.loss_weight = weight
 
     # ---- of an optimizer of `prepare` ----
@@ -205,8 +202,3 @@ class LoopEvents:
         except StoppedAtStep:
             self._stop()
             raise
-
-
-def has_gradients(prepared: Prepared) -> bool:
-    """Whether there was a backward pass since its last step."""
-    return prepared.is_reached or any(p.grad is not None for p in prepared.updated())

@@ -285,6 +285,7 @@ class Session:
         for optimizer in self._optimizers:
             optimizer.take_step = take_plain_step
             optimizer.prepared.course.end()
+            optimizer.prepared.is_over = True
             optimizer.num_ranks = 1  # there are no others to compare with
             of_former_runs.add(optimizer.prepared.optimizer)
             if self.strategy.has_own_gradients:
@@ -908,15 +909,6 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
         prepared.in_autocast = False  # it is said once
         if prepared.peers.rank == 0:
             print(IN_FP32, file=sys.stderr)
-    if prepared.loss_weight != 1:
-        raise UnsupportedLoopError(
-            "the run in which this optimizer was prepared is over, and with it the "
-            "weighting of losses, which this step needs: ranks' parts of a batch are "
-            'unequal, or prepare was given weigh or reduction="sum". Prepare a model '
-            "and an optimizer again in a %%dist_train cell, or make all parts equal: "
-            "drop_last=True, and a batch size that is a multiple of the number of "
-            "ranks"
-        )
     inner = prepared.optimizer
     _stepping.add(inner)
     try:

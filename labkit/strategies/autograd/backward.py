@@ -62,7 +62,8 @@ class Follower(Protocol):
         gives: the pass under way has reached those of `used`, and not of `unused`."""
 
     def check_ranks(self) -> None:
-        """UnsupportedLoopError where those that it was prepared for are no more."""
+        """UnsupportedLoopError where those that it was prepared for are no more, or the
+        run that weights losses is over."""
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
         """It has begun, and gives gradients to `used`, at least one. It is called

@@ -37,7 +37,6 @@ from labkit.records import ModelFacts
 from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
-from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.fsdp.blocks import Block
@@ -156,7 +155,6 @@ class FSDP(Prepared):
         self._undo.append(self._stop_waiting)
         self.see_calls(self._end_call)
         follow(self)
-        self._undo.append(partial(unfollow, self))
         self._undo += in_one_precision(self.module)
 
     def _watch_blocks(self) -> None:
@@ -282,6 +280,8 @@ class FSDP(Prepared):
         return False  # they are found where they are gathered
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        if self.is_over:
+            return
         self._recover()
         self._check_whole()
         self._whole.clear()
@@ -310,7 +310,7 @@ class FSDP(Prepared):
         self._freed.clear()
 
     def end_backward(self, *, has_failed: bool) -> None:
-        if not has_failed:
+        if not has_failed or self.is_over:
             return
         self._has_dropped = True
         if self._waiting is None:
