@@ -1,5 +1,6 @@
 """Cells, variables and state on a real engines, without magics."""
 
+import contextlib
 import io
 import os
 import socket
@@ -162,6 +163,18 @@ def test_output_appears_while_the_cell_runs(lab: Lab, tmp_path: Any) -> None:
             """
         lab.run(textwrap.dedent(code), timeout=20)
     assert screen.text == "[ranks 0-1] early\n            late\n"
+
+
+def test_the_client_keeps_nothing_of_cells_that_have_ended(lab: Lab) -> None:
+    client = lab._ranks.cluster.client
+    for code in "1", "print('output')", "1 / 0", "rank / rank":
+        with contextlib.suppress(RankError):
+            lab.run(code)
+    wait_until(
+        lambda: not client._output_futures and not client.outstanding,
+        10,
+        "the client waits for more of a cell",
+    )
 
 
 def test_functions_of_a_training_cell_say_where_they_belong(lab: Lab) -> None:

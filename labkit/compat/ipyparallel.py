@@ -53,6 +53,18 @@ def send_cell(
     )
 
 
+@GATE.needs(f"{_CLIENT}._output_futures")
+def end_output(client: Any, msg_id: str) -> None:
+    """Let the client forget a request whose output is all here, once it is answered.
+
+    By itself it waits for the idle status, which a rank does not publish. To be called
+    in the client's thread.
+    """
+    output = client._output_futures.get(msg_id)
+    if output is not None and not output.done():
+        output.set_result(None)
+
+
 @GATE.needs(f"{_CLIENT}._send", f"{_CLIENT}._control_stream")
 def send_request(
     client: Any,
@@ -135,12 +147,15 @@ def unregister(client: Any, engine_id: int) -> None:
 @GATE.needs(
     "ipyparallel.controller.app:Process",
     "ipyparallel.controller.hub:Hub.monitor_iopub_message",
+    "ipyparallel.controller.hub:Hub.save_queue_request",
+    "ipyparallel.controller.hub:Hub.save_queue_result",
 )
 def spare_controller() -> None:
-    """In a controller: be one process, and pass on what engines publish unread.
+    """In a controller: be one process, and pass messages on unread.
 
-    Its hub unpacks a copy of each message, to keep it and to hear of engines that shut
-    down; nothing is kept here (`--nodb`), and `unregister` says which have ended.
+    Its hub unpacks a copy of each one, to keep it, to count those that wait, and to
+    hear of engines that shut down; nothing is kept here (`--nodb`), labkit knows what
+    it waits for, and `unregister` says which have ended.
     Traitlets makes a record of each debug message, which no handler takes.
     """
     from ipyparallel.controller import app
@@ -153,7 +168,8 @@ def spare_controller() -> None:
             """It ends with this process."""
 
     app.Process = Part
-    Hub.monitor_iopub_message = lambda *_: None
+    for name in "monitor_iopub_message", "save_queue_request", "save_queue_result":
+        setattr(Hub, name, lambda *_: None)
     logging.disable(logging.WARNING)
 
 

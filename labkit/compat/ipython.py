@@ -87,24 +87,32 @@ def leave_to_threads(outputs: Iterable[Any], header: dict[str, Any]) -> None:
     "ipykernel.kernelbase:Kernel._publish_status",
     "ipykernel.kernelbase:Kernel._publish_execute_input",
 )
-def publish_no_echo(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
-    """Do not publish a request's code or its busy status if `of(its message)`.
+def answer_in_short(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
+    """Answer a request with two messages, not with five, if `of(its message)`.
 
-    The sender knows both. They are two of the five messages that a cell is otherwise
-    answered with.
+    Neither its code nor its status is published, and the reply does not say when it
+    began, a date that takes long to parse: the sender knows.
     """
     publish_status = kernel._publish_status
     publish_input = kernel._publish_execute_input
+    init_metadata = kernel.init_metadata
 
     def status(state: str, channel: str, parent: Any = None) -> None:
-        if state != "busy" or not of(parent or kernel.get_parent(channel)):
+        if not of(parent or kernel.get_parent(channel)):
             publish_status(state, channel, parent)
 
     def execute_input(code: str, parent: dict[str, Any], number: int) -> None:
         if not of(parent):
             publish_input(code, parent, number)
 
+    def metadata(parent: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = init_metadata(parent)
+        if of(parent):
+            found.pop("started", None)
+        return found
+
     kernel._publish_status, kernel._publish_execute_input = status, execute_input
+    kernel.init_metadata = metadata
 
 
 @KERNEL_GATE.needs("ipykernel.iostream:OutStream._original_stdstream_copy")

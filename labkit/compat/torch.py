@@ -155,6 +155,7 @@ _WITH_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
     "torch.nn.modules.module:_global_forward_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",
 )
+@functools.cache
 def global_hooks() -> list[dict[Any, Any]]:
     """The dicts of hooks that all modules, or all optimizers, call."""
     owners = map(importlib.import_module, _WITH_HOOKS)

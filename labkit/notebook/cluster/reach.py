@@ -151,12 +151,15 @@ class Engines(abc.ABC):
 
         def receive(msg: dict[str, Any]) -> None:
             kind = msg["header"]["msg_type"]
-            kept = client.metadata[msg["parent_header"]["msg_id"]]
+            msg_id = msg["parent_header"]["msg_id"]
+            kept = client.metadata[msg_id]
             if kind == "data_message":
                 data = dict(kept["data"])
                 kept["data"].clear()
                 if is_message(data.get(KEY), rank):
                     on_message(*data[KEY])
+                    if data[KEY][0] == "outcome":  # a cell's last
+                        compat.end_output(client, msg_id)
                 return
             if kind == "stream":
                 # The client joins all of it again at every message: not needed.

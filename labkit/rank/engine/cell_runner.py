@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from labkit.checks import steps_to_profile
 from labkit.compat.c10d import is_batch_cut
+from labkit.compat.ipython import answer_in_short
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
-from labkit.compat.ipython import publish_no_echo
 from labkit.compat.ipython import refuse_cells
 from labkit.compat.torch import ThreadSettings
 from labkit.messages import message
@@ -155,7 +155,7 @@ class CellRunner:
         shell.compile.cache = self._number_as_in_notebook
         # A record of every message, most of them for no handler.
         shell.kernel.log.setLevel(logging.WARNING)
-        publish_no_echo(shell.kernel, lambda parent: KEY in parent.get("metadata", {}))
+        answer_in_short(shell.kernel, lambda parent: KEY in parent.get("metadata", {}))
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
