@@ -28,6 +28,8 @@ class Reply:
     updates: list[dict[str, Any]] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] = field(default_factory=dict)
+    alternatives: list[str] = field(default_factory=list)
+    """What pictures say in words."""
 
     @property
     def stdout(self) -> str:
@@ -79,6 +81,8 @@ class Kernel:
 
         def take(message: dict[str, Any]) -> None:
             content, kind = message["content"], message["header"]["msg_type"]
+            told = content.get("metadata", {}).get("image/png", {})
+            reply.alternatives += [told["alt"]] if "alt" in told else []
             if kind == "stream":
                 name = content["name"]
                 reply.streams[name] = reply.streams.get(name, "") + content["text"]

@@ -28,12 +28,16 @@ class Links(HTMLParser):
         super().__init__()
         self.links: list[str] = []
         self.ids: set[str] = set()
+        self.alternatives: list[str] = []
+        """Of the pictures."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.links += [found[name] or "" for name in ("href", "src") if name in found]
         if found.get("id"):
             self.ids.add(found["id"] or "")
+        if tag == "img":
+            self.alternatives.append(found.get("alt") or "")
 
 
 @cache
@@ -80,6 +84,14 @@ def test_no_link_inside_the_site_is_broken(site: Path) -> None:
 def test_every_notebook_is_a_page(site: Path) -> None:
     for name in NOTEBOOKS:
         assert (site / "notebooks" / name).with_suffix(".html").exists()
+
+
+@pytest.mark.long
+def test_every_picture_is_told_in_words(site: Path) -> None:
+    pages = map(links_of, site.glob("*/*.html"))  # not Sphinx's own
+    found = [each for page in pages for each in page.alternatives]
+    assert len(found) > 100
+    assert [each for each in found if len(each) < 10 or each.endswith(".png")] == []
 
 
 @pytest.mark.long

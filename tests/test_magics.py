@@ -241,7 +241,7 @@ def test_training_shows_one_live_picture_and_returns_the_run(
     assert reply.status == "ok"
     assert reply.stdout == ""
     assert re.fullmatch(
-        r"<Run 'first': raw on 2 ranks, finished, \d+ steps>",
+        r"<Run 'first': raw on 2 ranks, finished, [\d,]+ steps>",
         reply.result["text/plain"],
     )
     pictures = [*reply.displays, *reply.updates]
@@ -249,9 +249,16 @@ def test_training_shows_one_live_picture_and_returns_the_run(
     assert {data["text/plain"] for data in pictures} == {
         "<live picture of first: loss and memory by rank>"
     }
+    assert len(reply.alternatives) == len(pictures)
+    last = (
+        r"first: raw on 2 ranks, finished, step [\d,]+, .*; loss and memory by rank.*"
+    )
+    assert re.fullmatch(last, reply.alternatives[-1])
     kernel.run("run = _")
     assert "text/html" in kernel.run("run.summary()").result
-    assert "image/png" in kernel.run("run.plot()").result
+    plotted = kernel.run("run.plot()")
+    assert "image/png" in plotted.result
+    assert "loss by optimizer step; peak of measured steps" in plotted.alternatives[0]
 
 
 @pytest.mark.long

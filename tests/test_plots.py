@@ -607,6 +607,20 @@ def test_the_png_is_small_and_valid() -> None:
         assert len(image.convert("RGB").getcolors() or []) > 8, "it is not blank"
 
 
+def test_a_picture_is_told_in_words() -> None:
+    collector = Collector([0, 1])
+    for rank in 0, 1:
+        add(collector, rank, [2.0, 1.0])
+    plot = RunPlot(collector)
+    plot.update("run-1: ddp on 2 ranks")
+    bundle, metadata = plot.figure._repr_mimebundle_()
+    assert bundle == {"image/png": to_png(plot.figure)}
+    assert metadata["image/png"]["alt"] == (
+        "run-1: ddp on 2 ranks; loss by optimizer step; memory of tensors (KiB) by "
+        "optimizer step; rank 0, rank 1"
+    )
+
+
 def test_a_notebook_shows_a_runs_plot_as_that_png() -> None:
     collector = Collector([0])
     add(collector, 0, [3.0, 2.0])

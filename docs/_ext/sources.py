@@ -7,6 +7,7 @@ repository does so here.
 """
 
 import inspect
+import json
 import os
 import re
 import shutil
@@ -21,9 +22,8 @@ from sphinx.ext.napoleon import NumpyDocstring
 
 from labkit.compat.ipython import options_of
 from labkit.magics.lab_magics import LabMagics
-from labkit.rank.engine.cell_runner import TRAINING_NAMES
-from labkit.rank.engine.cell_runner import checkpoint_names
 from labkit.rank.training.cell_checkpoints import Checkpoints
+from labkit.rank.training.session import TRAINING_NAMES
 from labkit.rank.training.session import Session
 
 DOCS = Path(__file__).parents[1]
@@ -62,8 +62,25 @@ def copy_notebooks() -> None:
     for stale in set(NOTEBOOKS.iterdir()) - copies.keys():
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
     for copy, path in copies.items():
-        if not copy.exists() or copy.read_bytes() != path.read_bytes():
-            shutil.copyfile(path, copy)
+        content = path.read_bytes()
+        if path.suffix == ".ipynb":
+            content = with_alternatives(json.loads(content))
+        if not copy.exists() or copy.read_bytes() != content:
+            copy.write_bytes(content)
+
+
+def with_alternatives(notebook: dict[str, Any]) -> bytes:
+    """The notebook with words for every picture: myst-nb takes them from its cell."""
+    for cell in notebook["cells"]:
+        outputs = cell.get("outputs", [])
+        for output in (each for each in outputs if "image/png" in each.get("data", {})):
+            words = "".join(output["data"].get("text/plain", ""))
+            if re.match(r"<\w*Figure ", words):  # which says its size alone
+                words = "what is drawn by " + "".join(cell["source"]).splitlines()[-1]
+            told = output["metadata"].get("image/png", {})
+            alt = told.get("alt", words.strip("<>"))
+            cell["metadata"].setdefault("mystnb", {"image": {"alt": alt}})
+    return json.dumps(notebook).encode()
 
 
 def relinked(text: str, origin: Path, page: Path) -> str:
@@ -185,7 +202,7 @@ def code_words(text: str) -> str:
 def cell_functions(app: Sphinx) -> Iterator[str]:
     """`prepare` and the others, as a cell calls them."""
     functions = {name: getattr(Session, name) for name in TRAINING_NAMES}
-    functions |= dict.fromkeys(checkpoint_names(Checkpoints()))
+    functions |= dict.fromkeys(Checkpoints().names)
     for name, found in functions.items():
         function = found or getattr(Checkpoints, name)
         signature = inspect.signature(function)

@@ -18,14 +18,18 @@ class Place:
     def is_filled(self) -> bool:
         return self._handle is not None or self._width > 0
 
-    def show(self, bundle: dict[str, Any]) -> None:
-        """Display a value for each mime type."""
+    def show(self, bundle: dict[str, Any], *, alt: str = "") -> None:
+        """Display a value for each mime type; `alt` says in words what a picture
+        shows."""
         from IPython.display import display
 
+        how: dict[str, Any] = {"raw": True}
+        if alt:
+            how["metadata"] = {"image/png": {"alt": alt}}
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+            self._handle = display(bundle, display_id=True, **how)
         else:
-            self._handle.update(bundle, raw=True)
+            self._handle.update(bundle, **how)
 
     def write(self, line: str, *, is_last: bool = False) -> None:
         """Write a line in place of the one before; the last one may wrap."""

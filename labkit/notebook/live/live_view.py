@@ -196,7 +196,10 @@ class LiveView:
         """Put `data`, by mime type, in the view's one place in the output."""
         # Constant, because nbval compares it with what the first display had.
         text = f"<live picture of {self.run.name}: loss and memory by rank>"
-        self._place.show({**data, "text/plain": text})
+        alt = ""
+        if "image/png" in data:
+            alt = f"{progress_line(self.run)}; loss and memory by rank and step"
+        self._place.show({**data, "text/plain": text}, alt=alt)
 
 
 def show(run: Run) -> None:

@@ -1,12 +1,20 @@
 """Figures that any notebook shows as a small PNG, without pyplot."""
 
 import io
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from PIL import Image
+
+from labkit.records import shorten
+
+MAX_ALT = 500
+"""Characters: a screen reader reads all of them."""
 
 
 class RunFigure(Figure):
@@ -24,6 +32,12 @@ class RunFigure(Figure):
     def _repr_png_(self) -> bytes:
         return to_png(self)
 
+    def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], ...]:
+        """As a PNG, with words for those who do not see it: in a notebook that is
+        exported, and on the site."""
+        alt = {"alt": words_of(self)}
+        return {"image/png": to_png(self)}, {"image/png": alt}
+
 
 def to_png(figure: Figure) -> bytes:
     """The figure as a PNG, drawn from scratch."""
@@ -31,6 +45,31 @@ def to_png(figure: Figure) -> bytes:
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())
     return Palette(pixels).encode(pixels)
+
+
+def words_of(figure: Figure) -> str:
+    """What a figure shows, by its titles, axes, words and legends."""
+    parts = [text.get_text() for text in figure.texts]
+    legends = [*figure.legends]
+    for axes in figure.axes:
+        title = axes.get_title(loc="left") or axes.get_title()
+        x, y = axes.get_xlabel(), axes.get_ylabel()
+        of = f"{y} by {x}" if x and y else x or y
+        parts.append(": ".join(each for each in (title, of) if each))
+        if not axes.axison:  # a drawing, which has only words
+            parts += [text.get_text() for text in axes.texts]
+            continue
+        ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()]
+        names = [tick.get_text() for tick in ticks]
+        parts.append(", ".join(each for each in names if re.search("[a-z]{2}", each)))
+        if (legend := axes.get_legend()) is not None:
+            legends.append(legend)
+    parts += [", ".join(names) for names in map(_names, legends)]
+    return shorten("; ".join(" ".join(each.split()) for each in parts if each), MAX_ALT)
+
+
+def _names(legend: Legend) -> Iterator[str]:
+    return (text.get_text() for text in legend.get_texts())
 
 
 class Palette:

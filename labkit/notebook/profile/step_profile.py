@@ -245,12 +245,17 @@ class StepProfile:
         from IPython.display import display
 
         from labkit.notebook.plots.figure import to_png
+        from labkit.notebook.plots.figure import words_of
 
         words = f"<pre style='word-break:normal'>{html.escape(repr(self))}</pre>"
         display({"text/plain": repr(self), "text/html": words}, raw=True)
         picture = f"<lanes of {self.name} by rank>"
-        png = to_png(self.plot())
-        display({"text/plain": picture, "image/png": png}, raw=True)
+        figure = self.plot()
+        display(
+            {"text/plain": picture, "image/png": to_png(figure)},
+            raw=True,
+            metadata={"image/png": {"alt": words_of(figure)}},
+        )
         links = {"text/plain": "The trace of all ranks: profile.trace_path"}
         display({**links, "text/html": self._links()}, raw=True)
 

@@ -80,4 +80,5 @@ class StudyView:
     def _show(self, png: bytes) -> None:
         # Constant, because nbval compares it with what the first display had.
         text = f"<picture of the study {self._study.name}: all trials>"
-        self._place.show({"image/png": png, "text/plain": text})
+        alt = f"{self._study.summary()}; a curve and a point for each trial"
+        self._place.show({"image/png": png, "text/plain": text}, alt=alt)
