@@ -289,6 +289,14 @@ def test_smoothing_leaves_nan_out_and_where_it_is() -> None:
     np.testing.assert_allclose(found[keep], line[keep], atol=1e-8)
 
 
+def test_a_smoothed_loss_begins_where_the_loss_does() -> None:
+    loss = 2.4 * np.exp(-np.arange(1400) / 30)
+    noise = 0.02 * np.random.default_rng(0).standard_normal(len(loss))
+    found = smooth(loss + noise, 28.0)
+    assert abs(found[0] - 2.4) < 0.1
+    assert np.abs(found - loss)[:100].max() < 0.3
+
+
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0], [NAN] * 9, [1.0, NAN, NAN]])
 def test_what_cannot_be_smoothed_stays(values: list[float]) -> None:
     np.testing.assert_array_equal(smooth(np.array(values), 5.0), values)

@@ -400,10 +400,21 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
     """The line through the values about each one, without NaN.
 
     They are weighted with exp(-distance / width), to both sides: a mean of what was
-    before would lag behind a falling loss, and so would any mean at the ends.
+    before would lag behind a falling loss, and so would any mean at the ends. At the
+    beginning, where a loss falls fastest, fewer values count.
     """
     if width < 0.5 or len(values) < 3:
         return values
+    found = _smooth_evenly(values, width)
+    beginning = values[: int(8 * width) + 3]
+    fine = _smooth_evenly(beginning, max(0.5, width / 8))
+    share = np.exp(-np.arange(len(beginning)) / width)
+    found[: len(beginning)] += share * (fine - found[: len(beginning)])
+    return found
+
+
+def _smooth_evenly(values: np.ndarray, width: float) -> np.ndarray:
+    """`smooth`, with as many values at the beginning as anywhere."""
     reach = min(int(5 * width) + 1, len(values))
     distance = np.arange(-reach, reach + 1)
     kernel = np.exp(-np.abs(distance) / width)
