@@ -33,8 +33,8 @@ class RunFigure(Figure):
         return to_png(self)
 
     def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], ...]:
-        """As a PNG, with words for those who do not see it: in a notebook that is
-        exported, and on the site."""
+        """As a PNG, with words for those who do not see it: nbconvert's template
+        `classic` has them, and the site. JupyterLab does not read them yet."""
         alt = {"alt": words_of(self)}
         return {"image/png": to_png(self)}, {"image/png": alt}
 
