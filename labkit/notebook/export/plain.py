@@ -229,35 +229,32 @@ def _written_out(
     load = templates.LOADER.format(**names)
     record += templates.BACKWARD[kind].format(**names) + "\n"
     record += templates.RECORD.format(**{**names, "loss": loss})
-    lines = body.splitlines()
-
-    def put(node: ast.stmt, text: str) -> None:
-        indent = " " * node.col_offset
-        block = [indent + line if line else line for line in text.splitlines()]
-        lines[begin_of(node) - 1 : node.end_lineno] = block
-
     moved = [f"{name}.to(device)" for name in loop.batch]
     begin = [f"{', '.join(loop.batch)} = {', '.join(moved)}"]
     begin += [f"num_samples = len({loop.batch[0]})"] if remade else []
     begin += templates.BEGIN[kind].format(**names).splitlines()
     if not is_even:
         begin.append(templates.WEIGHT)
-    # From the end, so that the lines before stay where they are.
-    edits = [
+    replaced = [
         (loop.zero_grad, ""),
         (loop.step, templates.STEP[kind].format(**names)),
         (loop.backward, record),
+        (loop.prepare, load if kind == "fsdp" else f"{wrap}\n{load}"),
     ]
-    for node, text in sorted(edits, key=lambda each: -each[0].lineno):
-        put(node, text)
-    indent = " " * loop.loop.body[0].col_offset
+    edits = [
+        (begin_of(node) - 1, node.end_lineno, node.col_offset, text.splitlines())
+        for node, text in replaced
+    ]
     first = loop.loop.iter.end_lineno or 0
-    lines[first:first] = [indent + line for line in begin]
-    put(loop.prepare, load if kind == "fsdp" else f"{wrap}\n{load}")
+    edits.append((first, first, loop.loop.body[0].col_offset, begin))
     if kind == "fsdp":
         assert loop.making is not None
         at = begin_of(loop.making) - 1
-        lines[at:at] = wrap.splitlines()
+        edits.append((at, at, 0, wrap.splitlines()))
+    lines = body.splitlines()
+    # From the end, so that the lines before stay where they are.
+    for start, end, indent, block in sorted(edits, key=lambda each: -each[0]):
+        lines[start:end] = [" " * indent + line if line else line for line in block]
     return _without_log("\n".join(lines))
 
 
