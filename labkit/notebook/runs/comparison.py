@@ -73,19 +73,22 @@ def _row(run: Run) -> dict[str, Any]:
 def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     """Loss against step, time and bytes sent; memory at its peak, steps/s, bytes."""
     figure = RunFigure(figsize=(11.0, 6.4))
+    plot_losses(figure, runs)
+    plot_costs(figure, runs)
+    return figure
+
+
+def plot_losses(figure: RunFigure, runs: Sequence[Run]) -> None:
+    """The upper half: loss against step, time and bytes sent."""
     by_step = figure.add_axes((0.065, 0.6, 0.225, 0.33))
     by_time = figure.add_axes((0.345, 0.6, 0.225, 0.33), sharey=by_step)
     by_bytes = figure.add_axes((0.625, 0.6, 0.225, 0.33), sharey=by_step)
-    memory = figure.add_axes((0.065, 0.13, 0.31, 0.32))
-    speed = figure.add_axes((0.575, 0.13, 0.165, 0.32))
-    wire = figure.add_axes((0.815, 0.13, 0.165, 0.32))
-    styles = [style_of(place) for place in range(len(runs))]
-    for run, style in zip(runs, styles, strict=True):
+    for place, run in enumerate(runs):
         losses = run.mean_loss()
         losses["seconds"] -= losses["seconds"].min()
         for axes, column in ((by_step, "step"), (by_time, "seconds")):
             x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
-            axes.plot(x, y, lw=1.6, label=shorten(run.name, 16), **style)
+            axes.plot(x, y, lw=1.6, label=shorten(run.name, 16), **style_of(place))
     style_axes(by_step, "optimizer step", "loss")
     use_title(by_step, "loss by step")
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -94,15 +97,20 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     use_title(by_time, "loss by time")
     by_time.xaxis.set_major_locator(MaxNLocator(5))
     plot_by_bytes(by_bytes, runs)
-    handles, labels = by_step.get_legend_handles_labels()
     by_bytes.legend(
-        handles,
-        labels,
+        *by_step.get_legend_handles_labels(),
         loc="center left",
         bbox_to_anchor=(1.0, 0.5),
         frameon=False,
         fontsize=SMALL,
     )
+
+
+def plot_costs(figure: RunFigure, runs: Sequence[Run]) -> None:
+    """The lower half: memory at its peak, steps/s, bytes sent."""
+    memory = figure.add_axes((0.065, 0.13, 0.31, 0.32))
+    speed = figure.add_axes((0.575, 0.13, 0.165, 0.32))
+    wire = figure.add_axes((0.815, 0.13, 0.165, 0.32))
     stack_peaks(memory, pd.DataFrame([_at_peak(run) for run in runs]))
     use_title(memory, "memory of a rank at its peak")
     table = compare_runs(runs)
@@ -116,7 +124,7 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
     ):
         style_axes(axes, "", label)
         use_title(axes, title)
-        colours = [style["color"] for style in styles]
+        colours = [style_of(int(place))["color"] for place in places]
         axes.bar(places, values.fillna(0.0), 0.72, color=colours)
     if expected.notna().any() and greatest:
         lines = wire.hlines(
@@ -133,7 +141,6 @@ def plot_comparison(runs: Sequence[Run]) -> RunFigure:
         axes.grid(visible=False, axis="x")
         for tick in axes.get_xticklabels():
             tick.set(rotation=35, horizontalalignment="right", rotation_mode="anchor")
-    return figure
 
 
 def plot_by_bytes(axes: Axes, runs: Sequence[Run]) -> None:
