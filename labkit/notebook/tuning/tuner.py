@@ -75,19 +75,26 @@ class TuneRequest:
     fits: Callable[..., Any] | None = None
     """Makes a model of parameters, for the forecast."""
 
+    def __post_init__(self) -> None:
+        check_flag("live", self.is_shown)
+        check_values(self.options)
+        check_run_options(self.run_options)
+        if self.options.resume and self.options.name is None:
+            raise ValueError(
+                "resume needs the name of the study; add name=... (--name NAME)"
+            )
+
 
 class Tuner:
     """Runs the trials of one study."""
 
+    _is_exhausted = False
+    _first_error: BaseException | None = None
+    _length: int | None = None
+    """How many values the metric of the first run had that finished."""
+
     def __init__(self, request: TuneRequest, ranks: StudyRanks) -> None:
         """Nothing has run. Raises ValueError for what cannot be."""
-        check_flag("live", request.is_shown)
-        check_values(request.options)
-        check_run_options(request.run_options)
-        if request.options.resume and request.options.name is None:
-            raise ValueError(
-                "resume needs the name of the study; add name=... (--name NAME)"
-            )
         self._request = request
         self._options = options = request.options
         self._ranks = ranks
@@ -124,18 +131,9 @@ class Tuner:
         self._optuna = storage.open_study(options, facts)
         name = self._optuna.study_name
         self.study = Study(self._optuna, storage.studies_folder() / name)
-        self._num_trials = options.trials
-        if options.sampler == "grid":
-            size = math.prod(len(each.choices) for each in self._ranges.values())
-            self._num_trials = min(size, options.trials or size)
-        elif options.trials is None and options.seconds is None:
-            self._num_trials = NUM_TRIALS
-        self._is_exhausted = False
+        self._num_trials = num_trials(options, self._ranges)
         self._optuna.stop = self._note_exhausted  # as a grid does; not for our loop
         self._said: set[str] = set()
-        self._first_error: BaseException | None = None
-        self._length: int | None = None
-        """How many values the metric of the first run had that finished."""
         self._running = Running()
         self._using_optuna = threading.RLock()
         """Held for every step of Optuna: trials may run in several threads."""
@@ -432,6 +430,15 @@ class Tuner:
             if is_own and each.number != best:
                 folder = Path(each.user_attrs[CHECKPOINT])
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def num_trials(options: TuneOptions, ranges: Mapping[str, Any]) -> int | None:
+    """How many there are to be; None where the time ends them."""
+    if options.sampler == "grid":
+        size = math.prod(len(each.choices) for each in ranges.values())
+        return min(size, options.trials or size)
+    is_unlimited = options.trials is None and options.seconds is None
+    return NUM_TRIALS if is_unlimited else options.trials
 
 
 def running(trials: Sequence[Any]) -> list[Any]:
