@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 from typing import Any
@@ -43,6 +42,7 @@ from labkit.notebook.kernel.pickled_function import cell_sources
 from labkit.notebook.live import render_process
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import documented
+from labkit.options import options_of
 from labkit.rank_spec import Ranks
 from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 _FOR_FIRST_CELL = "labkit.notebook.execution.training_run"
 """With all that it imports, pandas above all."""
-_TRANSFER = "labkit.rank.engine.transfer"
 _labs: "weakref.WeakSet[Lab]" = weakref.WeakSet()
 
 
@@ -130,8 +129,8 @@ class Lab:
         keep: float | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        given = dict(locals())  # a test holds the keywords and StartOptions together
-        options = StartOptions(**{e.name: given[e.name] for e in fields(StartOptions)})
+        # A test holds the keywords and StartOptions together.
+        options = options_of(StartOptions, locals())
         self._options, self.launcher = options, options.started_by
         self._hosts: Hosts | None = None
         self._keeper: Attachment | None = None
@@ -426,10 +425,9 @@ class Lab:
         >>> run = lab.train("fsdp", code, precision="bf16", clip=1.0)
         >>> run.summary()
         """
-        given = dict(locals())  # a test holds the keywords and RunOptions together
-        given["config"] = {} if config is None else config
-        options = {each.name: given[each.name] for each in fields(RunOptions)}
-        return self._train(strategy, code_or_function, RunOptions(**options))
+        config = {} if config is None else config
+        options = options_of(RunOptions, locals())  # a test holds these together, too
+        return self._train(strategy, code_or_function, options)
 
     def _train(
         self,
@@ -626,14 +624,11 @@ class Lab:
         >>> study = lab.tune(train, {"lr": (1e-4, 1e-1, "log"), "width": [32, 64]})
         >>> study.best_params
         """
-        given = dict(locals())  # a test holds the keywords and TuneOptions together
+        options = options_of(TuneOptions, locals())  # and these
         from labkit.notebook.tuning.crew import StudyRanks
         from labkit.notebook.tuning.tuner import Tuner
         from labkit.notebook.tuning.tuner import TuneRequest
 
-        options = TuneOptions(
-            **{each.name: given[each.name] for each in fields(TuneOptions)}
-        )
         request = TuneRequest(
             code_or_function, space, strategy, options, run_options, live, fits
         )
@@ -908,37 +903,19 @@ class Lab:
             "accumulate": accumulate,
             "activation_checkpointing": activation_checkpointing,
         }
-        if not isinstance(model, str):
-            from labkit.estimate import forecast
-
-            found: Any = forecast(model, x, optimizer=optimizer, **options)
-        else:
-            names = [name for name in (model, x) if name is not None]
-            if not all(isinstance(name, str) for name in names):
+        if isinstance(model, str):
+            if not isinstance(x, str | None):
                 raise ValueError(
                     f"model {short_repr(model)} is a variable of rank 0, so x names "
                     f"one there too; found {short_repr(x)}"
                 )
             with self._working() as cluster:
-                [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])
-                if missing:
-                    raise NameError(
-                        "neither the notebook nor rank 0 has a variable "
-                        f"{missing[0]!r}; make it in a cell, without a magic or with "
-                        "%%dist"
-                    )
-                [payload] = cluster.call(
-                    f"{_TRANSFER}:forecast_variable",
-                    model,
-                    x,
-                    optimizer,
-                    options,
-                    ranks=[0],
-                    timeout_s=None,
-                )
-            found = serialization.loads(payload)
-        table, sentence = found
-        return Forecast(table, sentence, device_bytes)
+                found = transfer.forecast(cluster, model, x, optimizer, options)
+        else:
+            from labkit.estimate import forecast
+
+            found = forecast(model, x, optimizer=optimizer, **options)
+        return Forecast(*found, device_bytes)
 
     def status(self) -> "pd.DataFrame":
         """Ask every rank for its status, also while a cell runs.

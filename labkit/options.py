@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import MISSING
 from dataclasses import Field
@@ -20,6 +21,7 @@ from typing import TypeVar
 from labkit.checks import check_flag
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_O = TypeVar("_O")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ def option(
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def options_of(kind: type[_O], given: Mapping[str, Any]) -> _O:
+    """Options of this class, as a function was `given` them among its arguments."""
+    return kind(**{each.name: given[each.name] for each in fields(kind)})  # type: ignore[arg-type]
 
 
 def option_of(each: "Field[Any]") -> Option:

@@ -18,6 +18,8 @@ from labkit.rank_spec import format_ranks
 from labkit.serialization import Pickled
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from labkit.notebook.cluster.engines import LabEngines
     from labkit.notebook.cluster.rank_group import LabRanks
 
@@ -144,6 +146,28 @@ def _check_found(name: str, ranks: Sequence[int], found: Sequence[bool]) -> None
             f"{format_ranks(without)}: no variable {name!r}; a cell that "
             "begins with %%dist sets one"
         )
+
+
+def forecast(
+    cluster: "LabEngines",
+    model: str,
+    x: str | None,
+    optimizer: Any,
+    options: Mapping[str, Any],
+) -> tuple["pd.DataFrame", str]:
+    """What `labkit.estimate.forecast` gives on rank 0, of its variables of these names;
+    NameError where there is none."""
+    names = [model] if x is None else [model, x]
+    [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])
+    if missing:
+        raise NameError(
+            f"neither the notebook nor rank 0 has a variable {missing[0]!r}; make it "
+            "in a cell, without a magic or with %%dist"
+        )
+    place, given = f"{_TRANSFER}:forecast_variable", (model, x, optimizer, options)
+    [payload] = cluster.call(place, *given, ranks=[0], timeout_s=None)
+    found: tuple[pd.DataFrame, str] = serialization.loads(payload)
+    return found
 
 
 def _is_sharded(group: "LabRanks", name: str, ranks: Sequence[int]) -> bool:
