@@ -165,6 +165,9 @@ class Cluster(LabEngines):
     chose. A watchdog process ends the engines when this process is gone in any way.
     """
 
+    _starter: LocalEngines | RemoteEngines
+    _controller: EngineProcess | None = None
+
     def __init__(
         self,
         placements: Sequence[Placement],
@@ -174,7 +177,6 @@ class Cluster(LabEngines):
         on_progress: Callable[[str], None],
     ) -> None:
         """`hosts` are those that the ranks are on, unless it is this one."""
-        num_ranks = len(placements)
         self._address = hosts.own_address if hosts else "127.0.0.1"
         compat.GATE.check()
         absolute(".")  # without one ipyparallel would end this process
@@ -193,13 +195,12 @@ class Cluster(LabEngines):
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        self._starter: LocalEngines | RemoteEngines
         self._cluster = ipyparallel.Cluster(
-            n=num_ranks,
+            n=len(placements),
             profile_dir=str(self.folder),
             cluster_file="",
             controller_ip=self._address,
-            controller_args=[*_CONTROLLER_ARGS, heartbeat_period(num_ranks)],
+            controller_args=[*_CONTROLLER_ARGS, heartbeat_period(len(placements))],
             engine_launcher_class=compat.launcher_of_engines(self.host.fork),
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
@@ -207,21 +208,18 @@ class Cluster(LabEngines):
         self._store_numbers = itertools.count(1)
         self._store = self.new_store()
         self._starts_engines = threading.Lock()
-        self._controller: EngineProcess | None = None
+        own = {**self.host.environment, **safe_path()}
         try:
             if hosts is None:
-                own = {**self.host.environment, **safe_path()}
-                if HOST_VARIABLE in os.environ:  # on a rank of another lab
-                    own[HOST_VARIABLE] = ""
-                self._starter = LocalEngines(self.host, own)
+                # Not that of another lab, where this process is a rank of one.
+                other = {HOST_VARIABLE: ""} if HOST_VARIABLE in os.environ else {}
+                self._starter = LocalEngines(self.host, own | other)
             else:
                 self._starter = RemoteEngines(hosts, placements, environment, self)
             on_progress("starting the controller")
-            self._cluster.start_controller_sync(
-                environment={**self.host.environment, **safe_path()}
-            )
+            self._cluster.start_controller_sync(environment=own)
             self._controller = watched(self.host, self._cluster.controller)
-            self.start_engines(range(num_ranks), on_progress=on_progress)
+            self.start_engines(range(len(placements)), on_progress=on_progress)
         except BaseException as error:
             is_port_taken = self._is_port_taken()
             self.stop()
