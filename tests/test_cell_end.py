@@ -119,7 +119,7 @@ dist.barrier()
         lab.train("ddp", SHARDED + fail, live=False)
     # The run is over for what it has prepared: hooks are gone, steps are plain.
     lab.run(
-        "from labkit.rank.training.session import take_plain_step\n"
+        "from labkit.rank.steps.former_runs import take_plain_step\n"
         "hooks = len(net._forward_pre_hooks)\n"
         "is_plain = optimizer.take_step is take_plain_step"
     )

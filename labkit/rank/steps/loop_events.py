@@ -4,11 +4,14 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import ClassVar
 
 import torch
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import Overflows
+from labkit.compat.torch import Unscale
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.dealing import Share
 from labkit.rank.data.dealing import Stream
@@ -77,6 +80,7 @@ class LoopEvents:
         hooks.on_backward_ends = self._end_backward
         hooks.on_step_begins = self._begin_step
         hooks.on_step = self._end_step
+        hooks.unscale = self._unscale
 
     # ---- of a loader of `prepare` ----
 
@@ -193,6 +197,12 @@ class LoopEvents:
             see(self._records.num_steps)
         if self._data.is_own:
             self._between_steps()
+
+    def _unscale(self, optimizer: Any, take: Unscale) -> Overflows:
+        for each in self._optimizers:
+            if optimizer is each or optimizer is each.prepared.optimizer:
+                return each.prepared.unscale(take)
+        return take(optimizer)
 
     def _between_steps(self, loader: RankLoader | None = None) -> None:
         """Between two steps, where every rank can stop."""

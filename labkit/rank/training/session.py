@@ -4,9 +4,7 @@ import _thread
 import contextlib
 import functools
 import math
-import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Iterator
@@ -27,8 +25,6 @@ from labkit.checks import UnsupportedLoopError
 from labkit.checks import check_count
 from labkit.checks import check_flag
 from labkit.checks import check_step
-from labkit.compat.torch import Overflows
-from labkit.compat.torch import Unscale
 from labkit.compat.torch import no_dispatch
 from labkit.rank.data.dealing import Dealer
 from labkit.rank.data.dealing import GlobalBatches
@@ -50,7 +46,6 @@ from labkit.rank.loop.early_stop import StopRule
 from labkit.rank.loop.early_stop import number_of
 from labkit.rank.loop.early_stop import rule_of_fit
 from labkit.rank.loop.loop_checks import LoopChecks
-from labkit.rank.loop.loop_checks import of_former_runs
 from labkit.rank.loop.run_records import RESERVED
 from labkit.rank.loop.run_records import RunRecords
 from labkit.rank.loop.step_data import StepData
@@ -61,6 +56,7 @@ from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.oom_report import Forecastable
 from labkit.rank.measuring.oom_report import bare_copy
 from labkit.rank.measuring.oom_report import plain_copy
+from labkit.rank.steps.former_runs import leave_run
 from labkit.rank.steps.loop_events import LoopEvents
 from labkit.rank.steps.observers import Observer
 from labkit.rank.steps.observers import ReplicaObserver
@@ -98,7 +94,6 @@ from labkit.strategies.options import keep_stand_ins_out
 from labkit.strategies.options import watch_plain_batchnorm
 from labkit.strategies.parallelize import change_layers
 from labkit.strategies.parallelize import parallelize
-from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
 
@@ -159,7 +154,6 @@ class Session:
             note=self.note if rank == 0 else lambda text: None,
         )
         hooks = self._loss_hooks = LossHooks()
-        hooks.unscale = self._unscale
         sampler = StepSampler(
             self.prepared,
             device,
@@ -283,13 +277,7 @@ class Session:
         """From now on their steps are plain ones, and no part of this run."""
         self._events.end()
         for optimizer in self._optimizers:
-            optimizer.take_step = take_plain_step
-            optimizer.prepared.course.end()
-            optimizer.prepared.is_over = True
-            optimizer.num_ranks = 1  # there are no others to compare with
-            of_former_runs.add(optimizer.prepared.optimizer)
-            if self.strategy.has_own_gradients:
-                optimizer.prepared.optimizer.register_step_pre_hook(refuse_own_step)
+            leave_run(optimizer)
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
@@ -873,65 +861,6 @@ class Session:
             return loss
         weight = self._loss_hooks.weight / num_ranks
         return self.peers.all_reduce(weight * torch.as_tensor(loss).detach())
-
-    def _unscale(self, optimizer: Any, take: Unscale) -> Overflows:
-        for each in self._optimizers:
-            if optimizer is each or optimizer is each.prepared.optimizer:
-                return each.prepared.unscale(take)
-        return take(optimizer)
-
-
-IN_FP32 = (
-    "labkit: this optimizer was prepared in a run that is over, and so is its "
-    "--precision bf16: the model computes in fp32 from now on. To train on in bf16, "
-    "prepare model and optimizer again in a %%dist_train cell, or call the model "
-    "within torch.autocast(device.type, torch.bfloat16)"
-)
-
-
-def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:
-    """After the run, in which steps are counted, losses weighted and scaled."""
-    prepared = optimizer.prepared
-    if prepared.options.accumulate > 1 or prepared.options.precision == "fp16":
-        raise UnsupportedLoopError(
-            "this optimizer was prepared in a run that is over, so --accumulate and "
-            "the loss scaling of --precision fp16 no longer work; prepare model and "
-            "optimizer again in a %%dist_train cell"
-        )
-    if (prepared.options.average_every or 1) > 1:
-        raise UnsupportedLoopError(
-            "this optimizer was prepared in a run that is over, so no mean over the "
-            "ranks is taken any longer, as --average-every says; prepare model and "
-            "optimizer again in a %%dist_train cell"
-        )
-    prepared.check_layout()
-    if prepared.in_autocast:
-        prepared.in_autocast = False  # it is said once
-        if prepared.peers.rank == 0:
-            print(IN_FP32, file=sys.stderr)
-    inner = prepared.optimizer
-    _stepping.add(inner)
-    try:
-        prepared.step(closure)
-    finally:
-        _stepping.discard(inner)
-
-
-_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Of former runs, in the step of what `prepare` has returned."""
-
-
-def refuse_own_step(optimizer: torch.optim.Optimizer, *called: Any) -> None:
-    """UnsupportedLoopError where a cell after the run steps the optimizer that it gave
-    to `prepare` or `fit`, in which there are no gradients."""
-    if optimizer not in _stepping:
-        kind = type(optimizer).__name__
-        raise UnsupportedLoopError(
-            f"this {kind} was given to prepare or fit in a run that is over, and has "
-            "partitions without gradients in place of the model's parameters, so its "
-            "step changes nothing. Call step() on the optimizer that prepare returned, "
-            "or make a new one and prepare it with the model in a %%dist_train cell"
-        )
 
 
 def whole_gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
