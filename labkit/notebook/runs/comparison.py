@@ -43,9 +43,8 @@ _COLUMNS = (
 def compare_runs(runs: Sequence[Run]) -> pd.DataFrame:
     """One row a run: strategy, ranks, state, steps, last loss, steps/s, memory in bytes
     of the rank that has most, and bytes and seconds of collectives in a step."""
-    if not runs:
-        return pd.DataFrame(columns=[*_COLUMNS]).set_index("run")
-    return pd.DataFrame([_row(run) for run in runs]).set_index("run")
+    rows = [_row(run) for run in runs]
+    return pd.DataFrame(rows, columns=[*_COLUMNS]).set_index("run")
 
 
 def _row(run: Run) -> dict[str, Any]:
