@@ -131,7 +131,12 @@ class Tuner:
         self._optuna = storage.open_study(options, facts)
         name = self._optuna.study_name
         self.study = Study(self._optuna, storage.studies_folder() / name)
-        self._num_trials = num_trials(options, self._ranges)
+        self._num_trials = options.trials
+        if options.sampler == "grid":
+            size = math.prod(len(each.choices) for each in self._ranges.values())
+            self._num_trials = min(size, options.trials or size)
+        elif options.trials is None and options.seconds is None:
+            self._num_trials = NUM_TRIALS
         self._optuna.stop = self._note_exhausted  # as a grid does; not for our loop
         self._said: set[str] = set()
         self._running = Running()
@@ -430,15 +435,6 @@ class Tuner:
             if is_own and each.number != best:
                 folder = Path(each.user_attrs[CHECKPOINT])
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def num_trials(options: TuneOptions, ranges: Mapping[str, Any]) -> int | None:
-    """How many there are to be; None where the time ends them."""
-    if options.sampler == "grid":
-        size = math.prod(len(each.choices) for each in ranges.values())
-        return min(size, options.trials or size)
-    is_unlimited = options.trials is None and options.seconds is None
-    return NUM_TRIALS if is_unlimited else options.trials
 
 
 def running(trials: Sequence[Any]) -> list[Any]:
