@@ -248,7 +248,8 @@ class CellRunner:
             session.has_failed = error is not None
         if error is not None:
             self._publish("failing", self._status(error))
-            memory = self._memory_held(error, session)
+            prepared = [] if session is None else session.prepared()
+            memory = memory_held(error, prepared, self.group.device, self.shell.user_ns)
         # 3. Take back what the cell was given, and free what its exception holds.
         error = self._take_down(error, emitter)
         self._interrupts.end()
@@ -278,11 +279,6 @@ class CellRunner:
         except (Exception, KeyboardInterrupt) as problem:
             return problem
         return None
-
-    def _memory_held(self, error: BaseException, session: Session | None) -> str:
-        """After an out-of-memory error: what held the memory."""
-        prepared = session.prepared() if session is not None else []
-        return memory_held(error, prepared, self.group.device, self.shell.user_ns)
 
     def _take_down(
         self, error: BaseException | None, emitter: Emitter | None
