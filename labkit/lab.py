@@ -112,6 +112,10 @@ class Lab:
     ...     lab.run("print(rank, lr)")
     """
 
+    _hosts: "Hosts | None" = None
+    _keeper: "Attachment | None" = None
+    _ranks: "LabRanks | None" = None
+
     def __init__(
         self,
         num_ranks: int | None = None,
@@ -132,8 +136,6 @@ class Lab:
         # A test holds the keywords and StartOptions together.
         options = options_of(StartOptions, locals())
         self._options, self.launcher = options, options.started_by
-        self._hosts: Hosts | None = None
-        self._keeper: Attachment | None = None
         try:
             with interrupts.held():
                 if keep is None:
@@ -183,7 +185,6 @@ class Lab:
         from labkit.notebook.keeper.attachment import attach
 
         lab = cls.__new__(cls)
-        lab._hosts = lab._keeper = None
         try:
             with interrupts.held():
                 keeper = lab._keeper = attach(name)
@@ -218,7 +219,6 @@ class Lab:
         self.runs: list[Run] = []
         """Training runs, newest last."""
         self._past = Past()
-        self._ranks: LabRanks | None = None
         _labs.add(self)
 
         def on_stage(text: str) -> None:
@@ -453,9 +453,7 @@ class Lab:
             technique, options, device=self.device, world_size=len(group.everyone)
         )
         plan = plan_checkpoints(options)
-        if not callable(code_or_function) and not isinstance(
-            code_or_function, ScriptSpec
-        ):
+        if not (callable(code_or_function) or isinstance(code_or_function, ScriptSpec)):
             check_code(code_or_function)
         # In a terminal a line that is rewritten would fight with the next prompt.
         is_shown = is_notebook() or not options.background

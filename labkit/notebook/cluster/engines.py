@@ -259,9 +259,8 @@ class Cluster(LabEngines):
     def start_engines(
         self, ranks: Sequence[int], *, on_progress: Callable[[str], None]
     ) -> None:
-        with (
-            self._starts_engines
-        ):  # the new ones are known as those that were not there
+        # The new ones are known as those that were not there.
+        with self._starts_engines:
             self._start_engines(ranks, on_progress)
 
     def _start_engines(

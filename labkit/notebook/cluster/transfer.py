@@ -18,8 +18,6 @@ from labkit.rank_spec import format_ranks
 from labkit.serialization import Pickled
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from labkit.notebook.cluster.engines import LabEngines
     from labkit.notebook.cluster.rank_group import LabRanks
 
@@ -148,15 +146,9 @@ def _check_found(name: str, ranks: Sequence[int], found: Sequence[bool]) -> None
         )
 
 
-def forecast(
-    cluster: "LabEngines",
-    model: str,
-    x: str | None,
-    optimizer: Any,
-    options: Mapping[str, Any],
-) -> tuple["pd.DataFrame", str]:
-    """What `labkit.estimate.forecast` gives on rank 0, of its variables of these names;
-    NameError where there is none."""
+def forecast(cluster: "LabEngines", model: str, x: str | None, *given: Any) -> Any:
+    """What `labkit.estimate.forecast` gives on rank 0, of its variables of these names,
+    `given` an optimizer and options. NameError where it has none of such a name."""
     names = [model] if x is None else [model, x]
     [missing] = cluster.call(f"{_TRANSFER}:missing", names, ranks=[0])
     if missing:
@@ -164,10 +156,9 @@ def forecast(
             f"neither the notebook nor rank 0 has a variable {missing[0]!r}; make it "
             "in a cell, without a magic or with %%dist"
         )
-    place, given = f"{_TRANSFER}:forecast_variable", (model, x, optimizer, options)
-    [payload] = cluster.call(place, *given, ranks=[0], timeout_s=None)
-    found: tuple[pd.DataFrame, str] = serialization.loads(payload)
-    return found
+    place = f"{_TRANSFER}:forecast_variable"
+    [payload] = cluster.call(place, model, x, *given, ranks=[0], timeout_s=None)
+    return serialization.loads(payload)
 
 
 def _is_sharded(group: "LabRanks", name: str, ranks: Sequence[int]) -> bool:
