@@ -909,11 +909,12 @@ class Lab:
                 )
             with self._working() as cluster:
                 found = transfer.forecast(cluster, model, x, optimizer, options)
+            table, sentence = found
         else:
             from labkit.estimate import forecast
 
-            found = forecast(model, x, optimizer=optimizer, **options)
-        return Forecast(*found, device_bytes)
+            table, sentence = forecast(model, x, optimizer=optimizer, **options)
+        return Forecast(table, sentence, device_bytes)
 
     def status(self) -> "pd.DataFrame":
         """Ask every rank for its status, also while a cell runs.
