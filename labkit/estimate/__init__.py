@@ -123,28 +123,10 @@ def estimate(
     """
     import pandas as pd
 
-    check(
-        model,
-        x,
-        world_sizes,
-        batch_size,
-        accumulate,
-        precision,
-        activation_checkpointing,
-        optimizer,
-        device,
-        device_bytes,
-    )
-    plan = Plan(
-        model,
-        None if x is None else inputs_of(model, x),
-        loss_fn or cross_entropy,
-        optimizer,
-        accumulate,
-        precision,
-        activation_checkpointing,
-        device,
-    )
+    step = accumulate, precision, activation_checkpointing
+    check(model, x, world_sizes, batch_size, *step, optimizer, device, device_bytes)
+    inputs = None if x is None else inputs_of(model, x)
+    plan = Plan(model, inputs, loss_fn or cross_entropy, optimizer, *step, device)
     rows: dict[tuple[int, str], dict[str, float]] = {}
     left_out: dict[tuple[int, str], str] = {}
     for row in itertools.chain.from_iterable(map(rows_of, world_sizes)):

@@ -28,17 +28,8 @@ from labkit.notebook.runs.run import Run
 from labkit.strategies import STRATEGIES
 
 _COLUMNS = (
-    "run",
-    "when",
-    "strategy",
-    "ranks",
-    "state",
-    "steps",
-    "last_loss",
-    "steps_per_s",
-    "seconds",
-    "total_peak",
-    "folder",
+    *("run", "when", "strategy", "ranks", "state", "steps", "last_loss"),
+    *("steps_per_s", "seconds", "total_peak", "folder"),
 )
 _MANY = 20
 """So many names are listed where one is not found."""

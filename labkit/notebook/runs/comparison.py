@@ -25,18 +25,8 @@ from labkit.records import shorten
 WIDE = 10
 """So many times as many bytes are seen on a log scale."""
 _COLUMNS = (
-    "run",
-    "strategy",
-    "ranks",
-    "state",
-    "steps",
-    "last_loss",
-    "steps_per_s",
-    "seconds",
-    *COMPONENTS,
-    "wire_bytes",
-    "wire_bytes_theory",
-    "comm_seconds",
+    *("run", "strategy", "ranks", "state", "steps", "last_loss", "steps_per_s"),
+    *("seconds", *COMPONENTS, "wire_bytes", "wire_bytes_theory", "comm_seconds"),
 )
 
 
