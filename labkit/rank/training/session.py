@@ -866,7 +866,7 @@ class Session:
 def whole_gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Those that a former run has left in parts, as a first step would add to them.
     Collective."""
-    found = []
+    found: list[tuple[nn.Parameter, torch.Tensor]] = []
     for parameter in model.parameters():
         owner = owner_of(parameter)
         if not isinstance(owner, Prepared) or not owner.strategy.has_own_gradients:
