@@ -139,7 +139,7 @@ class Forecast:
                 if peak > top:
                     panel.text(place, top, f"{peak:.3g}", ha="center", fontsize=7)
             if is_limit_seen:  # far above the bars it would flatten them
-                panel.axhline(limit, color="#333333", ls="--", lw=1.2, label="device")
+                panel.axhline(limit, color="#333333", ls="--", lw=1.2, label="a device has")
             labels = [
                 name.replace("_", "\n").replace(" --mesh ", "\n") for name in here.index
             ]
@@ -149,6 +149,6 @@ class Forecast:
             noun = "rank" if world_size == 1 else "ranks"
             panel.set_title(f"{world_size} {noun}", fontsize=10, pad=12)
             panel.spines[["top", "right"]].set_visible(False)
-        panels[0].set_ylabel(f"memory of a rank ({name})", fontsize=9)
+        panels[0].set_ylabel(f"predicted memory of a rank ({name})", fontsize=9)
         put_legend_beside(panels[-1])
         return figure
