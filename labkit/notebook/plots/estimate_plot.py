@@ -139,7 +139,9 @@ class Forecast:
                 if peak > top:
                     panel.text(place, top, f"{peak:.3g}", ha="center", fontsize=7)
             if is_limit_seen:  # far above the bars it would flatten them
-                panel.axhline(limit, color="#333333", ls="--", lw=1.2, label="a device has")
+                panel.axhline(
+                    limit, color="#333333", ls="--", lw=1.2, label="a device has"
+                )
             labels = [
                 name.replace("_", "\n").replace(" --mesh ", "\n") for name in here.index
             ]
