@@ -482,6 +482,7 @@ class Relay:
         """Run a layer where one stage alone is run, or none."""
         stage, count = self.stages.stage_of[number], self._calls[number]
         crossing = self._crossings.get(stage, [])
+        places = [p for n, c, p in crossing if (n, c) == (number, count)]
         if self._stage == DRY:
             for place, leaf in enumerate(leaves):
                 former = leaf.stage if isinstance(leaf, Elsewhere) else stage
@@ -490,11 +491,10 @@ class Relay:
                 self._is_chain &= former == stage - 1
                 self._crossings.setdefault(stage, []).append((number, count, place))
         elif stage == self._stage:
-            for place in [p for n, c, p in crossing if (n, c) == (number, count)]:
+            for place in places:
                 leaves[place] = Received.apply(self._received.pop(0))
             self._check_way(number, leaves, but=[])
         elif stage - 1 == self._stage:
-            places = [p for n, c, p in crossing if (n, c) == (number, count)]
             self._check_way(number, leaves, but=places)
             self._sent += [plain(leaves[place]) for place in places]
             if len(self._sent) == len(crossing):
@@ -610,12 +610,12 @@ class Relay:
         leaves, spec = flatten((args, kwargs))
         given = leaves = [self._as_computed(current(leaf)) for leaf in leaves]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
+        name = self.stages.names[number]
         count = self._calls[number] = self._calls.get(number, 0) + 1
         if self._stage is not None:
             run = self._layer_of_stage(number, call, [*leaves], spec)
         else:
             key = (number, count, *self._mode())
-            name = self.stages.names[number]
             known = self._agreements.find(key, leaves, owner=owner, name=name)
             leaves = [*leaves]
             self._pass_on(known, leaves, owner)
@@ -624,7 +624,6 @@ class Relay:
         found, places, rewritten = run
         for place, now in rewritten.items():
             if sum(each is given[place] for each in given) > 1:
-                name = self.stages.names[number]
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
             self._replace(given[place], now, self.stages.stage_of[number])
         if not places:
@@ -691,6 +690,7 @@ class Relay:
         """What a layer returns and, after that, those of its leaves that it has written
         to."""
         args, kwargs = unflatten(leaves, spec)
+        name = self.stages.names[number]
         inputs = {n: Substitute(x, x) for n, x in enumerate(leaves) if is_tensor(x)}
         # To see every operator takes its time, so the first time alone.
         key = number, *self._mode()
@@ -699,7 +699,7 @@ class Relay:
         given = Given(args, kwargs) if may_hold(args, kwargs) else None
         if is_first:
             others = set(ranks_of(self.group)) - {dist.get_rank()}
-            watch.enter_context(self.watch_layer(self.stages.names[number]))
+            watch.enter_context(self.watch_layer(name))
             watch.enter_context(NoCollectives(others, COLLECTIVE))
         self._in_layer = True
         try:
@@ -711,12 +711,11 @@ class Relay:
         places: Places = []
         if given is not None:
             if given.has_changed(found):
-                name = self.stages.names[number]
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
             places = given.returned_in(found)
         output, out_spec = flatten(found)
         for each in inputs.values():
-            each.check(self.stages.names[number], takes_hooks=False)
+            each.check(name, takes_hooks=False)
         written = [place for place, each in inputs.items() if each.is_written]
         output += [leaves[place] for place in written]
         return output, (out_spec, places, written)
