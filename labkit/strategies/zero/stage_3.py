@@ -113,8 +113,9 @@ class ZeRO3(ZeRO):
         writes = Writes(refuse(self.name))
         offload.pre_sub_module_forward_function = partial(
             begin_watched,
-            *(self.route, numbers),
-            *(writes, torch.compiler.disable(writes.begin), names),
+            *(self.route, numbers, writes),
+            torch.compiler.disable(writes.begin),
+            names,
             offload.pre_sub_module_forward_function,
         )
         offload.post_sub_module_forward_function = partial(
