@@ -1,3 +1,4 @@
+import traceback
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.execution.errors import Interrupted
 from labkit.notebook.execution.errors import first_failure
 from labkit.notebook.execution.errors import is_same_failure
+from labkit.rank.telemetry.exceptions import SHOWN_FRAMES
+from labkit.rank.telemetry.exceptions import shortened
 from labkit.records import Outcome
 from labkit.records import shorten
 
@@ -228,3 +231,21 @@ def test_a_timeout_says_how_long_and_where_every_rank_stood() -> None:
         "rank 1: finished",
     ]
     assert timeout._render_traceback_() == [f"CellTimeoutError: {timeout}"]
+
+
+def test_a_traceback_through_code_without_a_hash_is_shortened() -> None:
+    # As of the functions that torch.compile makes, whose constants may be dicts.
+    def descend(depth: int) -> None:
+        if not depth:
+            raise ValueError("at the bottom")
+        descend(depth - 1)
+
+    constants = (*descend.__code__.co_consts, {"a": 1})
+    descend.__code__ = descend.__code__.replace(co_consts=constants)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(descend.__code__)
+    with pytest.raises(ValueError, match="at the bottom") as found:
+        descend(3 * SHOWN_FRAMES)
+    frames = shortened(found.value.__traceback__)
+    assert frames is not None
+    assert len(list(traceback.walk_tb(frames))) <= 2 * SHOWN_FRAMES

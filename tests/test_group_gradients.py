@@ -22,6 +22,16 @@ READS = [
     "clip_grad_norm_(max_norm=1.0, parameters=opt.param_groups[0]['params'])",
     "g = opt.param_groups[0]\nclip_grad_norm_(list(g['params']), 1.0)",
 ]
+READS += [
+    "clip_grad_norm_(chain(*[g['params'] for g in opt.param_groups]), 1.0)",
+    "clip_grad_norm_(itertools.chain.from_iterable(\n"
+    "    g['params'] for g in opt.param_groups), 1.0)",
+    "every = sum([g['params'] for g in opt.param_groups], [])\n"
+    "clip_grad_norm_(every, 1.0)",
+    "for i, g in enumerate(opt.param_groups):\n"
+    "    for p, scale in zip(g['params'], scales[i]):\n"
+    "        p.grad.mul_(scale)",
+]
 IN_A_CLASS = "class Trainer:\n"
 READS += [
     f"{IN_A_CLASS}    @staticmethod\n"
@@ -128,6 +138,29 @@ USES_NONE = [
     "m, opt, loader = prepare(m, opt, data)",
     "print('lr' in opt.param_groups[0])",
 ]
+
+
+LOOKAHEAD = """class Lookahead(torch.optim.Optimizer):
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.slow = [[p.clone() for p in g["params"]] for g in self.param_groups]
+    def step(self):
+        self.optimizer.step()
+        for g, slow in zip(self.param_groups, self.slow):
+            for p, q in zip(g["params"], slow):
+                q.data.add_(0.5 * (p.data - q.data))
+                p.data.copy_(q.data)
+"""
+
+
+def test_a_class_around_an_optimizer_has_its_groups() -> None:
+    prepare = "model, opt, loader = prepare(model, opt, data)\n"
+    made = "opt = Lookahead(opt)\n"
+    assert "self.slow = " in str(group_value_use(LOOKAHEAD + prepare + made))
+    assert group_value_use(LOOKAHEAD + made + prepare) is None
+    own = LOOKAHEAD.replace("optimizer.param_groups", "[dict(params=params)]")
+    assert group_value_use(own + prepare + made) is None
 
 
 @pytest.mark.parametrize("code", USES)

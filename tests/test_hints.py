@@ -76,3 +76,13 @@ def test_what_dtensors_cannot_do_is_explained() -> None:
     add_hint(error, CPU, is_prepared=True)
     [hint] = notes_of(error)
     assert "p.full_tensor()" in hint
+
+
+def test_products_of_two_dtypes_are_explained() -> None:
+    # As of a buffer, which torch's `orthogonal` has, with weights in bf16.
+    one, other = torch.ones(2, 2), torch.ones(2, 2).bfloat16()
+    for left, right in ((one, other), (other, one)):
+        with pytest.raises(RuntimeError) as found:
+            left @ right
+        add_hint(found.value, CPU, is_prepared=True)
+        assert "buffers" in "".join(notes_of(found.value))

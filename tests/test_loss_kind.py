@@ -11,15 +11,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.rank.loss.kind import BALANCE
+from labkit.rank.loss.kind import BY_COUNTS
 from labkit.rank.loss.kind import CONSTANT
 from labkit.rank.loss.kind import CURVED_MEAN
 from labkit.rank.loss.kind import MEAN_IN_SUM
 from labkit.rank.loss.kind import NORMALIZED
 from labkit.rank.loss.kind import PAIRS
 from labkit.rank.loss.kind import PARTLY_SUM
+from labkit.rank.loss.kind import PENALTY_IN_SUM
 from labkit.rank.loss.kind import SUM
 from labkit.rank.loss.kind import SUM_OUTSIDE
 from labkit.rank.loss.kind import UNEVEN
+from labkit.rank.loss.kind import WEIGHTED
 from labkit.rank.loss.kind import LossWatch
 
 X = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
@@ -29,6 +32,9 @@ PARTLY = torch.tensor([0, -100, 3, 2])
 WEIGHTS = torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0])
 MASK = torch.tensor([True, False, True, True])
 ADVANTAGES = (X[:, 0] - X[:, 0].mean()) / (X[:, 0].std() + 1e-8)
+SHARES = torch.tensor([0.1, 0.2, 0.3, 0.4])
+LABELS = torch.tensor([1.0, 0.0, 0.0, 0.0])
+HITS = (T > 0.3).float()
 SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
 Loss = Callable[[Tensor], Tensor]
 
@@ -350,6 +356,22 @@ NOTED: dict[str, tuple[Loss, str]] = {
         CURVED_MEAN,
     ),
     "advantages": (lambda x: -(x[:, 0] * ADVANTAGES).mean(), NORMALIZED),
+    "weights with a sum of 1": (
+        lambda x: (x.square().mean(1) * SHARES).sum(),
+        WEIGHTED,
+    ),
+    "a pos_weight of the batch": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            x[:, 0], LABELS, pos_weight=(1 - LABELS).sum() / LABELS.sum()
+        ),
+        BY_COUNTS,
+    ),
+    "a pos_weight of the batch for each class": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            x, HITS, pos_weight=(1 - HITS).sum(0) / HITS.sum(0)
+        ),
+        BY_COUNTS,
+    ),
     "pairs": (lambda x: paired(x @ (x * T).T), PAIRS),
     "pairs by einsum": (lambda x: paired(torch.einsum("id,jd->ij", x, x * T)), PAIRS),
     "pairs, both ways": (clip, PAIRS),
@@ -392,6 +414,16 @@ def test_what_is_noted(name: str) -> None:
     make, expected = NOTED[name]
     assert noted(make) == expected
     assert "one process" in expected
+
+
+def test_weights_with_a_mean_of_1_are_noted_once_they_have_it_again() -> None:
+    watch = LossWatch()
+    x = X.clone().requires_grad_()
+    same = 4 * SHARES.flip(0)
+    for at, weights in enumerate((4 * SHARES, SHARES + 1, 4 * SHARES, same), start=1):
+        assert watch.look((x.square().mean(1) * weights).mean(), 4, at) is None
+    other = (2 * SHARES + 0.5) * x.square().mean(1)
+    assert watch.look(other.mean(), 4, 5) == WEIGHTED
 
 
 BALANCED: dict[str, Loss] = {
@@ -452,7 +484,10 @@ OF_SUMS: dict[str, tuple[Loss, str | None]] = {
     "one a sample": (lambda x: added(of_each(x)), None),
     "mean times its number": (lambda x: F.mse_loss(x, T) * len(x), None),
     "divided by a number that is not": (lambda x: x.square().sum() / 17, None),
-    "penalty": (lambda x: x.square().sum() + P.square().mean(), None),
+    "penalty": (lambda x: x.square().sum() + P.square().mean(), PENALTY_IN_SUM),
+    "norm of weights": (lambda x: x.square().sum() + P.norm(), PENALTY_IN_SUM),
+    "penalty alone": (lambda x: P.square().sum() + Q.square().sum(), PENALTY_IN_SUM),
+    "of a layer": (lambda x: (x @ torch.ones(5, 7) @ P).square().sum(), None),
 }
 
 
@@ -461,6 +496,15 @@ def test_a_mean_among_losses_that_are_added_up_is_noted(name: str) -> None:
     make, expected = OF_SUMS[name]
     loss = make(X.clone().requires_grad_())
     assert LossWatch(is_sum=True).look(loss, 4, 1) == expected
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_penalty_beside_the_sum_of_few_samples_is_noted(number: int) -> None:
+    x = X[:number].clone().requires_grad_()
+    watch = LossWatch(is_sum=True)
+    assert watch.look(x.square().sum(), number, 1) is None
+    loss = x.square().sum() + P.square().sum()
+    assert watch.look(loss, number, 2) == PENALTY_IN_SUM
 
 
 def test_means_over_the_samples_left_at_each_of_as_many_steps_are_no_sum() -> None:

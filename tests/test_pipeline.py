@@ -849,6 +849,14 @@ def test_parts_of_a_batch_are_not_judged_as_its_loss(lab: Lab) -> None:
     assert train(lab, "pipeline", code, accumulate=2, microbatches=2).notes == []
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_layers_may_be_compiled_by_the_user(lab: Lab) -> None:
+    """What ranks send each other there is not for the compiler."""
+    compiled = "for block in model.blocks:\n    block.compile(backend='eager')\n"
+    assert_equals_single(lab, NET + compiled + LOOP_NET)
+
+
 def test_a_checkpoint_in_forward_is_refused(lab: Lab) -> None:
     """By all ranks at the same layer, so that none waits for another."""
     code = NET.replace(

@@ -275,6 +275,13 @@ def local_part(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_in_parts(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor of a mesh that divides the data, too."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return tensor.device_mesh.mesh_dim_names != ("tp",)
+
+
 def quiet_redistribution() -> None:
     """Have torch not warn that shards along two axes are gathered one after the other:
     nothing else can be done of shards of split layers."""

@@ -66,11 +66,26 @@ def check_supported(
             "what is inside of that; give prepare the plain model, and compile the one "
             "that it returns or use --compile"
         )
+    if strategy.variant.get("stage") == 3:
+        check_compiled_parts(model, strategy.name)
 
 
 def scalar_parameters(model: nn.Module) -> list[str]:
     """The names of parameters without a dimension, as CLIP's `logit_scale` is."""
     return [name for name, p in model.named_parameters() if not p.dim()]
+
+
+def check_compiled_parts(model: nn.Module, strategy: str) -> None:
+    """UnsupportedLoopError for a part in the place of which there is another module:
+    DeepSpeed looks for parameters in each."""
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            written = as_written(f"model.{name}")
+            raise UnsupportedLoopError(
+                f"{name} comes from torch.compile(...), and {strategy} cannot "
+                "partition what is inside of that; compile it in its place, with "
+                f"{written}.compile(), leave that to --compile, or use fsdp or zero2"
+            )
 
 
 def as_written(name: str) -> str:

@@ -52,7 +52,7 @@ def is_refusal(error: RankError) -> bool:
     """Whether labkit itself said what to write instead: in an error of its own, or
     under one of a library's."""
     [first] = [each for each in error.outcomes if each.rank == error.rank]
-    if first.ename == "UnsupportedLoopError":
+    if first.ename in ("UnsupportedLoopError", "UnsupportedMethodError"):
         return True
     hints = *HINTS.values(), *OF_STRATEGIES.values(), NO_GRADIENT
     if any(hint in first.evalue for hint in hints):

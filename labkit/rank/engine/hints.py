@@ -247,6 +247,7 @@ OF_STRATEGIES = {
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
+    r"to have the same dtype, but got: .*(BFloat16|Half)": OTHER_PRECISION,
     r"must have the same dtype, but got (Double|BFloat16|Half) and": OTHER_DTYPE,
     r"Expected out tensor to have dtype \S+, but got": OTHER_DTYPE,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,

@@ -95,9 +95,12 @@ class GroupUse:
     def __init__(self, tree: ast.AST) -> None:
         self._nodes = [*ast.walk(tree)]
         self._parents = parents_in(tree)
+        first = min(prepares(tree), default=0)
         for node in self._nodes:
             if isinstance(node, ast.ClassDef):
                 call_it_self(node)
+                if self._is_made_after(node, first):
+                    call_groups_anothers(node)
         values: dict[str, list[ast.expr]] = defaultdict(list)
         for node in self._nodes:
             if isinstance(node, ast.Assign):
@@ -105,17 +108,16 @@ class GroupUse:
                     if isinstance(target, ast.Name):
                         values[target.id].append(node.value)
         self._loops = [
-            node
+            (target.id, each, node)
             for node in self._nodes
             if isinstance(node, ast.For | ast.comprehension)
+            for target, each in rounds(node.target, node.iter)
+            if isinstance(target, ast.Name)
         ]
+        """Names that go over something, that, and the loop."""
         self._lists: set[str] = set()
         """Names that are never anything but lists of such parameters."""
-        self._groups = {
-            loop.target.id
-            for loop in self._loops
-            if isinstance(loop.target, ast.Name) and is_groups(loop.iter)
-        }
+        self._groups = {name for name, each, _ in self._loops if is_groups(each)}
         for name, given in values.items():
             if all(is_groups(each, is_one=True) for each in given):
                 self._groups.add(name)
@@ -130,15 +132,15 @@ class GroupUse:
                 given += [k.value for k in node.keywords if k.arg == "parameters"]
                 if any(map(self._is_list, given)):
                     yield node.lineno
-        for loop in self._loops:
-            if isinstance(loop.target, ast.Name) and self._is_list(loop.iter):
+        for name, each, loop in self._loops:
+            if self._is_list(each):
                 is_for = isinstance(loop, ast.For)
                 inside: Any = loop if is_for else self._parents[id(loop)]
                 for node in ast.walk(inside):
                     if (
                         isinstance(node, ast.Attribute)
                         and isinstance(node.value, ast.Name)
-                        and node.value.id == loop.target.id
+                        and node.value.id == name
                         and reads(node, self._parents)
                     ):
                         yield inside.lineno
@@ -159,13 +161,13 @@ class GroupUse:
                 for operator, right in zip(node.ops, node.comparators, strict=True)
             ):
                 yield from self._once_prepared(node)
-        for loop in self._loops:
-            if isinstance(loop.target, ast.Name) and self._is_list(loop.iter):
+        for name, each, loop in self._loops:
+            if self._is_list(each):
                 inside: Any = loop
                 if isinstance(loop, ast.comprehension):
                     inside = self._parents[id(loop)]
                 for node in ast.walk(inside):
-                    is_it = isinstance(node, ast.Name) and node.id == loop.target.id
+                    is_it = isinstance(node, ast.Name) and node.id == name
                     if is_it and self._takes_value(node):
                         yield from self._once_prepared(node)
 
@@ -216,12 +218,30 @@ class GroupUse:
         if not (is_first and all(makes_its_own(each, node.lineno) for each in loops)):
             yield node.lineno
 
+    def _is_made_after(self, node: ast.ClassDef, line: int) -> bool:
+        """Whether all objects of a class are, if there are any."""
+        made = [
+            each.lineno
+            for each in self._nodes
+            if isinstance(each, ast.Call) and getattr(each.func, "id", "") == node.name
+        ]
+        return bool(line and made) and min(made) > line
+
+    def _is_of_lists(self, node: ast.expr) -> bool:
+        """Whether it goes over such lists, each a group's."""
+        if isinstance(node, ast.Starred):
+            return self._is_of_lists(node.value)
+        is_made = isinstance(node, ast.ListComp | ast.GeneratorExp)
+        return is_made and self._is_list(node.elt)
+
     def _is_list(self, node: ast.expr) -> bool:
         """Whether it is a list of parameters from an optimizer's groups."""
         if isinstance(node, ast.Name):
             return node.id in self._lists
         if isinstance(node, ast.Call):  # list(...), filter(..., ...)
-            name = getattr(node.func, "id", "")
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("chain", "from_iterable", "sum"):
+                return any(map(self._is_of_lists, node.args))
             is_same = name in ("list", "tuple", "filter", "set") and node.args
             return bool(is_same) and self._is_list(node.args[-1])
         if isinstance(node, ast.ListComp | ast.GeneratorExp):
@@ -274,6 +294,33 @@ def root_of(node: Any) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return getattr(node, "id", "")
+
+
+def rounds(target: Any, over: ast.expr) -> Iterator[tuple[Any, ast.expr]]:
+    """What a loop, and each place of a `zip` or an `enumerate`, goes over."""
+    yield target, over
+    if not isinstance(target, ast.Tuple) or not isinstance(over, ast.Call):
+        return
+    name = getattr(over.func, "id", "")
+    places = target.elts if name == "zip" else target.elts[1:]
+    if name in ("zip", "enumerate"):
+        for place, each in zip(places, over.args, strict=False):
+            yield from rounds(place, each)
+
+
+def call_groups_anothers(node: ast.ClassDef) -> None:
+    """Rename, in a class that wraps an optimizer and takes its groups for its own, what
+    these groups are of."""
+    inside = [*ast.walk(node)]
+    given = [each for each in inside if isinstance(each, ast.Assign)]
+    is_wrapper = any(
+        is_groups(each.value) and getattr(target, "attr", "") == "param_groups"
+        for each in given
+        for target in each.targets
+    )
+    for each in inside if is_wrapper else ():
+        if isinstance(each, ast.Attribute) and each.attr == "param_groups":
+            each.value = ast.Name("wrapped", ast.Load())
 
 
 def call_it_self(node: ast.ClassDef) -> None:

@@ -117,6 +117,7 @@ class StepData:
         """Have backward passes begin with this rank's part of the whole batch's
         loss."""
         self._hooks.weight = self.weight_outside = dealer.weight_outside
+        self._hooks.weight_in_parts = 1.0 / dealer.accumulate
         self._hooks.is_sum = dealer.is_sum
         if dealer.peers.size * self._accumulate > 1 and is_mean_of_samples:
             self._loss_watch = LossWatch(is_sum=dealer.is_sum)

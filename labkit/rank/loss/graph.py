@@ -261,17 +261,25 @@ class Terms:
                 waiting += node.next_functions
         return found
 
-    def has_normalized(self, near: list[tuple[Any, int]]) -> bool:
-        """Whether samples count by numbers that the loop has normalized over them."""
+    def weights_of_samples(self, near: list[tuple[Any, int]]) -> list[torch.Tensor]:
+        """Numbers of the loop's, one a sample, that these operations multiply by."""
+        found: list[torch.Tensor] = []
         for node, _ in near:
             inputs = [each for each, _ in node.next_functions]
             if None in inputs and kind_of(node) == "Mul":
                 given = saved_value(node, "self" if inputs[0] is None else "other")
                 if isinstance(given, torch.Tensor) and (
-                    given.numel() == self._num_samples and _is_normalized(given)
+                    given.numel() == self._num_samples and given.is_floating_point()
                 ):
-                    return True
-        return False
+                    found.append(given.detach().double())
+        return found
+
+    def weighs_by_counts(self, near: list[tuple[Any, int]]) -> bool:
+        """Whether positive targets count by how many negative ones there are."""
+        return any(
+            kind_of(node) == "BinaryCrossEntropyWithLogits" and _is_by_counts(node)
+            for node, _ in near
+        )
 
     def has_pairs(self, near: list[tuple[Any, int]]) -> bool:
         """Whether each sample is compared with every other one of this rank."""
@@ -637,14 +645,31 @@ def _is_within_samples(node: Any, kind: str) -> bool:
     return kind in ("Mean", "Sum") and _reduction(node, kind) is None
 
 
-def _is_normalized(given: torch.Tensor) -> bool:
+def is_normalized(given: torch.Tensor) -> bool:
     """Whether numbers have mean 0 and standard deviation 1, and are no signs."""
-    if not given.is_floating_point():
-        return False
-    given = given.detach().double()
     if abs(float(given.mean())) > 1e-4 or len(given.abs().unique()) == 1:
         return False
     return any(abs(float(given.std(correction=each)) - 1) < 1e-3 for each in (0, 1))
+
+
+def adds_up_to(given: torch.Tensor, total: int, *, least: int = 2) -> bool:
+    """Whether weights of so many sizes at least do."""
+    is_so = abs(float(given.sum()) / total - 1) < 1e-5 and bool((given >= 0).all())
+    return is_so and len(given.unique()) >= least
+
+
+def _is_by_counts(node: Any) -> bool:
+    weight, targets = (saved_value(node, name) for name in ("pos_weight", "target"))
+    if not isinstance(weight, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return False
+    dims = [0] if weight.numel() > 1 else list(range(targets.dim()))
+    positive = targets.detach().double().sum(dims)
+    negative = prod(targets.shape[dim] for dim in dims) - positive
+    if weight.numel() not in (1, positive.numel()) or not bool((positive > 0).all()):
+        return False
+    ratio = (negative / positive).reshape(-1)
+    is_ratio = torch.allclose(ratio, weight.detach().double().reshape(-1), rtol=1e-4)
+    return is_ratio and bool((ratio != 1).any())
 
 
 def _is_gathered(node: Any, output: int) -> bool:

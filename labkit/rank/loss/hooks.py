@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from labkit.compat.c10d import is_in_parts
 from labkit.compat.torch import Overflows
 from labkit.compat.torch import Unscale
 from labkit.compat.torch import unscaling_by
@@ -43,6 +44,10 @@ class LossHooks:
         self.on_step: Callable[[Loss | None, int], None] = lambda loss, number: None
         self.weight = 1.0
         """What a backward pass is scaled by: see `labkit.rank.data.dealing.Share`."""
+        self.weight_in_parts = 1.0
+        """The same for a loss that all ranks compute together, of parameters that they
+        have in parts, as a penalty on DTensors: it has no part of the batch, and its
+        gradients are of each rank's own part."""
         self.is_sum = False
         """Whether losses are sums over the samples, no means."""
         self.batch = 0
@@ -217,7 +222,8 @@ class LossHooks:
         self.check_gradients_of(inputs, create_graph)
 
     def _scaled(self, seed: torch.Tensor) -> torch.Tensor:
-        return self.scale(seed if self.weight == 1.0 else self.weight * seed)
+        weight = self.weight_in_parts if is_in_parts(seed) else self.weight
+        return self.scale(seed if weight == 1.0 else weight * seed)
 
 
 def num_steps_under_way() -> int:

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from labkit.compat.c10d import is_in_parts
 from labkit.compat.torch import all_gather_with_gradients
 from labkit.compat.torch import no_dispatch
 from labkit.rank.loss.graph import Factor
 from labkit.rank.loss.graph import Term
 from labkit.rank.loss.graph import Terms
+from labkit.rank.loss.graph import adds_up_to
+from labkit.rank.loss.graph import is_normalized
 
 UNEVEN = (
     "the loss is a mean over elements whose number differs between samples or "
@@ -75,6 +78,26 @@ NORMALIZED = (
     "process normalizes them over the whole batch. Normalize them before prepare, over "
     "all samples"
 )
+WEIGHTED = (
+    "samples count by weights that the loop normalizes, to a mean or a sum of 1, over "
+    "the samples of this rank and microbatch, where one process normalizes them over "
+    "the whole batch. Leave them as they are, divide by their sum, as in "
+    "(losses * weights).sum() / weights.sum(), and pass prepare(..., weigh=f), where "
+    "f(batch) returns that sum, for example weigh=lambda batch: batch[2].sum()"
+)
+BY_COUNTS = (
+    "positive targets count by a pos_weight that the loop computes from the targets of "
+    "this rank and microbatch, where one process takes those of the whole batch. "
+    "Compute it before prepare, over all samples, or from counts over all ranks: "
+    "dist.all_reduce(counts, group=loader.group)"
+)
+PENALTY_IN_SUM = (
+    'reduction="sum" adds up the losses of ranks and microbatches, and with them a '
+    "part of the loss that is computed of parameters alone, such as a penalty, which "
+    "one process on the whole batch has once. Divide it by the number of ranks, "
+    "dist.get_world_size(loader.group), and with --accumulate by that of microbatches; "
+    "or use the optimizer's weight_decay"
+)
 PAIRS = (
     "the loss compares each sample with every other one, but each rank and microbatch "
     "has only its own samples to compare, so it differs from the loss of one process "
@@ -113,6 +136,8 @@ class LossWatch:
         and that for each sample."""
         self._weights: dict[int, list[torch.Tensor]] = {}
         """By the place of a loss, what mean probabilities in it were multiplied by."""
+        self._normalized: dict[int, torch.Tensor] = {}
+        """By the place of a loss, weights of its samples with a mean or a sum of 1."""
         self._right: set[int] = set()
         """Places of losses that were as expected, in a batch with more samples."""
 
@@ -142,6 +167,8 @@ class LossWatch:
                 return self._of_sums(SUM, num_samples)
             if loss.numel() != 1:
                 return None
+            if self._is_sum and is_in_parts(loss):
+                return None  # of parameters, and counted once as it is
             try:
                 text = judge(Terms(num_samples), loss.grad_fn, num_samples)
             except (RuntimeError, TypeError, ArithmeticError):
@@ -163,14 +190,19 @@ class LossWatch:
         self, found: Terms, root: Any, num_samples: int | None
     ) -> str | None:
         """MEAN_IN_SUM where losses that are added up have a mean over samples, and
-        not one for each sample, or BALANCE."""
-        if not num_samples or num_samples <= MAX_NUMBER_OF_WEIGHT:
+        not one for each sample, PENALTY_IN_SUM, or BALANCE."""
+        if not num_samples:
+            return None
+        terms = list(found.below(root))
+        if any(found.is_of_data(term.node) is False for term in terms):
+            return PENALTY_IN_SUM
+        if num_samples <= MAX_NUMBER_OF_WEIGHT:
             return None
         if text := self._of_weights(found.weighted(root)):
             return text
         means = [
             term
-            for term in found.below(root)
+            for term in terms
             if term.kind == "mean"
             and term.curve is None
             and not term.factors
@@ -191,9 +223,12 @@ class LossWatch:
                 return PAIRS
             if found.has_curved(terms) or found.has_products(near):
                 return CURVED_MEAN
-            if found.has_normalized(near):
-                return NORMALIZED
+            if found.weighs_by_counts(near):
+                return BY_COUNTS
             weighted = found.weighted(root)
+            others = [each for each in near if each[0] not in weighted]
+            if text := self._of_samples(found.weights_of_samples(others), num_samples):
+                return text
         terms = [term for term in terms if term.curve is None and term.kind != "other"]
         if len(terms) > 1:
             terms = [term for term in terms if found.is_of_data(term.node) is not False]
@@ -220,6 +255,21 @@ class LossWatch:
             )
             return PARTLY_SUM if text in (SUM, CONSTANT) and is_part else text
         return self._of_weights(weighted)
+
+    def _of_samples(self, weights: list[torch.Tensor], num_samples: int) -> str | None:
+        """NORMALIZED or WEIGHTED, by what samples are multiplied by."""
+        if any(map(is_normalized, weights)):
+            return NORMALIZED
+        if any(adds_up_to(each, 1, least=3) for each in weights):
+            return WEIGHTED
+        # Weights of a few sizes, as those of classes, may happen to have a mean of 1.
+        before = self._normalized.pop(self._place, None)
+        for each in weights:
+            if adds_up_to(each, num_samples) or adds_up_to(each, 1):
+                now = self._normalized[self._place] = each.flatten().sort().values
+                if before is not None and not torch.equal(now, before):
+                    return WEIGHTED
+        return None
 
     def _of_weights(self, weighted: dict[Any, torch.Tensor]) -> str | None:
         """BALANCE where means are weighted by other numbers than in the last batch,

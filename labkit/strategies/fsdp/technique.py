@@ -185,14 +185,16 @@ class FSDP(Prepared):
         """See modules that the loop calls by themselves."""
         numbers = {id(group): number for number, group in enumerate(self._groups)}
 
-        written = refuse(self.strategy.name)
+        def refuse_write(part: Any) -> None:
+            refuse(self.strategy.name)(self._names_of_parts[id(part)])
+
         for root, _ in self._roots:
             for group in groups_of(root):
                 parts = Parts(
                     *(root, group, numbers[id(group)]),
                     route=self.route,
                     on_trained=self._note_whole,
-                    on_written=lambda part: written(self._names_of_parts[id(part)]),
+                    on_written=refuse_write,
                 )
                 self._undo.append(parts.end_run)
 
