@@ -195,6 +195,26 @@ def test_log_counts_its_calls_where_there_is_no_optimizer(lab: Lab) -> None:
     assert rows["loss"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_log_within_the_first_of_steps_of_several_passes_counts_no_calls(
+    lab: Lab,
+) -> None:
+    code = (
+        "import itertools\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(24, 2))\n"
+        "model, sgd, loader = prepare(model, sgd, data, batch_size=4)\n"
+        "for number, (x,) in enumerate(loader):\n"
+        "    model(x).mean().backward()\n"
+        "    if number % 3 == 2:\n"
+        "        sgd.step()\n"
+        "    log(number=number)"
+    )
+    history = lab.train("ddp", code, live=False).history
+    numbers = history[(history["rank"] == 0) & history["number"].notna()]
+    assert list(numbers["step"]) == [0, 0, 1, 1, 1, 2]
+
+
 def test_log_before_the_step_counts_the_steps_taken(lab: Lab) -> None:
     run = train(
         lab,

@@ -672,6 +672,8 @@ class Session:
         """
         if step is not None:
             step = check_step(step)
+        elif self._optimizers and self._loss_hooks.num_backwards:
+            step = self._records.num_steps  # 0, within the first step of several passes
         if taken := RESERVED.intersection(metrics):
             raise ValueError(
                 f"log({min(taken)}=...): that column of a run's history is labkit's "
