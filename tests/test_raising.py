@@ -408,6 +408,24 @@ def test_any_exception_ends_the_cell_and_no_more(lab: Lab) -> None:
     assert_the_next_cell_works(lab)
 
 
+def test_an_error_in_a_measured_step_is_shown_without_what_measures_it(
+    lab: Lab,
+) -> None:
+    cell = (
+        "model = torch.nn.Linear(2, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(8, 3))\n"
+        "model, sgd, loader = prepare(model, sgd, data, batch_size=4)\n"
+        "for (x,) in loader:\n"
+        "    model(x)"
+    )
+    with pytest.raises(RankError, match="shapes cannot be multiplied") as caught:
+        lab.train("ddp", cell, live=False)
+    shown = "\n".join(caught.value._render_traceback_())
+    assert "linear.py" in shown
+    assert "labkit/" not in shown
+
+
 @pytest.mark.release
 def test_a_refusal_is_shown_at_the_users_line(lab: Lab) -> None:
     """Without labkit's code that holds the message, which would be there twice."""

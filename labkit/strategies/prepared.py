@@ -123,6 +123,29 @@ class Prepared:
     refuses_writes = False
     """Whether it says itself what a forward pass changes of parameters, which it has
     gathered for that pass."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scales an fp16 loss, so that small gradients do not vanish."""
+    _is_unscaled = False
+    """Whether the gradients are those of the loss as it is."""
+    num_shards = 1
+    """Ranks that share one copy of what this strategy shards."""
+    division: Division | None = None
+    """Of the model along other axes, before this strategy got it."""
+    in_autocast = False
+    """Whether the model computes in `--precision` only as long as the run lasts."""
+    is_reached = False
+    """Whether a backward pass has given gradients to this model since its last
+    step; only of what follows them."""
+    returned: Any = None
+    """By the optimizer's last step, of a class of the loop's own as well."""
+    loss_weight = 1.0
+    """What the loss of the batch at hand is multiplied by, before its backward
+    pass: see `labkit.rank.data.dealing.Share`."""
+    is_over = False
+    """Whether the run is, and other cells may use the model."""
+    _num_steps = _stepped_with = 0
+    is_last = True
+    """Whether the next backward pass is of its step's last microbatch."""
 
     def __init__(
         self,
@@ -148,35 +171,14 @@ class Prepared:
         self.options = options
         self.roles = roles
         self.dtype = DTYPES[options.precision]
-        self.scaler: torch.amp.GradScaler | None = None
-        """Scales an fp16 loss, so that small gradients do not vanish."""
-        self._is_unscaled = False
-        """Whether the gradients are those of the loss as it is."""
-        self.num_shards = 1
-        """Ranks that share one copy of what this strategy shards."""
         self.replica_group = part_of_model(mesh)
         """Ranks of the same group hold replicas of each other."""
-        self.division: Division | None = None
-        """Of the model along other axes, before this strategy got it."""
-        self.in_autocast = False
-        """Whether the model computes in `--precision` only as long as the run lasts."""
-        self.is_reached = False
-        """Whether a backward pass has given gradients to this model since its last
-        step; only of what follows them."""
         self.step_arguments: dict[str, Any] = {}
         """Of the step at hand, which an optimizer of the user's own takes besides."""
-        self.returned: Any = None
-        """By the optimizer's last step, of a class of the loop's own as well."""
         self.steps_to_measure: list[int] = []
         """Steps of the run that send another number of bytes than those before."""
         self.note: Callable[[str], None] = lambda text: None
         """Has a sentence shown under the run."""
-        self.loss_weight = 1.0
-        """What the loss of the batch at hand is multiplied by, before its backward
-        pass: see `labkit.rank.data.dealing.Share`."""
-        self.is_over = False
-        """Whether the run is, and other cells may use the model."""
-        self._num_steps = self._stepped_with = 0
         self._optimizer_settings = Settings(optimizer)
         self._zero_takes_setting = takes(optimizer.zero_grad, "set_to_none")
         """That of a class of the loop's own may take nothing."""
@@ -184,11 +186,8 @@ class Prepared:
         """Of the loop, where it may be another on each rank."""
         self.route = Route(self.course.forward)
         """Of the layers that run, where they gather their parameters."""
-        self.is_last = True
-        """Whether the next backward pass is of its step's last microbatch."""
         self._undo: list[Callable[[], None]] = []
-        parameters = list(module.parameters())
-        self.given_parameters = parameters
+        self.given_parameters = list(module.parameters())
         self._pattern: list[bool] = []
         self._accumulators: list[tuple[nn.Parameter, Any]] = []
         self._last_used: tuple[tuple[int, ...], Accumulators] = (0,), []

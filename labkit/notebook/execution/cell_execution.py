@@ -168,7 +168,7 @@ class CellExecution:
         outcome is "restarted", which is left to the caller. Raises RankDiedError where
         no rank can be reached any more.
         """
-        lost = ""
+        lost, next_look = "", 0.0
         policy, running = self.stop_policy, self._tally.running
         if timeout_s is not None and policy.deadline is None:
             policy.deadline = time.monotonic() + timeout_s
@@ -185,8 +185,10 @@ class CellExecution:
                 except Exception as error:  # not before the ranks have stopped
                     self.problem = self.problem or error
                     policy.stop(time.monotonic())
-                self._stop_where_due()
-                lost = self._end_the_dead()
+                if (now := time.monotonic()) >= next_look:  # of every rank, in turn
+                    next_look = now + timeouts.POLL_S
+                    self._stop_where_due(now)
+                    lost = self._end_the_dead(now)
             if self.problem is None:
                 self._output.finish()
         for each in self.outcomes:  # no later kernel is to say it again
@@ -254,10 +256,9 @@ class CellExecution:
             future = self._cluster.execute(rank, code, self._spec, post)
             future.add_done_callback(lambda done: post("reply", done.result()))
 
-    def _stop_where_due(self) -> None:
+    def _stop_where_due(self, now: float) -> None:
         # What a rank is not asked it is not killed for: its host may be found lost.
         reached = [r for r in self._tally.running if not self._cluster.is_cut_off(r)]
-        now = time.monotonic()
         actions = self.stop_policy.due(reached, now)
         if self.stop_policy.is_patient(now):
             self._end_alike(now)
@@ -335,13 +336,12 @@ class CellExecution:
         else:
             self.stop_policy.done(rank, time.monotonic())
 
-    def _end_the_dead(self) -> str:
+    def _end_the_dead(self, now: float) -> str:
         """Give ranks that will not send one an outcome; why no rank can be reached."""
         running, policy = self._tally.running, self.stop_policy
         if lost := self._cluster.unreachable_reason():
             for rank in running:
                 self._cluster.kill(rank)  # nobody could stop it later
-        now = time.monotonic()
         for rank in list(running):
             if not self._cluster.is_alive(rank):
                 self._end(rank, self._died(rank))

@@ -185,6 +185,7 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
         frames = frames.tb_next
     begins = next((at for at, each in enumerate(every) if is_of_scripts(each)), 0)
     every = every[begins:]  # and not the cell's one line, which is ours too
+    every = [each for each in every if not passes_on(each)]
     inner = [not is_machinery(each) for each in every]
     every = [
         each
@@ -237,6 +238,12 @@ def is_machinery(frame: TracebackType) -> bool:
     """Whether it is IPython's, or ours, and not of what runs by it."""
     module = str(frame.tb_frame.f_globals.get("__name__"))
     return module.startswith("IPython.") or module == __name__ or is_of_scripts(frame)
+
+
+def passes_on(frame: TracebackType) -> bool:
+    """Whether it is of a mode of ours, which sees each operation and has it done."""
+    is_mode = frame.tb_frame.f_code.co_name == "__torch_dispatch__"
+    return is_mode and package_of(frame) == "labkit"
 
 
 def clear_frames(error: BaseException, shell: Any) -> None:

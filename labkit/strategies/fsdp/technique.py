@@ -185,16 +185,14 @@ class FSDP(Prepared):
         """See modules that the loop calls by themselves."""
         numbers = {id(group): number for number, group in enumerate(self._groups)}
 
-        def refuse_write(part: Any) -> None:
-            refuse(self.strategy.name)(self._names_of_parts[id(part)])
-
+        written = refuse(self.strategy.name)
         for root, _ in self._roots:
             for group in groups_of(root):
                 parts = Parts(
                     *(root, group, numbers[id(group)]),
                     route=self.route,
                     on_trained=self._note_whole,
-                    on_written=refuse_write,
+                    on_written=lambda part: written(self._names_of_parts[id(part)]),
                 )
                 self._undo.append(parts.end_run)
 

@@ -157,6 +157,18 @@ class Pipeline(Prepared):
 
     hides_gradients = False
     in_one_thread = True  # ranks send each other gradients in that order
+    _num_checked = 0
+    _num_compared = 0
+    """Batches of which the loss's gradient has been compared with its parts'."""
+    _is_trying = False
+    _is_chain: bool | None = None
+    """Whether each stage takes what the one before it gives, and no more, and a
+    backward pass may begin with the loss of a microbatch; None until tried."""
+    _is_scheduled = False
+    """Whether a schedule runs backward passes, of microbatches."""
+    _compute: Compute
+    _are_summed = False
+    """Whether gradients of shared parameters are those of all stages."""
 
     def place(self) -> None:
         """A layer at a time, in `wrap`."""
@@ -175,7 +187,7 @@ class Pipeline(Prepared):
                 "it out, or use ddp or fsdp"
             )
         assert self.mesh is not None
-        mesh = self.mesh["pp"]
+        mesh = self._pp = self.mesh["pp"]
         num_stages = mesh.size() * STAGES_A_RANK[self.options.schedule]
         self._stages = cut(self.module, num_stages, self.options.config)
         self._dp = data_parallel_axes(self.mesh)
@@ -188,39 +200,26 @@ class Pipeline(Prepared):
         for parameter in self.given_parameters:
             if id(parameter) not in self._placement.own_ids:
                 self.optimizer.state.pop(parameter, None)  # its owner has it
+        self._num_parameters = sum(p.numel() for p in self._placement.own)
         self._gradients = CellGradients(self, self.given_parameters, StagedParameter)
         self.autocast()  # within what follows: outputs are broadcast as fp32
         self.relay = Relay(self.module, self._stages, self.mesh, self.device)
         self.relay.run_whole = self._run_in_microbatches
         self.relay.watch_layer = SharedState(self.module, self._stages).watching
         _ = self.relay.channel  # all ranks make its groups, and here all come along
-        own = self._placement.own
-        self._num_parameters = sum(p.numel() for p in own)
         self._num_microbatches = (
             self.options.microbatches or MICROBATCHES_A_STAGE * mesh.size()
         )
-        self._num_checked = 0
         self._flags = flags_of(self.module, apart=self._stages.modules)
         self._is_whole: dict[Any, bool] = {}
         """By kind of call of the model, whether its batches pass as a whole: each has
         been compared with its microbatches."""
-        self._is_trying = False
-        self._is_chain: bool | None = None
-        """Whether each stage takes what the one before it gives, and no more, and a
-        backward pass may begin with the loss of a microbatch; None until tried."""
-        self._is_scheduled = False
-        """Whether a schedule runs backward passes, of microbatches."""
-        self._num_compared = 0
-        """Batches of which the loss's gradient has been compared with its parts'."""
         self._schedules: dict[str, Schedule] = {}
-        self._compute: Compute
         self._passes: list[Pass] = []
         """Of the last batch, if it was in a schedule."""
         self._former_passes: list[Pass] = []
         """Of the one before it: a step that is measured takes much longer."""
         self._traffic = Traffic([0] * mesh.size(), 0)
-        self._are_summed = False
-        """Whether gradients of shared parameters are those of all stages."""
         self._summed: list[torch.Tensor | None] = []
         """Those of earlier backward passes, while one is under way: what it adds is
         this stage's alone."""
@@ -254,9 +253,8 @@ class Pipeline(Prepared):
         relay = self.relay
         leaves, spec = tree_flatten((args, kwargs))
         if self._num_checked < NUM_CHECKED:
-            assert self.mesh is not None
             self._num_checked += 1
-            check_inputs(leaves, self.mesh["pp"])
+            check_inputs(leaves, self._pp)
         is_whole = len(split(leaves, self._num_microbatches)) < 2
         if not is_whole:
             is_whole = self._compare_once(function, leaves, spec)
@@ -491,8 +489,7 @@ class Pipeline(Prepared):
         if self._is_scheduled:
             return
         if self._num_checked < NUM_CHECKED and roots:
-            assert self.mesh is not None
-            check_roots(roots, self.mesh["pp"])
+            check_roots(roots, self._pp)
         if not self._gradients.hand_back():
             self.drop_gradients()
         if self._are_summed:

@@ -10,11 +10,9 @@ import contextlib
 import gc
 import operator
 import weakref
-import zlib
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ from labkit.compat.torch import held_by
 from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
-from labkit.compat.torch import no_dispatch
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
@@ -48,9 +45,12 @@ from labkit.strategies.autograd.structures import unflatten
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.mesh.device_mesh import another_group
+from labkit.strategies.relay.agreements import NOT_HERE
+from labkit.strategies.relay.agreements import Agreements
+from labkit.strategies.relay.agreements import Known
+from labkit.strategies.relay.agreements import stage_of
 from labkit.strategies.relay.elsewhere import COLLECTIVE
 from labkit.strategies.relay.elsewhere import Elsewhere
-from labkit.strategies.relay.elsewhere import Here
 from labkit.strategies.relay.elsewhere import alias_of
 from labkit.strategies.relay.elsewhere import as_elsewhere
 from labkit.strategies.relay.elsewhere import as_meta
@@ -80,11 +80,6 @@ from labkit.strategies.relay.functions import edges_used
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.stages import Stages
 
-DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    *(torch.complex64, torch.complex128),
-)
 KEPT = (
     "loss_fn keeps a tensor that it has computed, such as a running mean or a list of "
     "losses, and under pipeline fit calls it for parts of a batch, on the rank of the "
@@ -115,24 +110,10 @@ DRAW = {
 """Functions of tensors that draw random numbers."""
 DRY = -1
 """In the place of a stage: none is run, but for shapes."""
-NOT_HERE = -1
-NO_TENSOR = -2
-NOWHERE = (
-    "{what} is computed by no rank: under pipeline a parameter is on the ranks whose "
-    "stage has its layer, and here one is used outside of that layer, with what "
-    "another stage computes. Use it in its layer's own forward, or make it a parameter "
-    "of the outermost module, which every rank has; or use ddp"
-)
 WRITES_BY_MASK = (
     "forward writes by a mask to what a stage has computed (x[mask] = value), and "
     "under pipeline other ranks do not have those values. Write torch.where(mask, "
     "value, x), or use ddp"
-)
-NOT_RETURNED = (
-    "{name} gets what a layer has computed and not returned, for example as an "
-    "attribute that it keeps, in a set, or by a hook on a part of it, as the router "
-    "logits of transformers; under pipeline other ranks do not see that. "
-    "Have the layer return it, by itself or in a tuple, a dict or an object; or use ddp"
 )
 WRITES_PART = (
     "forward writes what a layer has computed through a view of another tensor "
@@ -154,38 +135,33 @@ OTHER_WAY = (
     "the stages agree once on what they hand on. Write the loop yourself, with prepare "
     "in place of fit: there forward may take another way in each batch"
 )
-OTHER_PATTERN = (
-    "{name} gets another kind of input than in an earlier batch: under pipeline the "
-    "ranks agree once on what they send each other. Have forward do the same with "
-    "every batch, or use ddp"
-)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A tensor among a layer's inputs, or the model's outputs, that a rank lacks."""
-
-    leaf: int
-    source: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Known:
-    """What ranks have agreed on for a call of a layer, or for the model's outputs."""
-
-    pattern: list[int]
-    """Of this rank, by leaf: a place in DTYPES, NOT_HERE or NO_TENSOR."""
-    transfers: list[Transfer]
-    everywhere: list[int]
-    """The leaves that all ranks have."""
-
-
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class Relay:
     """A model whose layers are on several ranks, as one of them runs it."""
+
+    is_inside = False
+    """Whether this rank runs the model, or a layer of it."""
+    returned = 0
+    """Bytes of the model's outputs, which are broadcast."""
+    has_failed = False
+    """Whether something has that was to go on with zeros, and did."""
+    num_passes = 0
+    """Of the loop so far: its random numbers go on from here, also in a run that is
+    resumed."""
+    _channel: Channel | None = None
+    _in_layer = False
+    _stage: int | None = None
+    """The only one that is run here, in a schedule."""
+    _is_chain = True
+    _is_loss = False
+    """Whether the model has returned in a dry run: what follows is the loss."""
+    _survives = False
+    """Whether what fails here is to go on with zeros."""
+    _num_mixed = _num_drawn = _seed = 0
+    _entry = -1
+    """The layer that a loop has called by itself; -1 for the model."""
 
     def __init__(
         self,
@@ -199,27 +175,20 @@ class Relay:
         self._whole_mesh, self._mesh = mesh, mesh["pp"]
         self.rank, self.size = self._mesh.get_local_rank(), self._mesh.size()
         self.device = device
-        self._channel: Channel | None = None
+        self._model = model
+        self._agreements = Agreements(self._mesh, device)
         self.anchor = nn.Parameter(torch.zeros((), device=device))
         """In every graph on every rank, also where a rank trains nothing of it."""
-        self.is_inside = False
-        """Whether this rank runs the model, or a layer of it."""
+        self.run_whole: Callable[..., Any] = self.run
+        """What a call of the model does: see `Pipeline`."""
+        self.watch_layer: Watch = lambda name: contextlib.nullcontext()
+        """Entered where a layer of this name runs for the first time."""
         self.sent = [0] * self.size
         """Bytes of activations, and of their gradients, that each rank along `pp` sends
         for the passes since this was reset; all ranks know."""
         self.sent_by_stage: dict[int, int] = {}
         """Bytes of activations, and of gradients of those that it has received, that a
         stage of this rank sends for a microbatch in a schedule."""
-        self.returned = 0
-        """Bytes of the model's outputs, which are broadcast."""
-        self.run_whole: Callable[..., Any] = self.run
-        """What a call of the model does: see `Pipeline`."""
-        self.watch_layer: Watch = lambda name: contextlib.nullcontext()
-        """Entered where a layer of this name runs for the first time."""
-        self._model = model
-        self._in_layer = False
-        self._stage: int | None = None
-        """The only one that is run here, in a schedule."""
         self._received: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
         self._outputs: list[Any] = []
@@ -227,37 +196,20 @@ class Relay:
         self._crossings: dict[int, list[tuple[int, int, int]]] = {}
         """By stage, what it gets from the one before it: layer, the number of the call
         of that, and the place among its inputs."""
-        self._is_chain = True
-        self._is_loss = False
-        """Whether the model has returned in a dry run: what follows is the loss."""
         self._kept: list[weakref.ref[torch.Tensor]] = []
         """What the loss has computed in a dry run."""
-        self._survives = False
-        """Whether what fails here is to go on with zeros."""
-        self.has_failed = False
-        """Whether something has, and did."""
         self._calls: dict[int, int] = {}
         """By layer, how often the pass under way has called it."""
         self._watched: set[Any] = set()
         """The layers, by number and mode, that have run: none called a collective."""
         self._written: list[torch.Tensor] = []
         """Tensors of no stage that the pass under way has written to."""
-        self._has_unreturned = False
-        """Whether a pass has computed, between layers, with what a layer of another
-        rank has not returned."""
         self._replaced: list[torch.Tensor] = []
         """Tensors of which others have taken the place in the pass under way."""
-        self._known: dict[Any, Known] = {}
         self._flags = [flags_of(module) for module in stages.modules]
         """Attributes of layers that tell what these do."""
         self._shapes: dict[Any, Any] = {}
         """What layers of other ranks return, by what they get."""
-        self.num_passes = 0
-        """Of the loop so far: its random numbers go on from here, also in a run that
-        is resumed."""
-        self._num_mixed = self._num_drawn = self._seed = 0
-        self._entry = -1
-        """The layer that a loop has called by itself; -1 for the model."""
         self._undo: list[Callable[[], None]] = []
         for number, layer in enumerate(stages.modules):
             if layer is not model:
@@ -386,29 +338,14 @@ class Relay:
             owner = stage % self.size
             self._num_mixed += 1
             key = ("op", self._num_mixed, name, *self._mode())
-            known = self._agree(key, leaves, owner=owner, name=f"{name}()")
+            known = self._agreements.find(key, leaves, owner=owner, name=f"{name}()")
             self._pass_on(known, leaves, owner)
             args, kwargs = tree_unflatten(leaves, spec)
             if is_tensor(written):
                 now = written_in(name, args, kwargs)
                 self._replace(written, now, stage)
                 written = now
-        draws: Any = contextlib.nullcontext()
-        if name in DRAW:
-            self._num_drawn += 1
-            draws = self._own_numbers(self._num_drawn)
-        with draws, DisableTorchFunctionSubclass():
-            if any(is_elsewhere(leaf) for leaf in leaves):
-                self._has_unreturned |= any(map(is_of_no_stage, leaves))
-                result = compute(func, args, kwargs)
-            else:
-                result = self._surviving(
-                    lambda: func(*args, **kwargs),
-                    lambda: compute(
-                        func,
-                        *tree_map_only(torch.Tensor, as_elsewhere, (args, kwargs)),
-                    ),
-                )
+        result = self._run_function(func, name, args, kwargs, leaves)
         of_all_ranks = [
             leaf
             for leaf in leaves
@@ -428,6 +365,25 @@ class Relay:
         if self._is_loss and isinstance(result, torch.Tensor):
             self._kept.append(weakref.ref(result))
         return result
+
+    def _run_function(
+        self, func: Any, name: str, args: Any, kwargs: Any, leaves: Sequence[Any]
+    ) -> Any:
+        """Run it with the values of `leaves`; for shapes where one is elsewhere."""
+        draws: Any = contextlib.nullcontext()
+        if name in DRAW:
+            self._num_drawn += 1
+            draws = self._own_numbers(self._num_drawn)
+        with draws, DisableTorchFunctionSubclass():
+            if any(is_elsewhere(leaf) for leaf in leaves):
+                self._agreements.has_unreturned |= any(map(is_of_no_stage, leaves))
+                return compute(func, args, kwargs)
+            return self._surviving(
+                lambda: func(*args, **kwargs),
+                lambda: compute(
+                    func, *tree_map_only(torch.Tensor, as_elsewhere, (args, kwargs))
+                ),
+            )
 
     def _replace(self, tensor: torch.Tensor, now: torch.Tensor, stage: int) -> None:
         replace(tensor, now, stage, self)
@@ -526,6 +482,7 @@ class Relay:
         """Run a layer where one stage alone is run, or none."""
         stage, count = self.stages.stage_of[number], self._calls[number]
         crossing = self._crossings.get(stage, [])
+        places = [p for n, c, p in crossing if (n, c) == (number, count)]
         if self._stage == DRY:
             for place, leaf in enumerate(leaves):
                 former = leaf.stage if isinstance(leaf, Elsewhere) else stage
@@ -534,11 +491,10 @@ class Relay:
                 self._is_chain &= former == stage - 1
                 self._crossings.setdefault(stage, []).append((number, count, place))
         elif stage == self._stage:
-            for place in [p for n, c, p in crossing if (n, c) == (number, count)]:
+            for place in places:
                 leaves[place] = Received.apply(self._received.pop(0))
             self._check_way(number, leaves, but=[])
         elif stage - 1 == self._stage:
-            places = [p for n, c, p in crossing if (n, c) == (number, count)]
             self._check_way(number, leaves, but=places)
             self._sent += [plain(leaves[place]) for place in places]
             if len(self._sent) == len(crossing):
@@ -591,7 +547,9 @@ class Relay:
         """Outputs of the model, with their values on every rank. Collective."""
         key = ("output", *self._mode())
         leaves = [self._as_computed(current(leaf)) for leaf in leaves]
-        known = self._agree(key, leaves, owner=None, name="the model's output")
+        known = self._agreements.find(
+            key, leaves, owner=None, name="the model's output"
+        )
         leaves = [plain(leaf) for leaf in leaves]
         found = list(leaves)
         for transfer in known.transfers:
@@ -654,13 +612,13 @@ class Relay:
         leaves, spec = flatten((args, kwargs))
         given = leaves = [self._as_computed(current(leaf)) for leaf in leaves]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
+        name = self.stages.names[number]
         count = self._calls[number] = self._calls.get(number, 0) + 1
         if self._stage is not None:
             run = self._layer_of_stage(number, call, [*leaves], spec)
         else:
             key = (number, count, *self._mode())
-            name = self.stages.names[number]
-            known = self._agree(key, leaves, owner=owner, name=name)
+            known = self._agreements.find(key, leaves, owner=owner, name=name)
             leaves = [*leaves]
             self._pass_on(known, leaves, owner)
             is_here = self.rank == owner
@@ -668,7 +626,6 @@ class Relay:
         found, places, rewritten = run
         for place, now in rewritten.items():
             if sum(each is given[place] for each in given) > 1:
-                name = self.stages.names[number]
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
             self._replace(given[place], now, self.stages.stage_of[number])
         if not places:
@@ -735,6 +692,7 @@ class Relay:
         """What a layer returns and, after that, those of its leaves that it has written
         to."""
         args, kwargs = unflatten(leaves, spec)
+        name = self.stages.names[number]
         inputs = {n: Substitute(x, x) for n, x in enumerate(leaves) if is_tensor(x)}
         # To see every operator takes its time, so the first time alone.
         key = number, *self._mode()
@@ -743,7 +701,7 @@ class Relay:
         given = Given(args, kwargs) if may_hold(args, kwargs) else None
         if is_first:
             others = set(ranks_of(self.group)) - {dist.get_rank()}
-            watch.enter_context(self.watch_layer(self.stages.names[number]))
+            watch.enter_context(self.watch_layer(name))
             watch.enter_context(NoCollectives(others, COLLECTIVE))
         self._in_layer = True
         try:
@@ -755,12 +713,11 @@ class Relay:
         places: Places = []
         if given is not None:
             if given.has_changed(found):
-                name = self.stages.names[number]
                 raise UnsupportedLoopError(CHANGES_INPUT.format(name=name))
             places = given.returned_in(found)
         output, out_spec = flatten(found)
         for each in inputs.values():
-            each.check(self.stages.names[number], takes_hooks=False)
+            each.check(name, takes_hooks=False)
         written = [place for place, each in inputs.items() if each.is_written]
         output += [leaves[place] for place in written]
         return output, (out_spec, places, written)
@@ -810,62 +767,11 @@ class Relay:
         made = dict(zip(once, shapes.made(tensors, self.device), strict=True))
         return [made[id(t)] if is_tensor(t) else t for t in found], out_spec
 
-    # ---- what ranks agree on ----
-
     def _mode(self) -> tuple[Any, ...]:
         """What may make other patterns of the same calls."""
         autocast = torch.is_autocast_enabled(self.device.type)
         training, has_grad = self._model.training, torch.is_grad_enabled()
         return self._entry, training, has_grad, autocast
-
-    def _agree(
-        self, key: Any, leaves: Sequence[Any], *, owner: int | None, name: str
-    ) -> Known:
-        """Who has which of `leaves`. Collective where this is asked the first time, and
-        where they come from other stages than before: all ranks know which."""
-        key = (key, *(stage_of(leaf) if is_tensor(leaf) else "-" for leaf in leaves))
-        pattern = [code_of(leaf) for leaf in leaves]
-        known = self._known.get(key)
-        if known is None:
-            self._known[key] = known = self._exchange(key, pattern, owner, name)
-        elif known.pattern != pattern:
-            raise UnsupportedLoopError(OTHER_PATTERN.format(name=name))
-        return known
-
-    def _exchange(
-        self, key: Any, pattern: list[int], owner: int | None, name: str
-    ) -> Known:
-        with no_dispatch(), DisableTorchFunctionSubclass():
-            number = zlib.crc32(repr(key).encode())
-            sent = torch.tensor([number, *pattern], device=self.device)
-            rows = [torch.empty_like(sent) for _ in range(self.size)]
-            dist.all_gather(rows, sent, group=self.group)
-        found = [row.tolist() for row in rows]
-        if any(row[0] != number for row in found):
-            raise UnsupportedLoopError(
-                f"ranks run different layers of the model at a time (this one {name}): "
-                "each has a part of them, and pipeline needs all ranks to call the "
-                "same. Make what forward decides at random or by rank the same on all"
-            )
-        transfers, everywhere = [], []
-        _, *stages = key
-        for leaf, own in enumerate(pattern):
-            codes = [row[leaf + 1] for row in found]
-            having = [rank for rank, code in enumerate(codes) if code >= 0]
-            if own == NO_TENSOR:
-                continue
-            if len(having) == self.size:
-                everywhere.append(leaf)
-            elif not having and (stages[leaf] is None or self._has_unreturned):
-                raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
-            elif not having:
-                raise UnsupportedLoopError(NOWHERE.format(what=name))
-            elif owner is not None and stages[leaf] is None:
-                raise UnsupportedLoopError(NOT_RETURNED.format(name=name))
-            elif owner is None or codes[owner] < 0:
-                source = having[-1]
-                transfers.append(Transfer(leaf, source, DTYPES[codes[source]]))
-        return Known(pattern, transfers, everywhere)
 
     # ---- messages ----
 
@@ -895,22 +801,6 @@ class Relay:
     def flush(self) -> None:
         """Wait until what this rank has sent has arrived."""
         self.channel.flush()
-
-
-def code_of(leaf: Any) -> int:
-    """Whether a leaf is a tensor with values here, and of which dtype."""
-    if not isinstance(leaf, torch.Tensor):
-        return NO_TENSOR
-    if is_elsewhere(leaf):
-        return NOT_HERE
-    return DTYPES.index(leaf.dtype)
-
-
-def stage_of(leaf: Any) -> int | None:
-    """The stage that computes a tensor, or has a parameter; None where all have it."""
-    if isinstance(leaf, Here | Elsewhere | StagedParameter):
-        return leaf.stage
-    return None
 
 
 def is_of_no_stage(leaf: Any) -> bool:

@@ -91,9 +91,8 @@ class ZeRO3(ZeRO):
     _check_trained = plainly(ZeRO._check_trained)
 
     def _lay_out(self) -> None:
-        zero, numbers = self._zero, {}
-        for number, module in enumerate(self.module.modules()):
-            numbers[id(module)] = number
+        zero = self._zero
+        numbers = {id(m): number for number, m in enumerate(self.module.modules())}
         offload = zero.parameter_offload
         asking = [
             (zero, "reduce_ready_partitions_and_remove_grads"),
@@ -110,14 +109,13 @@ class ZeRO3(ZeRO):
         zero.reduce_ready_partitions_and_remove_grads = partial(
             process_filled, zero.reduce_ready_partitions_and_remove_grads
         )
-        offload.pre_sub_module_forward_function = partial(
-            run_on_route, self.route, numbers, offload.pre_sub_module_forward_function
-        )
         names = {id(p): name for name, p in self.module.named_parameters()}
         writes = Writes(refuse(self.name))
         offload.pre_sub_module_forward_function = partial(
-            run_watched,
-            *(writes, torch.compiler.disable(writes.begin), names),
+            begin_watched,
+            *(self.route, numbers, writes),
+            torch.compiler.disable(writes.begin),
+            names,
             offload.pre_sub_module_forward_function,
         )
         offload.post_sub_module_forward_function = partial(
@@ -329,24 +327,20 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
     return [*hooks, partial(setattr, module, "post_bwd_fn", own)]
 
 
-def run_on_route(
-    route: Route, numbers: Mapping[int, int], run: Callable[..., None], module: Any
-) -> None:
-    """What stage 3 does before a layer runs, which is noted."""
-    if is_transformed():  # a parameter that is gathered there ends the process
-        raise UnsupportedLoopError(TRANSFORMED)
-    route.add(numbers.get(id(module), -1))
-    run(module)
-
-
-def run_watched(
+def begin_watched(
+    route: Route,
+    numbers: Mapping[int, int],
     writes: Writes,
     begin: Callable[..., None],
     names: Mapping[int, str],
     run: Callable[..., None],
     module: Any,
 ) -> None:
-    """What stage 3 does before a layer runs, which may change its parameters."""
+    """What stage 3 does before a layer runs, which is noted, and may change its
+    parameters."""
+    if is_transformed():  # a parameter that is gathered there ends the process
+        raise UnsupportedLoopError(TRANSFORMED)
+    route.add(numbers.get(id(module), -1))
     run(module)
     kind = id(module), module.training, torch.is_grad_enabled()
     if writes.before or kind not in writes.done:
