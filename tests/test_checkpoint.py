@@ -275,12 +275,13 @@ def test_a_cell_says_where_what_deepspeed_holds_is_saved(
     train(lab, "zero2", setup("sgd") + EPOCH)
     folder = f"{str(tmp_path / 'x')!r}"
     alone = f"{folder}, model=model"
-    both = f"{alone}, optimizer=optimizer"
     lab.run(f"save_checkpoint({alone})\nassert load_checkpoint({alone}) == {{}}")
     before = contents(tmp_path / "x")
+    lab.run("import copy\nother = copy.deepcopy(model)")
+    given = f"{folder}, model=other, optimizer=optimizer"
     for call, message in {
-        f"save_checkpoint({both})": "prepared under zero2, in a training cell",
-        f"load_checkpoint({both})": "prepared under zero2, in a training cell",
+        f"save_checkpoint({given})": "prepared under zero2, in a training cell",
+        f"load_checkpoint({given})": "prepared under zero2, in a training cell",
         f"save_checkpoint({folder})": "call save_checkpoint in the training cell",
     }.items():
         with pytest.raises(RankError, match=f"{message}.*--checkpoint FOLDER"):

@@ -231,10 +231,11 @@ def test_gradients_of_an_earlier_run_count_in_the_first_step(
         torch.testing.assert_close(found, plain)
 
 
-def test_a_later_cell_saves_and_loads_all_stages_of_a_pipeline(
-    lab: Lab, tmp_path: Path
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
+def test_a_later_cell_saves_and_loads_what_ranks_have_in_parts(
+    lab: Lab, strategy: str, tmp_path: Path
 ) -> None:
-    lab.train("pipeline", EVEN, live=False)
+    lab.train(strategy, EVEN, live=False)
     both = "model=model, optimizer=optimizer"
     lab.run(f"save_checkpoint({str(tmp_path / 'a')!r}, {both})")
     code = EVEN.replace(
@@ -244,14 +245,16 @@ def test_a_later_cell_saves_and_loads_all_stages_of_a_pipeline(
     lab.train("ddp", f"{code}{LOOK}", live=False)
     for found in lab.pull("found", "all"):
         torch.testing.assert_close(found, one_process(16, epochs=1))
-    lab.train("pipeline", EVEN.replace("lr=0.1", "lr=0.5"), live=False)
+    lab.train(strategy, EVEN.replace("lr=0.1", "lr=0.5"), live=False)
     lab.run(f"load_checkpoint({str(tmp_path / 'a')!r}, {both})\n{LOOK}")
     lab.run("train(model, optimizer, loader)")
     lab.run(LOOK)
     for found in lab.pull("found", "all"):
         torch.testing.assert_close(found, one_process(16, epochs=2))
+    if strategy in ("zero1", "zero2"):
+        return  # of which every rank has the whole model
     other = "model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)"
-    with pytest.raises(RankError, match="not the optimizer that it was prepared with"):
+    with pytest.raises(RankError, match="not the optimizer that"):
         lab.run(f"save_checkpoint({str(tmp_path / 'b')!r}, {other})")
 
 

@@ -513,6 +513,78 @@ def test_plans_of_transformers_are_understood(lab: Lab) -> None:
         train(lab, "tensor", OF_TRANSFORMERS, config=plan)
 
 
+OF_PEFT = """
+import torch.nn.functional as F
+from torch import nn
+
+class Adapted(nn.Module):  # lora.Linear
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        low = nn.Linear(layer.in_features, 2, bias=False)
+        self.lora_A = nn.ModuleDict({"default": low})
+        high = nn.Linear(2, layer.out_features, bias=False)
+        self.lora_B = nn.ModuleDict({"default": high})
+
+    def forward(self, x):
+        low = self.lora_A["default"](x)
+        return self.base_layer(x) + 2 * self.lora_B["default"](low)
+
+class Block(nn.Module):
+    tp_plan = {"*.up": "colwise", "*.down": "rowwise", "head": "colwise_rep"}
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Module()
+        self.first.up, self.first.down = Adapted(nn.Linear(4, 8)), nn.Linear(8, 4)
+        self.second = nn.Module()
+        self.second.up, self.second.down = nn.Linear(4, 8), Adapted(nn.Linear(8, 4))
+        self.head = Adapted(nn.Linear(4, 6))
+
+    def forward(self, x):
+        x = x + self.first.down(self.first.up(x).relu())
+        return self.head(x + self.second.down(self.second.up(x).relu()))
+
+class Peft(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = Block()
+        self.tp_plan = Block.tp_plan  # its attributes are those of the model within it
+
+    def forward(self, x):
+        return self.base_model.model(x)
+
+torch.manual_seed(1)
+x, y = torch.randn(16, 4), torch.randint(6, (16,))
+model = Peft()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(x, y)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8, shuffle=False)
+parts = {n for n, p in model.named_parameters() if hasattr(p, "placements")}
+for a, b in loader:
+    F.cross_entropy(model(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+found = model(x).detach()
+"""
+
+
+def test_the_plan_of_a_model_within_adapters_is_found(lab: Lab) -> None:
+    train(lab, "single", OF_PEFT)
+    expected = lab.pull("found")
+    train(lab, "tensor", OF_PEFT)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, expected)
+    parts = {name.removeprefix("base_model.model.") for name in lab.pull("parts")}
+    assert parts >= {
+        *("first.up.base_layer.weight", "first.up.lora_B.default.weight"),
+        *("second.down.base_layer.weight", "second.down.lora_A.default.weight"),
+        *("first.down.weight", "second.up.weight", "head.base_layer.weight"),
+    }
+    assert not parts & {"first.up.lora_A.default.weight", "head.lora_B.default.weight"}
+
+
 @pytest.mark.parametrize(
     ("heads", "clip", "plan", "message"),
     [

@@ -25,6 +25,7 @@ from labkit.rank_spec import format_ranks
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.model import states
 from labkit.strategies.model.fingerprints import fingerprints
+from labkit.strategies.model.gradients import owner_of
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import is_zero
@@ -216,11 +217,17 @@ class Checkpoints:
                     "was prepared with; give that one, or model=model alone"
                 )
             return [pipeline]
+        owners = [owner_of(parameter) for parameter in model.parameters()]
+        for owner in owners:  # of another cell, which still has its optimizer
+            if isinstance(owner, Prepared) and owner.module is model:
+                owner.check_ranks()
+                if optimizer in (None, owner.optimizer):
+                    return [owner]
         if is_zero(model):
             raise ValueError(
-                "the model is partitioned by ZeRO, in another cell; save and load it "
-                "in the training cell that prepares it, or give that cell --checkpoint "
-                "FOLDER"
+                "the model is partitioned by ZeRO, in another cell, and this is not "
+                "the optimizer that prepare returned there, or that is gone; save and "
+                "load both in the training cell, or give that cell --checkpoint FOLDER"
             )
         if optimizer is not None and (strategy := strategy_of(optimizer)):
             raise ValueError(

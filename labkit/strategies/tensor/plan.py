@@ -3,6 +3,7 @@
 The words are those of Hugging Face's `tp_plan`, and three for sequences.
 """
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -110,7 +111,7 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
     is_own = plan is None
     if is_own:
         name = "sp_plan" if config.get("sequence") else "tp_plan"
-        plan = getattr(model, name, None) or {}
+        plan = plan_of(model, name)
         if not plan and not config.get("sequence"):
             plan = dict(pairs(model))
     if not isinstance(plan, Mapping):
@@ -146,6 +147,53 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
     return found
 
 
+def plan_of(model: nn.Module, name: str) -> dict[str, Any]:
+    """The plan that a model has under this name, or that of a model within it, as in
+    peft's: the one of which most names are there."""
+    most: dict[str, list[nn.Module]] = {}
+    owner, is_within = model, False
+    for prefix, module in model.named_modules():
+        plan = getattr(module, name, None)
+        found = {
+            pattern: layers
+            for pattern in (plan if isinstance(plan, Mapping) else {})
+            if (layers := layers_called(pattern, module))
+        }
+        if len(found) > len(most):
+            most, owner, is_within = found, module, bool(prefix)
+    plan = dict(getattr(owner, name, None) or {})
+    if not is_within and not any(map(has_adapter, itertools.chain(*most.values()))):
+        return plan
+    names = {id(each): n for n, each in model.named_modules()}
+    return {
+        f"{names[id(layer)]}{part}": word
+        for pattern, layers in most.items()
+        for layer in layers
+        for part, word in of_adapter(layer, plan[pattern])
+    }
+
+
+def layers_called(pattern: str, model: nn.Module) -> list[nn.Module]:
+    return [m for n, m in model.named_modules() if n and fnmatchcase(n, pattern)]
+
+
+def has_adapter(layer: nn.Module) -> bool:
+    """Whether it is one of peft's, around a layer and beside it two of low rank."""
+    return {"base_layer", "lora_A", "lora_B"} <= dict(layer.named_children()).keys()
+
+
+def of_adapter(layer: nn.Module, style: Any) -> Iterator[tuple[str, Any]]:
+    """What of a layer is split when the plan says so, and how: what LoRA adds to it
+    has a part of the outputs, or is given a part of the inputs, too."""
+    if not has_adapter(layer):
+        yield "", style
+        return
+    yield ".base_layer", style
+    beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(str(style))
+    for name, _ in layer.get_submodule(beside).named_children() if beside else ():
+        yield f".{beside}.{name}", style
+
+
 def is_of_parameters(model: nn.Module, pattern: str) -> bool:
     """Whether a name in a plan is that of parameters, and of no layers."""
     if any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
@@ -163,7 +211,7 @@ def experts_left_whole(model: nn.Module, config: Mapping[str, Any]) -> list[str]
     """The names in the model's own plan of what `find_plan` leaves whole."""
     if config.get("plan") is not None or config.get("sequence"):
         return []
-    plan = getattr(model, "tp_plan", None) or {}
+    plan = plan_of(model, "tp_plan")
     return [name for name in plan if is_of_parameters(model, name)]
 
 
