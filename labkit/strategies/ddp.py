@@ -94,6 +94,9 @@ class DDP(Prepared):
             self._register_comm_hook(state, hook)
         )
         self._has_agreed = self._has_noted = False
+        self._zeroed: set[int] | None = None
+        """Once the loop has cleared gradients, ids of parameters whose gradient is 0 in
+        place of None, until it comes."""
         self._begun: Any = None
         """The reducer of the last backward pass."""
         follow(self)
@@ -192,6 +195,8 @@ class DDP(Prepared):
             self.note(self._averaging.note)
         if self._has_failed:
             self._make_reducer()  # or it would take these gradients, too, for its own
+        if self._zeroed is not None:
+            self._zeroed.difference_update(map(id, used))
         if not self.is_last or self._is_local:
             return
         if self._ddp is None or self._accumulators is not self._reduced:
@@ -246,12 +251,26 @@ class DDP(Prepared):
         if self._hook is not None:
             self._hook.end(has_failed=has_failed or self._has_overflown())
         self._has_failed = has_failed  # which its reducer would wait for the end of
+        if self._zeroed is not None and not has_failed:
+            self._drop_zeroed(self._zeroed)
+            self._zeroed = None
         if self._ddp.gradient_as_bucket_view:
             # The reducer's own views of its buckets must stay what they are, also where
             # a loop sets `parameter.grad.data`.
             for parameter, _ in self._accumulators:
                 if (gradient := parameter.grad) is not None:
                     parameter.grad = gradient.detach()
+
+    def _drop_zeroed(self, zeroed: set[int]) -> None:
+        """Have no gradient of 0 where none has come on any rank: an optimizer leaves
+        alone a parameter without one. Collective."""
+        trained = [parameter for parameter, _ in self._reduced]
+        if self._ddp.find_unused_parameters:
+            some = self.peers.greatest([id(p) not in zeroed for p in trained])
+            zeroed -= {id(p) for p, has in zip(trained, some, strict=True) if has}
+        for parameter in self.module.parameters():
+            if id(parameter) in zeroed:
+                parameter.grad = None
 
     def _has_overflown(self) -> bool:
         """Whether the scaler will skip the step, on all ranks: what was sent is lost.
@@ -324,6 +343,8 @@ class DDP(Prepared):
             set_to_none = True
         elif has_views and self.options.accumulate > 1:
             # Or the next microbatch would make gradients outside of the buckets.
+            if set_to_none:
+                self._zeroed = set(map(id, self.module.parameters()))
             set_to_none = False
         super().zero_grad(set_to_none)
 
