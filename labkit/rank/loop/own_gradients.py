@@ -231,8 +231,9 @@ class GroupUse:
         """Whether it goes over such lists, each a group's."""
         if isinstance(node, ast.Starred):
             return self._is_of_lists(node.value)
-        is_made = isinstance(node, ast.ListComp | ast.GeneratorExp)
-        return is_made and self._is_list(node.elt)
+        if not isinstance(node, ast.ListComp | ast.GeneratorExp):
+            return False
+        return self._is_list(node.elt)
 
     def _is_list(self, node: ast.expr) -> bool:
         """Whether it is a list of parameters from an optimizer's groups."""

@@ -226,8 +226,8 @@ class LossWatch:
             if found.weighs_by_counts(near):
                 return BY_COUNTS
             weighted = found.weighted(root)
-            others = [each for each in near if each[0] not in weighted]
-            if text := self._of_samples(found.weights_of_samples(others), num_samples):
+            beside = [each for each in near if each[0] not in weighted]
+            if text := self._of_samples(found.weights_of_samples(beside), num_samples):
                 return text
         terms = [term for term in terms if term.curve is None and term.kind != "other"]
         if len(terms) > 1:
