@@ -86,3 +86,12 @@ def test_products_of_two_dtypes_are_explained() -> None:
             left @ right
         add_hint(found.value, CPU, is_prepared=True)
         assert "buffers" in "".join(notes_of(found.value))
+
+
+def test_several_dtypes_in_a_block_are_explained() -> None:
+    error = AssertionError(
+        "FSDP expects uniform original parameter dtype but got "
+        "{torch.float32, torch.complex64}"
+    )
+    add_hint(error, CPU, is_prepared=True)
+    assert "torch.view_as_real" in "".join(notes_of(error))

@@ -173,6 +173,12 @@ UNKNOWN_OUTPUT = (
     "object with __slots__ or a dict whose keys are no strings. Return a tensor, a "
     "tuple, a dict with names as keys or another object, or use fsdp or ddp"
 )
+SEVERAL_DTYPES = (
+    "a layer or block of the model has parameters of several dtypes, for example "
+    "complex ones beside real ones, and fsdp and hsdp shard those of a block as one. "
+    "Keep a complex one as torch.view_as_real(w) and use torch.view_as_complex in "
+    "forward, or use ddp"
+)
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
     "is not initialized in the world group map": FORMER_GROUP,
@@ -210,6 +216,7 @@ OF_STRATEGIES = {
     "cannot be performed without redistribution": IN_PARTS,
     "on inputs with different meshes": IN_PARTS,
     "Sharding propagation failed": IN_PARTS,
+    "FSDP expects uniform original parameter dtype": SEVERAL_DTYPES,
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|shape|square|sum|view)'": PARTIAL_SUMS,
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
