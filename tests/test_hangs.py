@@ -20,6 +20,7 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.host import watchdog
 from labkit.notebook.diagnostics.stacks import Stacks
+from labkit.notebook.diagnostics.stacks import deadlocks
 from labkit.notebook.diagnostics.stacks import read_dump
 from labkit.notebook.execution import errors
 from labkit.records import Call
@@ -92,14 +93,6 @@ def assert_next_cell_works(lab: Lab) -> None:
     ("code", "noted"),
     [
         (
-            "x = torch.ones(1000)\n"
-            "dist.all_reduce(x) if rank == 0 else dist.broadcast(x, 0)",
-            r"rank 0: all_reduce #(\d+) of 4,000 bytes at line 2: dist.all_reduce.*\n"
-            r"rank 1: broadcast #\1 of 4,000 bytes at line 2: .*\n"
-            r"the ranks do not agree: rank 0 waits in all_reduce #\1, "
-            r"rank 1 in broadcast #\1",
-        ),
-        (
             "def spin():\n    while True: pass\n"
             "dist.barrier() if rank == 0 else spin()",
             r"rank 0: barrier #(\d+) at line 3: .*\n"
@@ -120,7 +113,7 @@ def assert_next_cell_works(lab: Lab) -> None:
             r"rank 1 in recv from rank 0",
         ),
     ],
-    ids=["mismatch", "loop", "reducer", "new_group"],
+    ids=["loop", "reducer", "new_group"],
 )
 def test_a_note_says_where_every_rank_stands(
     lab: Lab, code: str, noted: str, until_noted: Callable[..., str]
@@ -128,6 +121,23 @@ def test_a_note_says_where_every_rank_stands(
     lab.run("kept = 1")
     text = until_noted(lambda: lab.run(code, hang_after=0.6))
     assert re.search(noted, text), text
+    assert lab.pull("kept", "all") == [1, 1]
+    assert_next_cell_works(lab)
+
+
+def test_a_cell_whose_ranks_wait_for_each_other_ends(lab: Lab) -> None:
+    code = "x = torch.ones(1000)\n"
+    code += "dist.all_reduce(x) if rank == 0 else dist.broadcast(x, 0)"
+    lab.run("kept = 1")
+    with pytest.raises(UserError, match="wait for each other") as caught:
+        lab.run(code, hang_after=2)
+    told = (
+        r"rank 0: all_reduce #(\d+) of 4,000 bytes at line 2: dist.all_reduce.*\n"
+        r"rank 1: broadcast #\1 of 4,000 bytes at line 2: .*\n"
+        r"the ranks do not agree: rank 0 waits in all_reduce #\1, "
+        r"rank 1 in broadcast #\1\nEvery rank must call the same collectives"
+    )
+    assert re.search(told, str(caught.value)), caught.value
     assert lab.pull("kept", "all") == [1, 1]
     assert_next_cell_works(lab)
 
@@ -467,6 +477,25 @@ def waits(rank: int, *call: Any, started: int = 0) -> Position:
 )
 def test_mismatches_are_reported(positions: list[Position], told: list[str]) -> None:
     assert Stacks(positions, {}).mismatches == told
+
+
+def test_ranks_that_wait_for_each_other_are_told_from_one_that_is_late() -> None:
+    def at(rank: int, kind: str, number: int, group: str, started: int) -> Position:
+        call = Call(kind, number, group=group)
+        return Position(rank, call=call, started={group: number, "other": started})
+
+    gather, reduce = at(0, "all_gather", 3, "0", 0), at(1, "all_reduce", 3, "0", 0)
+    assert deadlocks([gather, reduce]) == [
+        "rank 0 waits in all_gather #3, and rank 1 in all_reduce #3"
+    ]
+    assert not deadlocks([gather, at(1, "all_gather", 3, "0", 0)])
+    assert not deadlocks([gather, at(1, "all_reduce", 2, "0", 0)])
+    assert not deadlocks([gather, Position(1, started={"0": 2})])
+    late = Position(1, call=Call("all_reduce", 1, group="a"), started={"a": 1, "0": 2})
+    first = Position(0, call=Call("all_gather", 3, group="0"), started={"0": 3, "a": 0})
+    assert len(deadlocks([first, late])) == 1
+    first.started["a"] = 1
+    assert not deadlocks([first, late])
 
 
 def test_a_dump_begins_at_the_cell() -> None:

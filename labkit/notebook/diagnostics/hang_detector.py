@@ -14,9 +14,18 @@ from labkit.checks import UserError
 from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.diagnostics.stacks import StackRequest
 from labkit.notebook.diagnostics.stacks import Stacks
+from labkit.notebook.diagnostics.stacks import deadlocks
 from labkit.notebook.diagnostics.stacks import waits_for
 from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.place import Place
+
+DEADLOCK = (
+    "Every rank must call the same collectives in the same order. Under zero3, fsdp "
+    "and hsdp each layer that runs gathers its parameters from all ranks: where the "
+    "model goes by its samples, as an adaptive solver or experts by sample do, have "
+    "all ranks run the same layers as often, by dist.all_reduce of what decides it, or "
+    "use ddp, zero1 or zero2"
+)
 
 
 class HangDetector:
@@ -25,8 +34,9 @@ class HangDetector:
     What ranks send is a sign of life, and costs nothing. When nothing arrives for a
     while they are asked every few seconds how many steps and collectives they have
     done. It ends nothing, but raises UserError where that cannot come right any more:
-    where ranks wait in a collective for one that has left the cell, and where one has
-    outlasted the timeout of its group and the backend does not end that.
+    where ranks wait in a collective for one that has left the cell, where two wait for
+    each other in different groups, and where one has outlasted the timeout of its group
+    and the backend does not end that.
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class HangDetector:
         self._progress: dict[int, Any] = {}
         self._request: StackRequest | None = None
         self._left: list[str] = []
+        self._dead: list[str] = []
         self._is_noted = False
         self._place = Place()
 
@@ -80,7 +91,8 @@ class HangDetector:
                 if rank not in self._answers:
                     self._answers[rank] = self._cluster.ask(rank, "progress")
             has_any_left = len(running) < len(self._ranks)
-            if has_any_left or now - self._last_sign >= self._after_s:
+            quiet_s = now - self._last_sign
+            if has_any_left or quiet_s >= min(2 * self._interval_s, self._after_s):
                 # Also those at the end: it shows what the others wait for.
                 self._request = StackRequest(self._cluster, self._cluster.pids)
 
@@ -105,7 +117,7 @@ class HangDetector:
             self._show(f"{self._label}The ranks continue, after {quiet_s:.0f} s.")
         self._last_sign = now
         self._request = None
-        self._left = []
+        self._left, self._dead = [], []
 
     def _take_stacks(
         self, stacks: Stacks, ended: Collection[int], quiet_s: float
@@ -122,6 +134,13 @@ class HangDetector:
                 "value first"
             )
         self._left = left
+        dead = deadlocks(stacks.positions)
+        if dead and dead == self._dead:
+            lines = "\n".join(stacks.lines(self._in_cell))
+            raise UserError(
+                f"ranks wait for each other: {'; '.join(dead)}\n{lines}\n{DEADLOCK}"
+            )
+        self._dead = dead
         if quiet_s >= self._after_s:
             self._note(stacks, quiet_s)
 

@@ -238,6 +238,35 @@ def waits_for(positions: Sequence[Position], ended: Collection[int]) -> list[str
     ]
 
 
+def deadlocks(positions: Sequence[Position]) -> list[str]:
+    """Where two ranks wait for each other: each is in a collective of another group
+    that the other has not come to, or both are in the same one of a group, and in
+    different kinds of it. A line for each pair."""
+    waiting = {
+        each.rank: (each, each.call)
+        for each in positions
+        if each.is_running and each.call is not None and each.call.number
+    }
+    return [
+        f"rank {one} waits in {call.name}, and rank {other} in {others_call.name}"
+        for one, (position, call) in waiting.items()
+        for other, (others_position, others_call) in waiting.items()
+        if one < other
+        and (
+            call.kind != others_call.kind and call.number == others_call.number
+            if call.group == others_call.group
+            else _has_not_come(others_position, call)
+            and _has_not_come(position, others_call)
+        )
+    ]
+
+
+def _has_not_come(position: Position, call: Call) -> bool:
+    is_of_group = call.ranks is None or position.rank in call.ranks
+    started = position.started.get(call.group, 0)
+    return is_of_group and bool(position.started) and started < (call.number or 0)
+
+
 def _by_group(calls: Mapping[int, Call]) -> Iterable[dict[int, Call]]:
     """The collectives of each group by rank."""
     for group in {call.group: None for call in calls.values() if call.number}:
