@@ -363,7 +363,11 @@ def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:
             {},
             "whose weight is made of others",
         ),
-        ("model = torch.nn.Sequential(model)", {}, "Sequential says nothing of how"),
+        (
+            "model = torch.nn.Sequential(torch.nn.Linear(4, 4))",
+            {},
+            "Sequential says nothing of how",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(
