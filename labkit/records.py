@@ -520,6 +520,9 @@ class Position:
     """How many collectives it has started, by the group's name."""
     others: dict[str, list[Frame]] = field(default_factory=dict)
     """Other threads that run code of the user's, by name."""
+    is_alone: bool = True
+    """Whether no other thread is within torch.distributed, as one that saves: what the
+    main thread has not come to that one may."""
 
     @classmethod
     def from_message(cls, content: dict[str, Any]) -> "Position":

@@ -1,8 +1,10 @@
 """Hangs caused for real: it is said where every rank stands, and all of them end."""
 
+import dataclasses
 import os
 import re
 import signal
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -494,8 +496,30 @@ def test_ranks_that_wait_for_each_other_are_told_from_one_that_is_late() -> None
     late = Position(1, call=Call("all_reduce", 1, group="a"), started={"a": 1, "0": 2})
     first = Position(0, call=Call("all_gather", 3, group="0"), started={"0": 3, "a": 0})
     assert len(deadlocks([first, late])) == 1
+    saving = dataclasses.replace(first, is_alone=False)
+    assert not deadlocks([saving, late])
     first.started["a"] = 1
     assert not deadlocks([first, late])
+
+
+def test_a_cell_with_a_thread_in_a_collective_of_its_own_goes_on(lab: Lab) -> None:
+    code = """
+        import threading, time
+        group = dist.new_group([0, 1])
+
+        def save():
+            time.sleep(6 * rank)
+            dist.all_reduce(torch.ones(1), group=group)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        time.sleep(0 if rank else 5)
+        dist.barrier()
+        thread.join()
+        done = 1
+        """
+    lab.run(textwrap.dedent(code), hang_after=2)
+    assert lab.pull("done", "all") == [1, 1]
 
 
 def test_a_dump_begins_at_the_cell() -> None:

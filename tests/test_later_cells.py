@@ -231,6 +231,26 @@ def test_gradients_of_an_earlier_run_count_in_the_first_step(
         torch.testing.assert_close(found, plain)
 
 
+def test_a_cell_that_failed_on_one_rank_before_its_step_can_run_again(lab: Lab) -> None:
+    """Its ranks are not equally far: only one has begun to reduce its gradients."""
+    code = PREPARE.format(size=16).replace("model = net()", "")
+    fails = (
+        "for x, y in loader:\n"
+        "    F.cross_entropy(model(x), y).backward()\n"
+        "    if rank: raise ValueError('on purpose')\n"
+        "    optimizer.step()\n"
+    )
+    lab.run(f"{MAKE}\nmodel = net()")
+    with pytest.raises(RankError, match="on purpose"):
+        lab.train(
+            "zero1", code.replace("train(model, optimizer, loader)", fails), live=False
+        )
+    run = lab.train("zero1", f"{code}\n{LOOK}", live=False, hang_after=5)
+    assert any("gradients that it has left are dropped" in note for note in run.notes)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=1))
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "pipeline"])
 def test_a_later_cell_saves_and_loads_what_ranks_have_in_parts(
     lab: Lab, strategy: str, tmp_path: Path

@@ -1184,3 +1184,69 @@ def test_a_model_of_zero3_can_be_pulled_after_the_next_run(lab: Lab) -> None:
     train(lab, "zero2", cell("mlp"))
     weights = lab.pull("earlier", full=True)
     torch.testing.assert_close(weights, reference("mlp").weights, rtol=1e-5, atol=1e-6)
+
+
+ACCUMULATED = {
+    "an expert of one rank in the first microbatch alone": """
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = torch.nn.Linear(4, 4)
+                self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in "ab")
+
+            def forward(self, x, kind):
+                hidden, out = self.body(x), torch.zeros(len(x), 1)
+                for number, expert in enumerate(self.experts):
+                    (where,) = (kind == number).nonzero(as_tuple=True)
+                    if len(where):
+                        out = out.index_put((where,), expert(hidden[where]))
+                return out
+
+        kind = torch.zeros(32, dtype=torch.long)
+        kind[[0, 24]] = 1
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        """,
+    "a layer that the optimizer does not have": """
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = torch.nn.Linear(4, 1)
+                self.other = torch.nn.Linear(4, 1)
+
+            def forward(self, x, kind):
+                out = self.body(x)
+                return out + self.other(x) if kind.any() else out
+
+        kind = torch.arange(32) // 8 == 1
+        model = Net()
+        optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+        """,
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_with_accumulation_what_some_batches_use_is_as_without(
+    lab: Lab, name: str
+) -> None:
+    begin = "torch.manual_seed(0)\n" + textwrap.dedent(ACCUMULATED[name])
+    loop = """
+        x = torch.randn(32, 4)
+        data = torch.utils.data.TensorDataset(x, kind, x.sum(1, keepdim=True))
+        model, optimizer, loader = prepare(
+            model, optimizer, data, batch_size=8, shuffle=False
+        )
+        for inputs, kinds, targets in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs, kinds), targets)
+            loss.backward()
+            optimizer.step()
+        found = [p.detach().clone() for p in model.parameters()]
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+        """
+    code = begin + textwrap.dedent(loop)
+    lab.train("single", code, live=False)
+    [*expected] = lab.pull("found")
+    lab.train("ddp", code, live=False, accumulate=2)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, expected)

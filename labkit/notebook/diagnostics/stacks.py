@@ -245,7 +245,11 @@ def deadlocks(positions: Sequence[Position]) -> list[str]:
     waiting = {
         each.rank: (each, each.call)
         for each in positions
-        if each.is_running and each.call is not None and each.call.number
+        if each.is_running
+        and each.is_alone
+        and not each.others
+        and each.call is not None
+        and each.call.number
     }
     return [
         f"rank {one} waits in {call.name}, and rank {other} in {others_call.name}"

@@ -35,6 +35,8 @@ _BUSY = 0.2
 """Of the time looked at; one that waits for a collective uses next to none."""
 
 _TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
+_OURS = "labkit-"
+"""What the names of labkit's own threads begin with."""
 _LABKIT = str(Path(__file__).parents[2])
 _STORE = str(Path(_LABKIT, "rank", "group", "store.py"))
 _LIBRARIES = [
@@ -80,6 +82,12 @@ def position(
         call = recorded_call(since_ns) or _call_in(frame)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = {}
+    is_alone = not any(
+        each.f_code.co_filename.startswith(_TORCH_DISTRIBUTED)
+        for ident, other in stacks.items()
+        if not names.get(ident, _OURS).startswith(_OURS)
+        for each in _callers(other)
+    )
     for ident, other in stacks.items():
         frames = _frames(other, cells)
         if any(each.is_users for each in frames):
@@ -92,6 +100,7 @@ def position(
         is_busy=is_busy,
         started={**started_collectives(), **newest_numbers(since_ns)},
         others=others,
+        is_alone=is_alone,
     )
 
 

@@ -20,6 +20,10 @@ SUM_OF_SAME = (
     "this has each of them {same} times. Take it over the ranks that share a batch, "
     "which is right under any strategy: group=loader.group"
 )
+GRADIENTS_OF_SOME = (
+    "a cell before this one ended between a backward pass and the step, and not after "
+    "the same line on all ranks, so the gradients that it has left are dropped"
+)
 GRADIENTS_BEFORE = (
     "parameters have gradients from before prepare, which one process adds to those of "
     "the first step, and {strategy} has dropped. Call optimizer.zero_grad() before "

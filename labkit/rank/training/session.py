@@ -728,7 +728,9 @@ class Session:
         gradients = whole_gradients(model)
         release_former(model.parameters())
         for parameter, gradient in gradients:
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient if gradient is None else gradient.to(parameter)
+        if any(gradient is None for _, gradient in gradients):
+            self.note(notes.GRADIENTS_OF_SOME)
         self._drop_gradients(model)
         hooked = hooked_parameters(model)  # and not those that a strategy hooks to
         self._is_preparing = True
@@ -865,17 +867,24 @@ class Session:
         return self.peers.all_reduce(weight * torch.as_tensor(loss).detach())
 
 
-def whole_gradients(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Those that a former run has left in parts, as a first step would add to them.
-    Collective."""
-    found: list[tuple[nn.Parameter, torch.Tensor]] = []
+def whole_gradients(
+    model: nn.Module,
+) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+    """Those that a former run has left in parts, as a first step would add to them;
+    None where they are not of the same step on all ranks. Collective."""
+    found: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    are_alike: dict[int, bool] = {}
     for parameter in model.parameters():
         owner = owner_of(parameter)
         if not isinstance(owner, Prepared) or not owner.strategy.has_own_gradients:
             continue
         with contextlib.suppress(UnsupportedLoopError):
             owner.check_ranks()
-            if (gradient := parameter.grad) is not None:
+            if id(owner) not in are_alike:
+                are_alike[id(owner)] = owner.has_gradients_alike()
+            if not are_alike[id(owner)]:
+                found.append((parameter, None))
+            elif (gradient := parameter.grad) is not None:
                 found.append((parameter, gradient))
     return found
 

@@ -329,6 +329,10 @@ class ZeRO(Prepared):
         self._reduce()
         return self._gather_gradient(parameter) / self._loss_scale
 
+    def has_gradients_alike(self) -> bool:
+        state = self._has_gradients, self._is_reduced, self.hides_gradients
+        return self.peers.agree_on(sum(2**n * each for n, each in enumerate(state)))
+
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Put `value`, which is whole and equal on all ranks, in its place."""
         if id(parameter) not in self._trained_ids:
