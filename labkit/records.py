@@ -79,6 +79,8 @@ restart."""
 BEST_FOLDER = "best"
 """In a run's folder: a checkpoint of the best state so far, of a run that is to end
 with it."""
+TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
+"""What a training cell has of its run, beside `profile`."""
 RECORDS_FILE = "rank-{}.records"
 """In a run's folder: a rank's records, one `RECORD` after the other, then zeros."""
 NAMES_FILE = "rank-{}.names"

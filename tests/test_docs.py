@@ -13,7 +13,7 @@ import pytest
 
 from labkit.compat.ipython import options_of
 from labkit.magics.lab_magics import LabMagics
-from labkit.rank.training.session import TRAINING_NAMES
+from labkit.records import TRAINING_NAMES
 from labkit.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]

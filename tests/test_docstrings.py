@@ -26,8 +26,8 @@ from labkit.notebook.tuning.options import TuneOptions
 from labkit.options import option_of
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.training.cell_checkpoints import Checkpoints
-from labkit.rank.training.session import TRAINING_NAMES
 from labkit.rank.training.session import Session
+from labkit.records import TRAINING_NAMES
 from labkit.selftest.report import Report
 
 SECTIONS = ("Parameters", "Returns", "Attributes", "Raises", "Examples")

@@ -6,9 +6,8 @@ from typing import Any
 from labkit.magics.current import running_lab
 from labkit.notebook.kernel.output import notebook_variables
 from labkit.notebook.kernel.output import say
+from labkit.records import TRAINING_NAMES
 
-OF_TRAINING = ("prepare", "fit", "log", "stop_early", "profile")
-"""What labkit gives to cells that train, alone."""
 OF_RANKS = (
     *("rank", "local_rank", "world_size", "device", "torch", "dist"),
     *("save_checkpoint", "load_checkpoint"),
@@ -34,7 +33,7 @@ def hint_at_ranks(result: Any) -> None:
 
 def hint_of(name: str) -> str:
     """What to do about a name that the ranks have and the notebook does not."""
-    if name in OF_TRAINING:
+    if name in (*TRAINING_NAMES, "profile"):
         return (
             f"{name} belongs to a training cell: %%dist_train STRATEGY at the top of "
             "the cell, for example %%dist_train ddp, trains with it on the ranks"

@@ -61,12 +61,12 @@ from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
-from labkit.rank.training.session import TRAINING_NAMES
 from labkit.rank.training.session import Session
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import PROFILE_NOTE
 from labkit.records import SERVE_NAME
+from labkit.records import TRAINING_NAMES
 from labkit.records import CellEnd
 from labkit.records import CellSpec
 from labkit.records import CheckpointPlan

@@ -71,6 +71,7 @@ from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
 from labkit.records import BEST_FOLDER
 from labkit.records import CHECKPOINT
+from labkit.records import TRAINING_NAMES
 from labkit.records import CheckpointPlan
 from labkit.records import Note
 from labkit.strategies import Strategy
@@ -96,8 +97,6 @@ from labkit.strategies.parallelize import change_layers
 from labkit.strategies.parallelize import parallelize
 from labkit.strategies.prepared import Prepared
 from labkit.train_options import TrainOptions
-
-TRAINING_NAMES = ("prepare", "fit", "log", "stop_early")
 
 
 class Session:
