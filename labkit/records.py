@@ -523,7 +523,7 @@ class Position:
     others: dict[str, list[Frame]] = field(default_factory=dict)
     """Other threads that run code of the user's, by name."""
     is_alone: bool = True
-    """Whether no other thread is within torch.distributed, as one that saves: what the
+    """Whether no other thread may call collectives, as one that saves does: what the
     main thread has not come to that one may."""
 
     @classmethod

@@ -449,7 +449,7 @@ finally:
 
 
 def test_a_save_in_flight_ends_when_the_group_does(lab: Lab, tmp_path: Path) -> None:
-    wait = "import threading\naccident = threading.Event().wait\n"
+    wait = "import threading\nend = threading.Event()\naccident = end.wait\n"
     begin = (
         "from labkit.checkpoint import begin_save\n"
         "from pathlib import Path\n"
@@ -474,7 +474,8 @@ def test_a_save_in_flight_ends_when_the_group_does(lab: Lab, tmp_path: Path) -> 
     with pytest.raises(RankError, match="not saved: the process group was released"):
         lab.run("pending.result(timeout=10)", ranks=0)
     torch.testing.assert_close(contents(tmp_path / "x"), found, rtol=0, atol=0)
-    lab.run("saving.save_file = save_file\nbegin_save(folder, {}, {'a': 1}).result()")
+    lab.run("end.set()\nsaving.save_file = save_file")
+    lab.run("begin_save(folder, {}, {'a': 1}).result()")
     assert checkpoint.read(tmp_path / "x") == ({}, {"a": 1})
 
 

@@ -127,10 +127,21 @@ def test_a_note_says_where_every_rank_stands(
     assert_next_cell_works(lab)
 
 
-def test_a_cell_whose_ranks_wait_for_each_other_ends(lab: Lab) -> None:
+THREADS = {
+    "none": "",
+    "at a full queue": (
+        "import queue, threading\nfull = queue.Queue(1)\n"
+        "def draw():\n    for batch in range(2): full.put(batch)\n"
+        "threading.Thread(target=draw).start()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("thread", THREADS)
+def test_a_cell_whose_ranks_wait_for_each_other_ends(lab: Lab, thread: str) -> None:
     code = "x = torch.ones(1000)\n"
     code += "dist.all_reduce(x) if rank == 0 else dist.broadcast(x, 0)"
-    lab.run("kept = 1")
+    lab.run(f"kept = 1\n{THREADS[thread]}")
     with pytest.raises(UserError, match="wait for each other") as caught:
         lab.run(code, hang_after=2)
     told = (
@@ -141,6 +152,8 @@ def test_a_cell_whose_ranks_wait_for_each_other_ends(lab: Lab) -> None:
     )
     assert re.search(told, str(caught.value)), caught.value
     assert lab.pull("kept", "all") == [1, 1]
+    if thread != "none":
+        lab.run("full.get();")
     assert_next_cell_works(lab)
 
 

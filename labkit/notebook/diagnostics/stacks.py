@@ -247,7 +247,6 @@ def deadlocks(positions: Sequence[Position]) -> list[str]:
         for each in positions
         if each.is_running
         and each.is_alone
-        and not each.others
         and each.call is not None
         and each.call.number
     }

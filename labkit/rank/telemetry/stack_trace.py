@@ -36,7 +36,7 @@ _BUSY = 0.2
 
 _TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
 _OURS = "labkit-"
-"""What the names of labkit's own threads begin with."""
+"""What the names of labkit's own threads begin with, which call no collectives."""
 _LABKIT = str(Path(__file__).parents[2])
 _STORE = str(Path(_LABKIT, "rank", "group", "store.py"))
 _LIBRARIES = [
@@ -81,17 +81,17 @@ def position(
     if waits_on_device or not is_busy:
         call = recorded_call(since_ns) or _call_in(frame)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    others = {}
-    is_alone = not any(
-        each.f_code.co_filename.startswith(_TORCH_DISTRIBUTED)
-        for ident, other in stacks.items()
-        if not names.get(ident, _OURS).startswith(_OURS)
-        for each in _callers(other)
-    )
+    others, is_alone = {}, True
     for ident, other in stacks.items():
+        name = names.get(ident, "")  # none: autograd's, which acts for the main one
         frames = _frames(other, cells)
-        if any(each.is_users for each in frames):
-            others[names.get(ident, str(ident))] = frames
+        is_users = any(each.is_users for each in frames)
+        if is_users:
+            others[name or str(ident)] = frames
+        if name.startswith(_OURS):
+            continue
+        is_alone &= not (name and _is_in_collective(other))
+        is_alone &= not is_users or _waits_for_thread(other)
     return Position(
         rank=rank,
         is_running=is_running,
@@ -152,6 +152,17 @@ def _frames(innermost: FrameType, cells: Mapping[str, int]) -> list[Frame]:
         )
         for each in summary
     ]
+
+
+def _is_in_collective(innermost: FrameType) -> bool:
+    files = (each.f_code.co_filename for each in _callers(innermost))
+    return any(each.startswith(_TORCH_DISTRIBUTED) for each in files)
+
+
+def _waits_for_thread(innermost: FrameType) -> bool:
+    """Whether it waits without a limit for another thread, as at a full queue."""
+    is_waiting = innermost.f_code is threading.Condition.wait.__code__
+    return is_waiting and innermost.f_locals["timeout"] is None
 
 
 def _outside_store(innermost: FrameType) -> FrameType:
