@@ -41,7 +41,8 @@ NOTICED_LOSS = "(noticed loss)"
 the cell logs one itself."""
 
 STEP_TAKEN = "(step taken)"
-"""The metric that notes an optimizer step for which no loss was noticed."""
+"""The metric that notes an optimizer step for which no loss was noticed; the history
+has its memory alone."""
 
 LOSS_WEIGHT = "loss_weight"
 """The metric of what a rank's loss counts for in the mean over the ranks, where that is
@@ -221,7 +222,7 @@ class Progress:
 
 PROGRESS = {f.name: f"({f.name.replace('_', ' ')})" for f in fields(Progress)}
 """Field of `Progress` -> the metric that notes it."""
-NOTES = frozenset({STEP_TAKEN, CHECKPOINT, *PROGRESS.values()})
+NOTES = frozenset({CHECKPOINT, *PROGRESS.values()})
 """Metrics that report progress; they are not part of a run's history."""
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.notebook.history.collector import Collector
+from labkit.notebook.history.curves import MEMORY
 from labkit.records import NOTICED_LOSS
 from labkit.records import PROGRESS
 from labkit.records import RECORD
@@ -208,7 +209,23 @@ def test_steps_are_those_that_were_taken_where_they_are_noticed() -> None:
     collector.add(1, batch(("mine", 900, 0.0), sequence=2))
     collector.add(2, batch((STEP_TAKEN, 1, 1.0), (STEP_TAKEN, 2, 2.0)))
     assert collector.steps == {0: 7, 1: 2, 2: 2}
-    assert collector.num_records == {0: 2, 1: 3, 2: 0}
+    assert collector.num_records == {0: 2, 1: 3, 2: 2}
+
+
+def test_a_step_without_a_loss_has_its_memory() -> None:
+    collector = Collector([0, 1])
+    collector.add(0, batch((STEP_TAKEN, 1, 1.0), (STEP_TAKEN, 2, 2.0)))
+    noticed = (NOTICED_LOSS, 1, 0.5), (NOTICED_LOSS, 2, 0.25)
+    collector.add(1, batch(*noticed, names=()))
+    history = collector.history()
+    assert list(history.columns) == LEADING
+    assert history["rank"].tolist() == [0, 1, 0, 1]
+    assert history["memory_bytes"].notna().all()
+    assert history["loss"].isna().tolist() == [True, False] * 2
+    collector.curves.update(is_final=True)
+    for rank in (0, 1):
+        assert collector.curves.curve(rank, MEMORY).num_values == 2
+    assert not collector.curves.metrics()
 
 
 # ---- losses ----

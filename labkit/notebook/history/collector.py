@@ -274,6 +274,7 @@ class Collector:
         rows = records.groupby(["step", _AGAIN])
         values = records.pivot(index=["step", _AGAIN], columns="metric", values="value")
         values.columns = pd.Index([names[int(metric)] for metric in values.columns])
+        values = values.drop(columns=STEP_TAKEN, errors="ignore")
         frame = values.join(rows[["seconds", "memory_bytes"]].last()).reset_index()
         frame = frame.drop(columns=_AGAIN).assign(rank=rank)
         # Nothing is known before the first step that is measured.

@@ -15,6 +15,7 @@ from labkit.notebook.history.thinning import Points
 from labkit.notebook.history.thinning import extremes
 from labkit.records import LOSS_WEIGHT
 from labkit.records import NOTICED_LOSS
+from labkit.records import STEP_TAKEN
 
 _BLOCK = 2**14
 MAX_RANK_LINES = 8
@@ -260,7 +261,7 @@ class Curves:
         for name, number in self._numbers[rank].items():
             is_of = records["metric"] == number
             if name.startswith("("):
-                is_own &= ~is_of | (name == NOTICED_LOSS)
+                is_own &= ~is_of | (name in (NOTICED_LOSS, STEP_TAKEN))
                 continue
             found = records[is_of]
             self._extend(rank, name, found["step"], found["value"])

@@ -22,7 +22,7 @@ RESERVED = frozenset(
     {
         *("rank", "seconds", "memory_bytes", "samples", "tokens", LOSS_WEIGHT),
         *NOTES,
-        NOTICED_LOSS,
+        *(NOTICED_LOSS, STEP_TAKEN),
     }
 )
 
