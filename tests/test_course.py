@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from marks import LONG
@@ -116,6 +117,60 @@ def test_a_solution_solves_its_exercise(
 def test_an_unknown_exercise_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match="there is no exercise 'nothing'; there are "):
         check("nothing", lambda: 0)
+
+
+def told_of(capsys: pytest.CaptureFixture[str], exercise: str, *answer: Any) -> str:
+    check(exercise, *answer)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "told"),
+    [
+        ("fewest_gpus", [("zero3", 8), (32, "zero3")], 'such as (8, "zero2")'),
+        ("fewest_gpus", [(0, "zero3"), (32, "zero3")], "give a number of GPUs and"),
+        ("fewest_gpus", [8, 32], "for 7 B it is 8; give a number of GPUs and"),
+        ("name_rank_and_cause", [{"first": 0}], "for 'first' it has 0; give a rank"),
+        ("name_rank_and_cause", [{"first": ("data", 0)}], 'such as (0, "data")'),
+        ("name_rank_and_cause", [{}], 'one of "data", "compute", "asleep"'),
+        ("best_in_a_minute", [{"lr": "0.1", "width": 64}], "lr is '0.1' and width 64"),
+        ("best_in_a_minute", [{"lr": 0.1, "width": 64.0}], "a whole width of 512 or"),
+        ("best_bucket", ["2"], "bucket_cap_mb is '2'; choose a number of MiB"),
+        ("best_bucket", [0], "bucket_cap_mb is 0; choose a number of MiB"),
+        ("lower_loss", [64, 1e-3], "rate is 0.001; give a function of the progress"),
+        ("fill_the_bubble", [lambda rank, p, m: None], "order returns nothing"),
+        (
+            "fill_the_bubble",
+            [lambda rank, p, m: [("forward", n) for n in range(m)]],
+            "it has ('backward', 0) 0 times",
+        ),
+        (
+            "fill_the_bubble",
+            [
+                lambda rank, p, m: [
+                    (kind, n) for kind in ("forward", "backward") for n in range(m + 1)
+                ]
+            ],
+            "there is no pass ('forward', 4)",
+        ),
+    ],
+)
+def test_an_answer_of_the_wrong_kind_hears_what_to_give(
+    exercise: str, answer: list[Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told_of(capsys, exercise, *answer)
+    assert said.startswith(f"{exercise}: not right: ")
+    assert told in said
+
+
+def test_a_mean_of_another_shape_is_refused_with_the_one_expected(lab: Lab) -> None:
+    for returned in ("None", "gradient[:10]"):
+        with pytest.raises(Exception, match=r"has to return the mean of the gradients"):
+            lab.run(
+                "from labkit.course import check\n"
+                'check("ninety_at_five_percent", '
+                f"lambda gradient, memory: {returned})"
+            )
 
 
 def test_a_batch_that_leaves_a_rank_without_a_sample_is_not_right(

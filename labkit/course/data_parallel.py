@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
+from numbers import Real
 from statistics import median
 from typing import Any
 
@@ -174,6 +176,11 @@ class StepClock:
 def best_bucket(bucket_cap_mb: float) -> Verdict:
     """Judge a `bucket_cap_mb` for DDP: of six layers' gradients few messages, none of
     them too large, and little in the last, which nothing can hide."""
+    if not isinstance(bucket_cap_mb, Real) or bucket_cap_mb <= 0:
+        return Verdict(
+            complaint=f"bucket_cap_mb is {bucket_cap_mb!r}; choose a number of MiB "
+            "above 0"
+        )
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     sizes = (64, 512, 512, 512, 512, 512, 10)
     layers = [nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(sizes)]
@@ -270,6 +277,7 @@ def train_with(average: Average, *, epochs: int = 20) -> Sent:
             whole = gradient.nbytes
             with SentBytes() as sent:
                 mean = average(gradient, memory)
+            _must_be_like(mean, whole=gradient.numel())
             num_bytes += sent.num_bytes
             num_steps += 1
             parts = mean.split([parameter.numel() for parameter in parameters])
@@ -281,6 +289,18 @@ def train_with(average: Average, *, epochs: int = 20) -> Sent:
     of_ranks = of_all_ranks(sum(p.double().sum().item() for p in parameters))
     ddp = 2 * whole * (num_ranks - 1) / num_ranks * num_steps
     return Sent(accuracy, num_bytes / ddp, len(set(of_ranks)) == 1)
+
+
+def _must_be_like(mean: object, *, whole: int) -> None:
+    found = f"{mean!r}"
+    if isinstance(mean, torch.Tensor):
+        if mean.shape == (whole,):
+            return
+        found = f"a tensor of shape {list(mean.shape)}"
+    raise ValueError(
+        f"the function returned {found}; it has to return the mean of the gradients, "
+        f"a tensor of shape {[whole]} as the one that it gets"
+    )
 
 
 def ninety_at_five_percent(average: Average) -> Verdict:
@@ -302,6 +322,11 @@ def lower_loss(batch_size: int, rate: Callable[[float], float]) -> Verdict:
     """Judge a batch size, of all ranks, and `rate(progress)`, the learning rate at a
     `progress` from 0 to 1: a small GPT reads as many bytes as every other answer's,
     and its loss is that on text which it has not read."""
+    if not callable(rate):
+        return Verdict(
+            complaint=f"rate is {rate!r}; give a function of the progress, such as "
+            "lambda progress: 1e-3"
+        )
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sequence = 32
     num_steps = BYTES_READ // (batch_size * sequence) if batch_size > 0 else 0
@@ -348,10 +373,11 @@ def best_in_a_minute(params: Mapping[str, Any]) -> Verdict:
         found = ", ".join(params) or "nothing"
         return Verdict(complaint=f"it has {found}; give lr and width")
     lr, width = params["lr"], params["width"]
-    if not (lr > 0 and 0 < width <= MOST_WIDTH):
+    are_numbers = isinstance(lr, Real) and isinstance(width, Integral)
+    if not (are_numbers and lr > 0 and 0 < width <= MOST_WIDTH):
         return Verdict(
-            complaint=f"lr is {lr:g} and width {width}; choose more than 0, and a "
-            f"width of {MOST_WIDTH} or less"
+            complaint=f"lr is {lr!r} and width {width!r}; choose more than 0, and a "
+            f"whole width of {MOST_WIDTH} or less"
         )
     images, labels = digits().tensors
     test_images, test_labels = digits("test").tensors

@@ -98,10 +98,15 @@ def name_rank_and_cause(answer: Mapping[str, tuple[int, str]]) -> Verdict:
     """`answer` has the slow rank and the cause, one of `CAUSES`, of each run that
     `train_sabotaged` trains; judged by how many are right."""
     for name in SABOTAGED:
-        if name not in answer or answer[name][1] not in CAUSES:
-            return Verdict(
-                complaint=f"for {name!r} it has no rank with one of {', '.join(CAUSES)}"
-            )
+        match answer.get(name):
+            case (int(), cause) if cause in CAUSES:
+                pass
+            case found:
+                causes = ", ".join(f'"{cause}"' for cause in CAUSES)
+                return Verdict(
+                    complaint=f"for {name!r} it has {found!r}; give a rank and a "
+                    f'cause, such as (0, "data"), the cause one of {causes}'
+                )
     named = sum(tuple(answer[name]) == right for name, right in SABOTAGED.items())
     return Verdict(
         measured=f"{named} of {len(SABOTAGED)} runs have their rank and their cause",

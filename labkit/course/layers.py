@@ -158,12 +158,15 @@ def fill_the_bubble(answer: Callable[[int, int, int], Order]) -> Verdict:
         where = f"with {num_ranks} ranks and {num_microbatches} microbatches"
         kinds, numbers = ("backward", "forward"), range(num_microbatches)
         each_once = [(kind, number) for kind in kinds for number in numbers]
+        answers = [
+            answer(rank, num_ranks, num_microbatches) for rank in range(num_ranks)
+        ]
+        if any(each is None for each in answers):
+            return Verdict(
+                complaint="order returns nothing; its last line returns passes"
+            )
         orders = [
-            [
-                (str(kind), int(number))
-                for kind, number in answer(rank, num_ranks, num_microbatches)
-            ]
-            for rank in range(num_ranks)
+            [(str(kind), int(number)) for kind, number in passes] for passes in answers
         ]
         wrong = [
             rank for rank, order in enumerate(orders) if sorted(order) != each_once
@@ -171,7 +174,7 @@ def fill_the_bubble(answer: Callable[[int, int, int], Order]) -> Verdict:
         if wrong:
             return Verdict(
                 complaint=f"{where} rank {wrong[0]} does not do each forward and each "
-                "backward pass once"
+                f"backward pass once: {_first_wrong(orders[wrong[0]], each_once)}"
             )
         try:
             passes = timetable(orders)
@@ -193,6 +196,15 @@ def fill_the_bubble(answer: Callable[[int, int, int], Order]) -> Verdict:
         to_beat="(p-1)/(m+p-1) of the time, and p microbatches",
         is_beaten=is_beaten,
     )
+
+
+def _first_wrong(order: Order, each_once: Order) -> str:
+    """What `order` lacks or has too often; one of the two holds."""
+    for step in each_once:
+        if (count := list(order).count(step)) != 1:
+            return f"it has {step!r} {count} times"
+    strange = next(step for step in order if step not in each_once)
+    return f"there is no pass {strange!r}"
 
 
 def _most_kept(order: Order) -> int:

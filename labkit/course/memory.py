@@ -96,6 +96,15 @@ def least_that_fits(size: str, strategy: str, most: int) -> int | None:
 def fewest_gpus(seven: tuple[int, str], seventy: tuple[int, str]) -> Verdict:
     """Judge (number of GPUs, strategy) for 7 B and for 70 B parameters."""
     answers = {"7 B": seven, "70 B": seventy}
+    for size, answer in answers.items():
+        match answer:
+            case (int(number), str()) if number > 0:
+                pass
+            case _:
+                return Verdict(
+                    complaint=f"for {size} it is {answer!r}; give a number of GPUs and "
+                    'a strategy, such as (8, "zero2")'
+                )
     for size, (num_gpus, strategy) in answers.items():
         needs = needed_bytes(size, strategy, num_gpus)
         if needs > GPU_BYTES:
