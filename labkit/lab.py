@@ -92,6 +92,8 @@ class Lab:
     ----------
     runs : list of Run
         Training runs of this lab, newest last.
+    studies : list of Study
+        What `tune` and `%%dist_tune` have begun in this lab, newest last.
     launcher : str
         What has started the ranks: "local", "ssh", "slurm", "mpi" or, with a
         profile, its name, as in "profile:pbs".
@@ -218,6 +220,8 @@ class Lab:
         of `stop` where that fails."""
         self.runs: list[Run] = []
         """Training runs, newest last."""
+        self.studies: list[Study] = []
+        """Studies, newest last."""
         self._past = Past()
         _labs.add(self)
 
@@ -608,7 +612,8 @@ class Lab:
         Returns
         -------
         Study
-            With `best_params`, `best_value`, `best_run`, `table` and `plot()`.
+            With `best_params`, `best_value`, `best_run`, `table` and `plot()`. Also
+            the last of `studies`; after an error you find it there.
 
         Raises
         ------
@@ -631,7 +636,9 @@ class Lab:
             code_or_function, space, strategy, options, run_options, live, fits
         )
         ranks = StudyRanks(self.world_size, self.device, self._divided, self.estimate)
-        return Tuner(request, ranks).run()
+        tuner = Tuner(request, ranks)
+        self.studies.append(tuner.study)
+        return tuner.run()
 
     @contextlib.contextmanager
     def _divided(self, num_ranks: int) -> "Iterator[list[Place]]":

@@ -65,6 +65,7 @@ def test_a_study_finds_the_best_and_is_there_afterwards(lab: Lab) -> None:
     assert study.best_value == pytest.approx(1.0)
     assert repr(study) == "<Study 'levels': loss under raw, 3 trials>"
     assert study.best_run.code.startswith("level = 1  # %%dist_tune raw")
+    assert lab.studies[-1] is study
     assert study.best_run.name == f"levels-trial-{study.best_trial}"
     table = study.table
     assert sorted(table["level"]) == [1, 2, 3]

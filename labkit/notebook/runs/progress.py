@@ -73,7 +73,12 @@ def remarks(run: RunRecord) -> list[str]:
         rank, lag = straggler
         others = [other for other in run.collector.ranks if other != rank]
         whom = "the median" if len(others) > 1 else format_ranks(others)
-        found.append(f"rank {rank} is slowest: {100 * lag:.0f}% behind {whom}")
+        much = (
+            f"{100 * lag:.0f}% behind {whom}"
+            if lag < 1
+            else f"takes {1 + lag:.3g} times as long as {whom}"
+        )
+        found.append(f"rank {rank} is slowest: {much}")
     found += troubles(run.collector)[:MAX_TROUBLES]
     if run.collector.num_lost:
         found.append(f"{run.collector.num_lost} records lost")
