@@ -81,6 +81,11 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%%dist_train ddp --offload x\n1", "unrecognized arguments"),
         ("%%dist_train ddp --acc 4\n1", "--acc 4 (did you mean --accumulate?); "),
         ("%%dist_train ddp --grad-clip 1\n1", "(did you mean --clip?); %dist_train? "),
+        (
+            '%%dist_train ddp --comm topk --config {"topk": 0.1} --seed 1\n1',
+            '--config takes the name of a dict, not the dict: write config = {"topk": '
+            "0.1} in a cell of the notebook, then --config config",
+        ),
         ("%%dist_train ddp --save-every 9\n1", "mean --average-every or --every?); "),
         ("%%dist_train ddp --seed x\n1", "invalid int value"),
         ("%%dist_train ddp --live movie\n1", "invalid choice: 'movie'"),

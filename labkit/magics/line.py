@@ -43,6 +43,10 @@ def options(cls: type[Any], *names: str) -> Callable[[Any], Any]:
     return add
 
 
+WRITTEN_OUT = re.compile(r"(?:^|\s)(--config|--space)[\s=]\s*(\{.*?(?:\}|$))")
+"""A dict where its name belongs, as messages about a strategy's options show it."""
+
+
 def argument_of(each: "Field[Any]") -> Any:
     """The argument of a magic for the field of an options class."""
     found = option_of(each)
@@ -97,6 +101,13 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
     """The arguments of a magic's line; UsageError, in one line, with what it takes."""
     parser = magic.parser
     parser.allow_abbrev = False  # the next option would give --s another meaning
+    if written := WRITTEN_OUT.search(line):
+        option, found = written[1], shorten(written[2], 100)
+        name = option.lstrip("-")
+        raise UsageError(
+            f"{option} takes the name of a dict, not the dict: write {name} = {found} "
+            f"in a cell of the notebook, then {option} {name}"
+        )
     try:
         names = {
             word: action.option_strings[-1]
