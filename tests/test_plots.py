@@ -182,6 +182,23 @@ def test_axes_grow_with_the_data() -> None:
     assert memory.get_ylim()[1] >= 400
 
 
+def test_an_empty_panel_says_why_when_the_run_is_over() -> None:
+    collector = Collector([0, 1])
+    for rank in (0, 1):
+        log(collector, rank, samples={1: 32.0, 2: 32.0})
+    plot = RunPlot(collector)
+    why = "no loss: none was given\nto backward() or to log(loss=...)"
+    plot.update("running")
+    assert why not in texts(plot)
+    plot.update("finished", is_final=True)
+    assert why in texts(plot)
+    assert "not measured:\ntoo few optimizer steps" not in texts(plot)
+    add(collector, 0, [1.0, 2.0])
+    other = RunPlot(collector)
+    other.update("finished", is_final=True)
+    assert why not in texts(other)
+
+
 def test_a_metric_that_is_not_the_loss_is_not_drawn_as_one() -> None:
     collector = Collector([0])
     records = np.array([(0, 1, 0.0, MIB, 0.9)], dtype=RECORD)

@@ -39,6 +39,11 @@ STEP_HEIGHT, STEP_TALL = 2.75, 1.72
 """Of the row with what tensors hold within a step."""
 MAX_EXTRA = 6
 """Panels beside those of loss and memory."""
+WHY_EMPTY = {
+    "loss": "no loss: none was given\nto backward() or to log(loss=...)",
+    MEMORY: "not measured:\ntoo few optimizer steps",
+}
+"""What stands in a panel that is empty when the run is over."""
 MAX_MARKS = 4
 """In the legend."""
 
@@ -74,14 +79,17 @@ class RunPlot:
         self._add_panel("loss", "loss", log_scale=log_scale)
         self._add_panel(MEMORY, "memory of tensors", has_mean=False)
         use_title(self.panels[MEMORY].axes, memory_is, size=SMALL)
-        self._unmeasured = self.panels[MEMORY].axes.text(
-            *(0.5, 0.5, ""),
-            transform=self.panels[MEMORY].axes.transAxes,
-            ha="center",
-            va="center",
-            fontsize=SMALL,
-            color=INK,
-        )
+        self._why_empty = {
+            metric: self.panels[metric].axes.text(
+                *(0.5, 0.5, ""),
+                transform=self.panels[metric].axes.transAxes,
+                ha="center",
+                va="center",
+                fontsize=SMALL,
+                color=INK,
+            )
+            for metric in WHY_EMPTY
+        }
         self._legend: list[str] = []
         self._update_legend()
         self._place()
@@ -120,8 +128,9 @@ class RunPlot:
             # A long line is set smaller, so that it ends within the figure.
             room = 1090 / size
             text.set(text=line, fontsize=size * min(1.0, room / max(1, len(line))))
-        if is_final and not len(self.panels[MEMORY].steps()):
-            self._unmeasured.set_text("not measured:\ntoo few optimizer steps")
+        for metric, text in self._why_empty.items():
+            if is_final and not len(self.panels[metric].steps()):
+                text.set_text(WHY_EMPTY[metric])
         self._add_marks(marks)
         self._update_legend()
         wanted = self._wanted_limits(0 if is_final else num_steps or 0)
