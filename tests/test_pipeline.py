@@ -315,6 +315,33 @@ fit(model, data, torch.nn.functional.mse_loss, optimizer=optimizer, batch_size=8
     assert_equals_reference(lab, train(lab, "pipeline", cell("gpt")), reference("gpt"))
 
 
+def test_state_that_forward_begins_to_change_in_fit_is_refused(lab: Lab) -> None:
+    code = """
+x = torch.randn(32, 6, generator=torch.Generator().manual_seed(2))
+x[16:, 0] = 9.0  # from the third batch on
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.register_buffer("largest", torch.tensor(5.0))
+
+    def forward(self, x):
+        if x.max() > 8:
+            self.largest.mul_(0.9).add_(0.1 * x.max())
+        return self.second(self.first(x / self.largest.clone()).tanh())
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(x, x.sin())
+fit(model, data, torch.nn.functional.mse_loss, optimizer=optimizer, batch_size=8,
+    shuffle=False)
+"""
+    with pytest.raises(RankError, match="forward changes the model's largest in this"):
+        train(lab, "pipeline", code, microbatches=2)
+    assert lab.runs[-1].collector.steps == {0: 2, 1: 2}
+
+
 RECURRENT = """
 class Layer(torch.nn.Module):
     def __init__(self, num_inputs):

@@ -42,6 +42,7 @@ from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
 from labkit.strategies.own_state import is_other
 from labkit.strategies.own_state import unchanged
+from labkit.strategies.pipeline.late_changes import LateChanges
 from labkit.strategies.pipeline.losses import Means
 from labkit.strategies.pipeline.microbatches import MICROBATCHES_A_STAGE
 from labkit.strategies.pipeline.microbatches import are_other
@@ -211,6 +212,7 @@ class Pipeline(Prepared):
             self.options.microbatches or MICROBATCHES_A_STAGE * mesh.size()
         )
         self._flags = flags_of(self.module, apart=self._stages.modules)
+        self._late_changes = LateChanges(self.module)
         self._is_whole: dict[Any, bool] = {}
         """By kind of call of the model, whether its batches pass as a whole: each has
         been compared with its microbatches."""
@@ -265,7 +267,8 @@ class Pipeline(Prepared):
             found = relay.run(function, args, kwargs)
         else:
             entered = [relay.enter(leaf) for leaf in leaves]
-            outputs, out_spec = self._run_chunks(function, entered, spec)
+            with self._late_changes.refused(self._num_microbatches):
+                outputs, out_spec = self._run_chunks(function, entered, spec)
             found = unflatten(relay.leave(outputs), out_spec)
         if torch.is_grad_enabled():
             self._traffic = Traffic(relay.sent, relay.returned)
@@ -443,7 +446,7 @@ class Pipeline(Prepared):
         self.begin_backward([], [])
         self._is_scheduled = True
         try:
-            with keeping_seeds():
+            with keeping_seeds(), self._late_changes.refused(count):
                 loss = schedule.run()
         finally:
             self._is_scheduled = False
