@@ -504,6 +504,12 @@ def test_ranks_that_wait_for_each_other_are_told_from_one_that_is_late() -> None
         "rank 0 waits in all_gather #3, and rank 1 in all_reduce #3"
     ]
     assert not deadlocks([gather, at(1, "all_gather", 3, "0", 0)])
+    sizes = [dataclasses.replace(reduce.call, num_bytes=size) for size in (8, 16)]
+    assert deadlocks([Position(rank, call=sizes[rank]) for rank in (0, 1)]) == [
+        "rank 0 waits in all_reduce #3 of 8 bytes, and rank 1 in all_reduce #3 of 16 "
+        "bytes"
+    ]
+    assert not deadlocks([Position(rank, call=sizes[0]) for rank in (0, 1)])
     assert not deadlocks([gather, at(1, "all_reduce", 2, "0", 0)])
     assert not deadlocks([gather, Position(1, started={"0": 2})])
     late = Position(1, call=Call("all_reduce", 1, group="a"), started={"a": 1, "0": 2})

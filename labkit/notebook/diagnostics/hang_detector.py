@@ -20,11 +20,12 @@ from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.place import Place
 
 DEADLOCK = (
-    "Every rank must call the same collectives in the same order. Under zero3, fsdp "
-    "and hsdp each layer that runs gathers its parameters from all ranks: where the "
-    "model goes by its samples, as an adaptive solver or experts by sample do, have "
-    "all ranks run the same layers as often, by dist.all_reduce of what decides it, or "
-    "use ddp, zero1 or zero2"
+    "Every rank must call the same collectives in the same order. A backward pass is "
+    "one of them, so it cannot be under `if rank == 0:`. Under zero3, fsdp and hsdp "
+    "each layer that runs gathers its parameters from all ranks: if the samples decide "
+    "which layers run, or how often (an adaptive solver, a mixture of experts), make "
+    "that decision the same on all ranks with dist.all_reduce, or use ddp, zero1 or "
+    "zero2"
 )
 
 

@@ -240,8 +240,8 @@ def waits_for(positions: Sequence[Position], ended: Collection[int]) -> list[str
 
 def deadlocks(positions: Sequence[Position]) -> list[str]:
     """Where two ranks wait for each other: each is in a collective of another group
-    that the other has not come to, or both are in the same one of a group, and in
-    different kinds of it. A line for each pair."""
+    that the other has not come to, or both are in the same one of a group, but call
+    different kinds of it or tensors of different sizes. A line for each pair."""
     waiting = {
         each.rank: (each, each.call)
         for each in positions
@@ -251,17 +251,23 @@ def deadlocks(positions: Sequence[Position]) -> list[str]:
         and each.call.number
     }
     return [
-        f"rank {one} waits in {call.name}, and rank {other} in {others_call.name}"
+        f"rank {one} waits in {_told(call, others_call)}, and rank {other} in "
+        f"{_told(others_call, call)}"
         for one, (position, call) in waiting.items()
         for other, (others_position, others_call) in waiting.items()
         if one < other
         and (
-            call.kind != others_call.kind and call.number == others_call.number
+            call.number == others_call.number and _differ([call, others_call])
             if call.group == others_call.group
             else _has_not_come(others_position, call)
             and _has_not_come(position, others_call)
         )
     ]
+
+
+def _told(call: Call, other: Call) -> str:
+    """What it is called beside `other`: with its size where the names are the same."""
+    return call.name if call.name != other.name else f"{call.name} of {_size(call)}"
 
 
 def _has_not_come(position: Position, call: Call) -> bool:
