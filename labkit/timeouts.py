@@ -129,8 +129,7 @@ END_RUN_S = 4.0
 EMPTY_AFTER_S = 3.0
 """A run that has taken no step by then shows a picture without curves: it runs."""
 LAST_PICTURE_S = 10.0
-"""The render process, of the lowest priority, draws the last picture of a run;
-then the kernel does."""
+"""The render process draws the last picture of a run; then the kernel does."""
 
 # ---- a cell that hangs ----
 

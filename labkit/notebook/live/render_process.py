@@ -1,7 +1,9 @@
 """Draws live pictures in a process of its own, at the lowest priority.
 
 A training loop on full cores, whose ranks wait for each other, would wait for every
-picture that the kernel drew; so would the kernel's own answer to a failure.
+picture that the kernel drew; so would the kernel's own answer to a failure. The last
+picture of a run has the usual priority: its ranks have ended, and the prompt waits for
+it, for seconds where other people's processes fill the cores.
 """
 
 import atexit
@@ -20,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from typing import Any
 from typing import Protocol
 
 from labkit.records import Batch
@@ -151,9 +152,10 @@ def main() -> None:
     """Answer requests until the input closes."""
     from labkit.notebook.plots.run_plot import RunPlot
 
-    # Only now, so that the imports, which the first picture waits for, are soon done.
-    give_way()
     gc.freeze()  # what stays: to collect the rest takes milliseconds
+    # Linux has a priority for each thread, and a thread cannot raise its own again. The
+    # imports, which the first picture waits for, are done before.
+    aside = ThreadPoolExecutor(1, initializer=give_way)
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     plots: dict[int, RunPlot] = {}
     while True:
@@ -161,20 +163,31 @@ def main() -> None:
             request: PictureRequest | Drawing = pickle.load(inbox)
         except EOFError:
             return
-        try:
-            began = time.process_time()
-            if isinstance(request, PictureRequest):
-                png = paint(request, plots)
-            else:
-                png = request.png()
-            answer: Any = Picture(png, time.process_time() - began)
-        except Exception as error:
-            answer = error
+        is_final = isinstance(request, PictureRequest) and request.is_final
+        if is_final:
+            answer = drawn(request, plots)
+        else:
+            answer = aside.submit(drawn, request, plots).result()
         pickle.dump(answer, outbox)
         outbox.flush()
-        if isinstance(request, PictureRequest) and request.is_final:
+        if is_final:
             del request  # it has all records, and so has its figure, a cycle
             gc.collect()
+
+
+def drawn(
+    request: PictureRequest | Drawing, plots: "dict[int, RunPlot]"
+) -> Picture | Exception:
+    """The picture, or what was raised."""
+    try:
+        began = time.process_time()
+        if isinstance(request, PictureRequest):
+            png = paint(request, plots)
+        else:
+            png = request.png()
+        return Picture(png, time.process_time() - began)
+    except Exception as error:
+        return error
 
 
 def give_way() -> None:
