@@ -59,7 +59,7 @@ def loop_until(seen: str) -> str:
 class Painted:
     """A painter in this process."""
 
-    def draw(self, request: PictureRequest) -> Future[Picture]:
+    def draw(self, request: PictureRequest, **_: bool) -> Future[Picture]:
         found: Future[Picture] = Future()
         found.set_result(Picture(paint(request, {}) or b"", cpu_s=0.0))
         return found
@@ -199,7 +199,7 @@ def test_it_keeps_no_records_of_a_run_that_has_ended() -> None:
         for rank in (0, 1):
             run.collector.add(rank, Batch(1, ["loss"], records))
         request = replace(LiveView(run)._request(), is_final=True)
-        assert painter.draw(request).result(60).png
+        assert painter.draw(request, is_last=True).result(60).png
 
     try:
         draw_last(10)

@@ -139,8 +139,8 @@ class LiveView:
             memory=None if memory is None else (memory, self.run.peak_moments()),
         )
         try:
-            picture = painter().draw(request).result(timeouts.LAST_PICTURE_S)
-            png = picture.png
+            picture = painter().draw(request, is_last=True)
+            png = picture.result(timeouts.LAST_PICTURE_S).png
         except (*GONE, TimeoutError):
             png = self.run.plot()._repr_png_()  # here, for the process has died
         self._show({"image/png": png})

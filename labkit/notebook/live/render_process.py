@@ -93,17 +93,20 @@ class Painter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="labkit-painter")
 
-    def draw(self, request: PictureRequest | Drawing) -> "Future[Picture]":
-        """The picture, some time later; does not wait for it.
+    def draw(
+        self, request: PictureRequest | Drawing, *, is_last: bool = False
+    ) -> "Future[Picture]":
+        """The picture, some time later; does not wait for it. The last one of its view
+        has the usual priority.
 
         The future raises one of `GONE` where the process has ended.
         """
-        return self._thread.submit(self._ask, request)
+        return self._thread.submit(self._ask, request, is_last)
 
-    def _ask(self, request: PictureRequest | Drawing) -> Picture:
+    def _ask(self, request: PictureRequest | Drawing, is_last: bool) -> Picture:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump(request, self._process.stdin, protocol=5)
+        pickle.dump((request, is_last), self._process.stdin, protocol=5)
         self._process.stdin.flush()
         answer: Picture | Exception = pickle.load(self._process.stdout)
         if isinstance(answer, Exception):
@@ -160,17 +163,16 @@ def main() -> None:
     plots: dict[int, RunPlot] = {}
     while True:
         try:
-            request: PictureRequest | Drawing = pickle.load(inbox)
+            request, is_last = pickle.load(inbox)
         except EOFError:
             return
-        is_final = isinstance(request, PictureRequest) and request.is_final
-        if is_final:
+        if is_last:
             answer = drawn(request, plots)
         else:
             answer = aside.submit(drawn, request, plots).result()
         pickle.dump(answer, outbox)
         outbox.flush()
-        if is_final:
+        if is_last:
             del request  # it has all records, and so has its figure, a cycle
             gc.collect()
 

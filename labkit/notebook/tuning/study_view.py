@@ -66,7 +66,8 @@ class StudyView:
         if self._in_notebook and (self._study.trials or self._place.is_filled):
             drawing = self._study.drawing()
             try:
-                png = painter().draw(drawing).result(timeouts.LAST_PICTURE_S).png
+                picture = painter().draw(drawing, is_last=True)
+                png = picture.result(timeouts.LAST_PICTURE_S).png
             except (*GONE, TimeoutError):
                 png = drawing.png()  # here, for the process has died
             self._show(png)
