@@ -370,6 +370,14 @@ def test_the_stop_button_ends_a_cell_and_the_next_one_works(
     assert kernel.run(code).stdout == "[rank 0] 7 2.0\n[rank 1] 8 2.0\n"
 
 
+def test_a_crash_names_its_line(kernel: Kernel) -> None:
+    """Where the kernel's loop runs: ipyparallel takes the log of what has ended."""
+    code = "import os\nif rank == 1:\n    os.abort()\ndist.barrier()"
+    said = kernel.run(f"%%dist\n{code}").error["evalue"]
+    assert said.startswith("rank 1: the process died at line 4: os.abort(); pid ")
+    assert kernel.run("%dist_restart").status == "ok"
+
+
 def test_a_killed_rank_is_brought_back_by_restart(kernel: Kernel) -> None:
     reply = kernel.run("%%dist 1\nimport os\nos.kill(os.getpid(), 9)")
     assert "the process died" in reply.error["evalue"]

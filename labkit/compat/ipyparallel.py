@@ -220,6 +220,12 @@ def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
             self.notify_start(self.pid)
             self._start_waiting()
 
+        def get_output(self, remove: bool = False) -> str:
+            # In a notebook's loop it is removed at once, before anyone has read there
+            # why the engine died. The lab's folder goes with the lab.
+            output: str = super().get_output(remove=False)
+            return output
+
     class SetLauncher(LocalEngineSetLauncher):
         launcher_class = Launcher
 
