@@ -20,12 +20,12 @@ from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.place import Place
 
 DEADLOCK = (
-    "Every rank must call the same collectives in the same order. A backward pass is "
-    "one of them, so it cannot be under `if rank == 0:`. Under zero3, fsdp and hsdp "
-    "each layer that runs gathers its parameters from all ranks: if the samples decide "
-    "which layers run, or how often (an adaptive solver, a mixture of experts), make "
-    "that decision the same on all ranks with dist.all_reduce, or use ddp, zero1 or "
-    "zero2"
+    "Every rank must call the same collectives in the same order. A backward pass, "
+    "save_checkpoint and stop_early call some, so they cannot be under `if rank == "
+    "0:`. Under zero3, fsdp and hsdp each layer that runs gathers its parameters from "
+    "all ranks: if the samples decide which layers run, or how often (an adaptive "
+    "solver, a mixture of experts), make that decision the same on all ranks with "
+    "dist.all_reduce, or use ddp, zero1 or zero2"
 )
 
 
