@@ -274,6 +274,27 @@ for (x,) in loader:
 LARGE_BYTES = 4 * (32 * 2048 + 2048)
 
 
+def test_buckets_stay_when_gradients_are_set_to_none(lab: Lab) -> None:
+    code = """
+model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(8)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(6 * batch_size, 300)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=batch_size)
+for x in loader:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    found = {}
+    for strategy, batch_size in (("single", 1024), ("ddp", 2048)):
+        lab.push(batch_size=batch_size)
+        run = lab.train(strategy, code, live=False)
+        found[strategy] = run.collector.measurements[0][-1].memory
+    # Where the backward pass begins, one process has no gradients yet.
+    more = found["ddp"]["total_peak"] - found["single"]["total_peak"]
+    assert more >= 0.9 * found["ddp"]["gradients"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "component", "large"),
     [

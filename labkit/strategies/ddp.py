@@ -1,6 +1,7 @@
 """Data parallelism: a replica on every rank, gradients averaged over the ranks."""
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from labkit.checks import short_repr
 from labkit.compat.data_parallel import begin_reduction
 from labkit.compat.data_parallel import broadcast_buffers
 from labkit.compat.data_parallel import buckets_of
+from labkit.compat.torch import no_dispatch
 from labkit.records import Averages
 from labkit.records import Bucket
 from labkit.records import ModelFacts
@@ -87,6 +89,7 @@ class DDP(Prepared):
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._ddp: Any
         """The DistributedDataParallel; None where every rank steps alone."""
+        self._buckets: list[weakref.ref[torch.UntypedStorage]] = []
         self._make_reducer()
         self._drop_reducer_if_alone()
         # Not the method itself, which a copy of the model would copy, with us.
@@ -322,6 +325,7 @@ class DDP(Prepared):
             self._averaging.step()
         if was_local:
             return norm
+        self._note_buckets()
         self._share_buffers()
         if self._averaging is not None:
             self._drop_reducer_if_alone()
@@ -366,6 +370,27 @@ class DDP(Prepared):
                 self._zeroed = {id(p) for group in groups for p in group["params"]}
             set_to_none = False
         super().zero_grad(set_to_none)
+
+    def _note_buckets(self) -> None:
+        """Where the gradients are views of DDP's buckets, which stay when the loop sets
+        gradients to None, and are out of reach then."""
+        gradients = [p.grad for p, _ in self._reduced if p.grad is not None]
+        if self._ddp is None or not self._ddp.gradient_as_bucket_view or not gradients:
+            return
+        known = {id(bucket()) for bucket in self._buckets}
+        if id(gradients[0].untyped_storage()) not in known:
+            storages = {id(s): s for s in (g.untyped_storage() for g in gradients)}
+            self._buckets = [weakref.ref(each) for each in storages.values()]
+
+    def memory(self) -> dict[str, Tensors]:
+        found = super().memory()
+        with no_dispatch():
+            kept = [
+                torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+                for bucket in self._buckets
+                if (storage := bucket()) is not None
+            ]
+        return {**found, "gradients": [*found["gradients"], *kept]}
 
     def communication_buffers(self) -> Tensors:
         if self._ddp is not None and not self._ddp.gradient_as_bucket_view:
