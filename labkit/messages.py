@@ -12,6 +12,7 @@ from labkit.records import KEY
 from labkit.records import RECORD
 from labkit.records import Averages
 from labkit.records import Batch
+from labkit.records import Draw
 from labkit.records import Measurement
 from labkit.records import Note
 from labkit.records import Outcome
@@ -70,13 +71,17 @@ def is_batch(batch: Batch) -> bool:
     )
 
 
+def is_draw(draw: Draw) -> bool:
+    return all(map(is_int, vars(draw).values()))
+
+
 def are_replica_notes(notes: ReplicaNotes) -> bool:
     """Whether they can be compared with those of another rank."""
     shape = len(parse(list[int], notes.steps)), len(parse(list[str], notes.names))
     return (
         isinstance(notes.values, np.ndarray)
         and notes.values.shape == shape
-        and all(is_int(each) for draw in notes.draws for each in vars(draw).values())
+        and all(map(is_draw, [*notes.draws, *notes.own_draws]))
         and all(map(is_int, (notes.group, notes.seed, notes.num_steps)))
         and (notes.place is None or is_int(notes.place))
     )

@@ -435,6 +435,9 @@ class ReplicaNotes:
     values: np.ndarray
     """(num_steps, num_names) fingerprints of the parameters."""
     draws: list[Draw]
+    """From the loader that `prepare` returned."""
+    own_draws: list[Draw]
+    """From the loop's own DataLoaders, while the rank trained."""
     seed: int
     """What this rank's random numbers began with."""
     num_steps: int

@@ -42,7 +42,7 @@ MESSAGES: list[tuple[str, Any]] = [
     ("batch", Batch(0, ["(unwritten)", "loss", "(epoch)"], RECORDS)),
     ("report", MEASURED),
     ("report", Note("a sentence")),
-    ("report", ReplicaNotes(0, [1, 2], ["w"], np.ones((2, 1), "i8"), [DRAW], 5, 2)),
+    ("report", ReplicaNotes(0, [1, 2], ["w"], np.ones((2, 1), "i8"), [DRAW], [], 5, 2)),
     ("failing", "error"),
     ("outcome", Outcome(0, "error", "ValueError", "no", num_records=2)),
     ("report", Averages(4, 1, 8, 8, 0.1)),
@@ -130,7 +130,8 @@ for forged in [
     OfRanks(), 5, ("batch", OfRanks()), ("stream", 5), ("failing", 5), ("reply", 5),
     ("batch", Batch(0, names, records)), ("batch", Batch(1, names, np.zeros(3))),
     ("batch", Batch(None, None, None)), ("report", Measurement({}, [], [])),
-    ("report", Note(5)), ("report", ReplicaNotes(0, [1], ["w"], None, None, 0, 0)),
+    ("report", Note(5)),
+    ("report", ReplicaNotes(0, [1], ["w"], None, None, None, 0, 0)),
     ("outcome", Outcome(7, "ok")), ("outcome", Outcome(rank, None)),
 ]:
     publish({"labkit": forged})

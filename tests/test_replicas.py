@@ -182,6 +182,40 @@ def test_what_workers_draw_ahead_of_the_backward_pass_counts(lab: Lab) -> None:
     assert only.startswith("ranks 0-1 each drew all 1438 samples")
 
 
+OWN_LOADER = """
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from labkit.data import digits
+from labkit.models import mlp
+
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mine = DataLoader(digits(), batch_size=64, shuffle=True)
+model, optimizer, loader = prepare(model, optimizer, mine)
+for x, y in {loader}:
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in DataLoader(digits("test"), batch_size=64):
+        pass
+"""
+
+
+@pytest.mark.parametrize("loader", ["mine", "loader"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_a_loop_that_forgets_the_loader_of_prepare_is_reported(
+    lab: Lab, strategy: str, loader: str
+) -> None:
+    run = lab.train(strategy, OWN_LOADER.format(loader=loader), live=False)
+    # Under pipeline all ranks are to have the same batches.
+    if loader == "loader" or strategy == "pipeline":
+        assert run.mismatches == []
+    else:
+        [only] = run.mismatches
+        assert only.startswith("ranks 0-1 each drew all 1438 samples")
+        assert "From the loader that prepare returns" in only
+
+
 def test_many_tensors_are_compared_more_rarely() -> None:
     watch = ReplicaWatch()
     replicas = {f"{number}.weight": torch.ones(2) for number in range(50)}

@@ -677,6 +677,12 @@ def watching_loaders(
         kind._next_index, kind.__next__ = next_index, next_batch
 
 
+@GATE.needs(f"{_LOADER}._index_sampler")
+def sampler_of(iterator: Any) -> Any:
+    """What gives an iterator of a DataLoader the indices of a batch."""
+    return iterator._index_sampler
+
+
 @GATE.needs(f"{_LOADER}._dataset")
 def dataset_of(iterator: Any) -> Any:
     """What an iterator of a DataLoader draws from."""

@@ -38,6 +38,11 @@ GRADIENTS_DIFFER = (
     "samples or random numbers, where one process has those of the whole batch. Set it "
     "from means over the ranks, by torch.distributed.all_reduce, or use single"
 )
+WITH_SAMPLER = "with a DistributedSampler each would draw its share of them"
+WITH_LOADER = (
+    "the loop draws them from a DataLoader of its own, so every rank does all of the "
+    "work. From the loader that prepare returns each would draw its share of them"
+)
 OF_COPIES = {WEIGHTS: WEIGHTS_DIFFER, GRADIENTS: GRADIENTS_DIFFER}
 
 
@@ -136,19 +141,20 @@ def data_mismatches(
     found = []
     ranks = format_ranks(notes)
     notes = one_of_each_place(notes)
+    for draws in zip(*(note.own_draws for note in notes.values()), strict=False):
+        first = draws[0]
+        is_same = len({draw.drawn for draw in draws}) == 1 < len(draws)
+        # A DistributedSampler repeats some samples to make the parts equal. What
+        # cannot be meant is that every rank draws everything.
+        if is_same and first.num_drawn == first.num_samples > 1:
+            found.append(
+                f"{ranks} each drew all {first.num_samples} samples of a dataset: "
+                + (WITH_SAMPLER if is_by_hand else WITH_LOADER)
+            )
     for draws in zip(*(note.draws for note in notes.values()), strict=False):
         first = draws[0]
         num_drawn = sum(draw.num_drawn for draw in draws)
-        is_same = all(draw.drawn == first.drawn for draw in draws)
-        if is_by_hand:
-            # A DistributedSampler repeats some samples to make the parts equal. What
-            # cannot be meant is that every rank draws everything.
-            if is_same and first.num_drawn == first.num_samples > 1:
-                found.append(
-                    f"{ranks} each drew all {first.num_samples} samples of a dataset: "
-                    "with a DistributedSampler each would draw its share of them"
-                )
-        elif num_drawn != first.num_samples:
+        if num_drawn != first.num_samples:
             found.append(
                 f"epoch {first.epoch}: {ranks} drew {num_drawn} samples together, the "
                 f"dataset has {first.num_samples}"

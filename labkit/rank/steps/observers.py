@@ -249,11 +249,11 @@ class ReplicaObserver(Observer):
         optimizers: Sequence[PreparedOptimizer],
         *,
         report: Callable[[Any], None],
-        num_backwards: Callable[[], int] | None,
+        num_backwards: Callable[[], int],
         left_out: Container[int] = (),
     ) -> None:
-        """`num_backwards()` so far, where every DataLoader of the cell is watched.
-        After steps that are `left_out` nothing is compared."""
+        """`num_backwards()` so far. After steps that are `left_out` nothing is
+        compared."""
         self._left_out = left_out
         self.watch = ReplicaWatch()
         self._optimizers = optimizers
@@ -261,8 +261,6 @@ class ReplicaObserver(Observer):
         self._num_backwards = num_backwards
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        if self._num_backwards is None:
-            return contextlib.nullcontext()
         return self.watch.watching_loaders(self._num_backwards)
 
     def step_taken(self, step: int) -> None:

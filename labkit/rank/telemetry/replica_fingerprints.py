@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from labkit.compat.torch import dataset_of
+from labkit.compat.torch import sampler_of
 from labkit.compat.torch import watching_loaders
 from labkit.records import Draw
 from labkit.records import ReplicaNotes
@@ -38,6 +39,7 @@ class ReplicaWatch:
         self._checks: dict[int, torch.Tensor] = {}
         self._interval = 1
         self._draws: list[Draw] = []
+        self._own_draws: list[Draw] = []
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is one to check at."""
@@ -68,12 +70,11 @@ class ReplicaWatch:
     ) -> None:
         """Note the samples that this rank drew in one epoch, of those that all ranks
         were to draw."""
-        ours, whole = (mixed(np.asarray(each, np.int64)) for each in (drawn, dealt))
-        self._draws.append(Draw(epoch, len(dealt), len(drawn), ours, whole))
+        self._draws.append(draw_of(drawn, dealt, epoch))
 
     @contextlib.contextmanager
     def watching_loaders(self, num_backwards: Callable[[], int]) -> Iterator[None]:
-        """Note what every DataLoader draws, in a cell that does all by hand.
+        """Note what DataLoaders of the loop's own draw.
 
         A pass in which `num_backwards` has not grown was no training: on a test set
         every rank may draw all samples.
@@ -81,6 +82,8 @@ class ReplicaWatch:
         passes: list[tuple[Any, list[int], int]] = []
 
         def noted(loader: Any, found: Any) -> None:
+            if type(sampler_of(loader)).__module__.startswith("labkit."):
+                return  # what it gives each rank is its share
             if not any(known is loader for known, *_ in passes):
                 passes.append((loader, [], num_backwards()))
             drawn = next(drawn for known, drawn, _ in passes if known is loader)
@@ -91,7 +94,8 @@ class ReplicaWatch:
             for known, drawn, before in passes:
                 if known is loader and drawn and num_backwards() > before:
                     dealt = range(len(dataset_of(loader)))
-                    self.note_draw(drawn, dealt, len(self._draws))
+                    epoch = len(self._own_draws)
+                    self._own_draws.append(draw_of(drawn, dealt, epoch))
             passes[:] = [each for each in passes if each[0] is not loader]
 
         with watching_loaders(noted, ended):
@@ -106,10 +110,18 @@ class ReplicaWatch:
             self._names,
             np.array(values).reshape(len(values), len(self._names)),
             self._draws,
+            self._own_draws,
             torch.initial_seed(),
             num_steps,
             self.place,
         )
+
+
+def draw_of(
+    drawn: Sequence[int] | np.ndarray, dealt: Sequence[int] | np.ndarray, epoch: int
+) -> Draw:
+    ours, whole = (mixed(np.asarray(each, np.int64)) for each in (drawn, dealt))
+    return Draw(epoch, len(dealt), len(drawn), ours, whole)
 
 
 def mixed(indices: np.ndarray) -> int:

@@ -189,9 +189,7 @@ class Session:
             self._optimizers,
             report=report,
             left_out=profiled,
-            num_backwards=(lambda: hooks.num_backwards)
-            if strategy.is_by_hand
-            else None,
+            num_backwards=lambda: hooks.num_backwards,
         )
         # A step that is stopped at has been saved before; it is timed last.
         self._observers = [self._checkpointer, *observers, self._replicas, sampler]
