@@ -70,8 +70,9 @@ class PowerSGD(Hook):
         return (
             f"--comm powersgd: gradients of matrices are sent as factors of rank "
             f"{rank} from backward pass {start + 1} on, and whole before, so weights "
-            'differ from those of one process. --config {"matrix_approximation_rank": '
-            '4, "start_powerSGD_iter": 10} sends more'
+            "differ from those of one process. In a notebook cell options = "
+            '{"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}, and --config '
+            "options, send more"
         )
 
     def check(self, model: nn.Module) -> None:

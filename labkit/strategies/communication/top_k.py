@@ -50,7 +50,8 @@ class TopK(Hook):
         return (
             f"--comm topk: a rank sends {100 * self.share:g}% of each gradient, the "
             "largest entries, and adds the rest to its next one, so weights differ "
-            'from those of one process. --config {"topk": 0.1} sends 10%'
+            'from those of one process. options = {"topk": 0.1} in a notebook cell and '
+            "--config options send 10%"
         )
 
     def send(self, state: Any, bucket: dist.GradBucket) -> Future:
