@@ -423,3 +423,75 @@ def test_a_part_that_writes_to_its_parameters_under_fsdp_is_refused(lab: Lab) ->
         lab.run(
             "with torch.no_grad(): model.head(model.features(make(8)[:][0].to(device)))"
         )
+
+
+WORKS_MORE = """
+def train_more(model, optimizer, loader):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_each(model)
+
+def after_each(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+"""
+ON_ONE_RANK = """
+class Trainer:
+    def fit(self, model, optimizer, loader):
+        train(model, optimizer, loader)
+        if rank == 0:
+            self.evaluate(model)
+
+    def evaluate(self, model):
+        return model(make(8)[:][0])
+
+trainer = Trainer()
+"""
+
+
+def test_a_function_of_an_earlier_cell_is_read_with_the_cell(lab: Lab) -> None:
+    lab.run(MAKE + WORKS_MORE)
+    code = PREPARE.format(size=16).replace("\ntrain(", "\ntrain_more(")
+    run = lab.train("ddp", code, accumulate=2, live=False)
+    [note] = [each for each in run.notes if "the loop body runs 2 times" in each]
+    assert note.startswith("line 6 of train_more: after_each(model): with")
+    # What the cell defines itself is what it uses.
+    run = lab.train(
+        "ddp", MAKE + code.replace("train_more", "train"), accumulate=2, live=False
+    )
+    assert not any("the loop body runs 2 times" in each for each in run.notes)
+
+
+def test_a_method_of_an_earlier_cell_is_read_with_the_cell(lab: Lab) -> None:
+    lab.run(MAKE + ON_ONE_RANK)
+    code = PREPARE.format(size=16).replace("\ntrain(", "\ntrainer.fit(")
+    with pytest.raises(RankError, match=r"line 5 of Trainer: self.evaluate\(model\)"):
+        lab.train("fsdp", code, live=False, timeout=30)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_later_cell_whose_backward_pass_fails_on_one_rank_can_be_followed(
+    lab: Lab, strategy: str
+) -> None:
+    """The other rank is waiting for a layer's parameters then."""
+    few = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    config = few if strategy == "zero3" else {}
+    code = MAKE + PREPARE.format(size=16)
+    lab.train(strategy, code, config=config, live=False)
+    lab.run(
+        "def bad(*args):\n    if rank == 1: raise ArithmeticError('on purpose')\n"
+        "hook = model[2].register_full_backward_hook(bad)"
+    )
+    with pytest.raises(RankError, match="on purpose"):
+        lab.run("train(model, optimizer, loader)", timeout=60)
+    lab.run("hook.remove()\noptimizer.zero_grad()")
+    lab.run("train(model, optimizer, loader)", timeout=60)
+    lab.run(LOOK)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=2))
+    run = lab.train("fsdp", code, live=False, timeout=60)
+    assert run.state == "finished"

@@ -1,11 +1,15 @@
 """What a loop does for every batch, read from its text."""
 
+import functools
+from typing import Any
+
 import pytest
 
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import sum_over_all
 from labkit.rank.loop.loop_body import update_by_batch_size
 from labkit.rank.loop.loop_body import use_of_batch_size
+from labkit.rank.training.whole_text import with_functions
 
 PREPARE = "model, optimizer, loader = prepare(model, optimizer, data)\n"
 STEP = """
@@ -173,3 +177,30 @@ def train(net, batches):
     assert update_by_batch_size(epoch.replace("updater(", "meter.count(")) is None
     assert update_by_batch_size(epoch + "dist.all_reduce(size)") is None
     assert update_by_batch_size("this is no Python") is None
+
+
+def outer() -> Any:
+    def inner(loader: Any) -> None:
+        for _ in loader:
+            used()
+
+    return functools.partial(inner)
+
+
+def used() -> None:
+    used()
+
+
+def test_what_a_cell_uses_of_earlier_cells_is_part_of_its_text() -> None:
+    names = {"other": outer(), "unused": used, "len": len, "number": 3}
+    text = with_functions("other(len, number)", names, is_ours=__file__.__eq__)
+    assert text.count("# labkit: of an earlier cell, ") == 2
+    assert text.endswith("of an earlier cell, used\ndef used() -> None:\n    used()")
+    assert with_functions("def other(): pass\nother()", names, __file__.__eq__) == (
+        "def other(): pass\nother()"
+    )
+    assert with_functions("other()", names, is_ours=lambda file: False) == "other()"
+    found = extra_work(
+        PREPARE + with_functions("other(loader)", names, is_ours=__file__.__eq__)
+    )
+    assert found == "line 4 of outer: used()"

@@ -65,6 +65,7 @@ from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.session import Session
+from labkit.rank.training.whole_text import with_functions
 from labkit.records import Note
 from labkit.strategies import STRATEGIES
 from labkit.strategies import Strategy
@@ -396,8 +397,11 @@ def _names(**names: Any) -> Iterator[None]:
 
 
 def _source_of(main: Callable[[], Any]) -> str:
-    """The source of `main`, by which some loops are refused or noted; "" without."""
+    """The source of `main`, with that of the functions of its file that it uses, by
+    which some loops are refused or noted; "" without."""
     try:
-        return textwrap.dedent(inspect.getsource(inspect.unwrap(main)))
+        main = inspect.unwrap(main)
+        code, file = textwrap.dedent(inspect.getsource(main)), inspect.getfile(main)
     except (OSError, TypeError):
         return ""
+    return with_functions(code, getattr(main, "__globals__", {}), is_ours=file.__eq__)

@@ -62,6 +62,7 @@ from labkit.rank.telemetry.journal import Journal
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
+from labkit.rank.training.whole_text import with_functions
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import PROFILE_NOTE
@@ -198,7 +199,11 @@ class CellRunner:
         self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
         if self._session is not None:
-            self._session.code = self.shell.transform_cell(code)
+            self._session.code = with_functions(
+                self.shell.transform_cell(code),
+                self.shell.user_ns,
+                is_ours=cell_numbers(self.shell).__contains__,
+            )
         self._interrupts.begin_code()
 
     def _set_names(self) -> None:

@@ -40,13 +40,47 @@ RANK_COUNTS = {"world_size", "get_world_size", "WORLD_SIZE", "num_ranks"}
 EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
 
+MARK = "# labkit: of an earlier cell, "
+"""Before each function of an earlier cell that a cell uses, after the cell."""
+
+_BEGINS = re.compile(rf"^{MARK}(\w+)$", re.MULTILINE)
+
+
+class Line(int):
+    """A line of such a function, which a message is to name."""
+
+    def __new__(cls, number: int, name: str, begins: int) -> "Line":
+        line = super().__new__(cls, number)
+        line.text = f"{number - begins} of {name}"
+        return line
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
 
 def tree_of(code: str) -> ast.Module:
     """The syntax tree of a cell; an empty one of a cell that is no Python, which says
-    so itself."""
+    so itself. Lines of functions of earlier cells after it know whose they are."""
+    tree = parsed(code)
+    begins = {
+        code.count("\n", 0, found.start()) + 1: found[1]
+        for found in _BEGINS.finditer(code)
+    }
+    for node in ast.walk(tree) if begins else ():
+        number = getattr(node, "lineno", 0)
+        before = max((each for each in begins if each < number), default=None)
+        if before is not None:
+            node.lineno = Line(number, begins[before], before)  # type: ignore[attr-defined]
+    return tree
+
+
+def parsed(code: str) -> ast.Module:
+    """The syntax tree of a text; an empty one of what is no Python."""
     try:
         return ast.parse(code)
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return ast.Module([], [])
 
 

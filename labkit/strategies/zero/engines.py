@@ -89,12 +89,13 @@ def drop_gathers(offload: Any) -> None:
     FWD_MODULE_STACK.clear()
     coordinator = offload.get_param_coordinator()
     coordinator.release_backward_leftovers()
-    in_flight = offload.module.ds_inflight_param_registry
-    for parameter in in_flight:
-        # Not to be waited for: the other ranks may never begin it.
-        parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
-        parameter.data = parameter.data.new_empty(0)
-    in_flight.clear()
+    # Not to be waited for: the other ranks may never begin it. What this rank was
+    # waiting for as it failed is not listed any more.
+    offload.module.ds_inflight_param_registry.clear()
+    for parameter in offload.module.parameters():
+        if parameter.ds_status.name == "INFLIGHT":
+            parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+            parameter.data = parameter.data.new_empty(0)
     offload.partition_all_parameters()
     if coordinator.is_record_trace():
         drop_trace(coordinator)
