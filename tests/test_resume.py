@@ -453,3 +453,72 @@ def test_random_numbers_go_on_where_they_were() -> None:
     draw()
     set_random_state(before, torch.device("cpu"))
     assert draw() == drawn
+
+
+BESIDE = """
+import torch.nn.functional as F
+from torch import nn
+
+def net():
+    torch.manual_seed(1)
+    return nn.Linear(8, 3)
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = net()
+        self.average = net().requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x)
+
+x = torch.randn(24, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1).long() % 3)
+model = {model}
+average = {average}
+frozen = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=2)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8, shuffle=False)
+for epoch in range({epochs}):
+    for x, y in loader:
+        pull = F.mse_loss(model(x), average(x)) + F.mse_loss(model(x), frozen(x))
+        scaler.scale(F.cross_entropy(model(x), y) + pull).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for a, b in zip(average.parameters(), {source}.parameters()):
+                a.data.mul_(0.9).add_(b.detach(), alpha=0.1)
+        log(scale=scaler.get_scale())
+"""
+
+
+def beside(*, epochs: int, is_part: bool) -> str:
+    return BESIDE.format(
+        epochs=epochs,
+        model="Both()" if is_part else "net()",
+        average="model.average" if is_part else "net()",
+        source="model.student" if is_part else "model",
+    )
+
+
+def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    whole = train("ddp", beside(epochs=3, is_part=True), checkpoint=None, keep=None)
+    assert rows(whole)["scale"].nunique() > 3
+    first = train("ddp", beside(epochs=1, is_part=True))
+    assert first.notes == []
+    resumed = train("ddp", beside(epochs=3, is_part=True), resume=True)
+    assert_goes_on(resumed, whole, after=3)
+    assert not any(
+        "a checkpoint has what prepare got" in each for each in resumed.notes
+    )
+
+    other = {"checkpoint": tmp_path / "other"}
+    train("ddp", beside(epochs=1, is_part=False), **other)
+    for epochs in (2, 3):  # what was changed before the first checkpoint is missing yet
+        run = train("ddp", beside(epochs=epochs, is_part=False), resume=True, **other)
+        [note] = [each for each in run.notes if "what prepare got" in each]
+        assert "has changed in average: this run begins" in note

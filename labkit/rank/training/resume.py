@@ -1,6 +1,7 @@
 """Takes a run's checkpoints between its steps, and resumes from one."""
 
 import contextlib
+import functools
 import random
 import struct
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.rank.steps.optimizer import watching_schedulers
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.cell_checkpoints import prefix
+from labkit.rank.training.unsaved import NOT_SAVED
+from labkit.rank.training.unsaved import Unsaved
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_folder
@@ -61,6 +65,10 @@ class SavedLoop:
     """The loader that was asked for a batch last."""
     schedulers: list[Any]
     """Class and state of each."""
+    scalers: list[dict[str, int | float]] = field(default_factory=list)
+    """The state of each of the loop's own."""
+    unsaved: list[str] = field(default_factory=list)
+    """Modules that the loop has changed, and that are not in the checkpoint."""
 
 
 class RunCheckpointer(Observer):
@@ -108,6 +116,9 @@ class RunCheckpointer(Observer):
         """All of the cell's, in the order in which they first appeared."""
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         """Class and state of those that are yet to be restored, in the same order."""
+        self._scalers: list[torch.amp.GradScaler] = []
+        """Those of the loop's own, in the order in which they were first used."""
+        self._unsaved = Unsaved()
         self._rates: list[list[dict[str, Any]]] = []
         """What the optimizers' groups had, besides parameters."""
         self._on_checkpoint = on_checkpoint
@@ -119,12 +130,16 @@ class RunCheckpointer(Observer):
     def watching(self) -> Iterator[None]:
         """See the schedulers of the cell, and hold some of their steps back."""
         try:
-            with watching_schedulers(self._note, self._may_step):
+            with (
+                watching_schedulers(self._note, self._may_step),
+                watching_scalers(self._note_scaler),
+            ):
                 yield
         finally:
             for loader in self._loaders:
                 loader.resume_at = LoaderPosition(1)  # in another cell it is all there
-            for held in (self._optimizers, self._loaders, self._schedulers):
+            lists = self._optimizers, self._loaders, self._schedulers, self._scalers
+            for held in lists:
                 held.clear()
 
     def _may_step(self, scheduler: LRScheduler) -> bool:
@@ -180,6 +195,8 @@ class RunCheckpointer(Observer):
 
     def begin_epoch(self) -> None:
         """A loader begins a pass: maybe the one in which the checkpoint was taken."""
+        if self._plan is not None:
+            self._unsaved.look(each.prepared.module for each in self._optimizers)
         active = self._saved.active if self._saved else None
         if not self.is_replaying or active is None or active >= len(self._loaders):
             return
@@ -227,6 +244,8 @@ class RunCheckpointer(Observer):
             "schedulers": [
                 (type(each).__name__, plain(each.state_dict())) for each in self._ours()
             ],
+            "scalers": [each.state_dict() for each in self._scalers],
+            "unsaved": self._all_unsaved(),
         }
         values = {"sections": sections, "user": {}, "loop": loop}
         folder = step_folder(Path(self._plan.directory), step)
@@ -331,6 +350,8 @@ class RunCheckpointer(Observer):
         for optimizer, values in zip(self._optimizers, self._sections, strict=False):
             optimizer.prepared.resume(values)
         assert self._checkpoint is not None
+        if self._saved is not None and self._saved.unsaved:
+            self._show_note(NOT_SAVED.format(names=", ".join(self._saved.unsaved)))
         own = f"rng.{self._rank}."
         found = {
             name.removeprefix(own): self._checkpoint.tensor(name)
@@ -368,6 +389,24 @@ class RunCheckpointer(Observer):
                 f"steps completes only 1/{accumulate} of its course, unlike in one "
                 "process. Build it from loader.num_steps"
             )
+
+    def _note_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """The loop uses one: its scale goes on where it was."""
+        own = [each.prepared.scaler for each in self._optimizers]
+        if any(scaler is known for known in [*own, *self._scalers]):
+            return
+        place = len(self._scalers)
+        self._scalers.append(scaler)
+        saved = self._saved.scalers if self._saved else []
+        if place < len(saved) and saved[place] and scaler.is_enabled():
+            try:
+                scaler.load_state_dict(saved[place])
+            except (LookupError, TypeError, ValueError) as error:
+                raise self._damaged(f"the state of its GradScaler: {error}") from None
+
+    def _all_unsaved(self) -> list[str]:
+        before = self._saved.unsaved if self._saved else []
+        return [*dict.fromkeys([*before, *self._unsaved.changed()])]
 
     def _restore(self, scheduler: LRScheduler) -> None:
         if not self._waiting:
@@ -412,6 +451,23 @@ class RunCheckpointer(Observer):
     def _say(self, text: str) -> None:
         if self._rank == 0:
             print(f"labkit: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def watching_scalers(note: Callable[[torch.amp.GradScaler], None]) -> Iterator[None]:
+    """Call `note` with each GradScaler that scales something, before it does."""
+    scale = torch.amp.GradScaler.scale
+
+    @functools.wraps(scale)
+    def noted(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        note(scaler)
+        return scale(scaler, outputs)
+
+    torch.amp.GradScaler.scale = noted  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 def seed_everything(seed: int) -> None:

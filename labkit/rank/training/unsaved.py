@@ -1,0 +1,80 @@
+"""What a loop changes in modules that `prepare` did not get: no checkpoint has it."""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.strategies.model.fingerprints import fingerprints
+
+LIBRARIES = ("labkit", "torch", "IPython", "ipykernel", "deepspeed")
+
+NOT_SAVED = (
+    "a checkpoint has what prepare got, and not what the loop has changed in {names}: "
+    "this run begins with that as the cell makes it, unlike one process that goes on. "
+    "To have it saved, make it a part of the model that prepare gets: model.average = "
+    "average.requires_grad_(False)"
+)
+
+
+class Unsaved:
+    """The modules that the loop has in variables, and whether it changes them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[weakref.ref[nn.Module], int]] = {}
+        """By name, with what it was as it was first seen."""
+
+    def look(self, prepared: Iterable[nn.Module]) -> None:
+        """Note those of the loop that calls."""
+        ours = {id(tensor) for each in prepared for tensor in tensors_of(each)}
+        for name, module in modules_in(sys._getframe(1)):
+            is_other = any(id(tensor) not in ours for tensor in tensors_of(module))
+            if is_other and name not in self._seen:
+                with contextlib.suppress(RuntimeError):
+                    self._seen[name] = weakref.ref(module), fingerprint(module)
+
+    def changed(self) -> list[str]:
+        """The names of those that are not what they were."""
+        found = []
+        for name, (reference, before) in self._seen.items():
+            module = reference()
+            with contextlib.suppress(RuntimeError):
+                if module is not None and fingerprint(module) != before:
+                    found.append(name)
+        return found
+
+
+def modules_in(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
+    """Those in variables of the user's functions that are under way, and of the cell;
+    and in attributes of objects of the user's classes."""
+    while frame is not None:
+        owner = str(frame.f_globals.get("__name__"))
+        if owner.partition(".")[0] not in LIBRARIES:
+            for name, value in list(frame.f_locals.items()):
+                if name.startswith("_"):
+                    continue
+                if issubclass(type(value), nn.Module):
+                    yield name, value
+                elif type(value).__module__ == "__main__":
+                    inner: dict[str, Any] = getattr(value, "__dict__", {})
+                    for key, each in list(inner.items()):
+                        if issubclass(type(each), nn.Module):
+                            yield f"{name}.{key}", each
+        frame = frame.f_back
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    found = [*module.parameters(), *module.buffers()]
+    return [each for each in found if not each.is_meta and each.numel()]
+
+
+def fingerprint(module: nn.Module) -> int:
+    return hash(
+        tuple(int(fingerprints([each.detach()])) for each in tensors_of(module))
+    )
