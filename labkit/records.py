@@ -437,7 +437,8 @@ class ReplicaNotes:
     draws: list[Draw]
     """From the loader that `prepare` returned."""
     own_draws: list[Draw]
-    """From the loop's own DataLoaders, while the rank trained."""
+    """From the loop's own DataLoaders, while the rank trained, where it took no batch
+    from the other."""
     seed: int
     """What this rank's random numbers began with."""
     num_steps: int

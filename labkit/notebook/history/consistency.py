@@ -40,8 +40,9 @@ GRADIENTS_DIFFER = (
 )
 WITH_SAMPLER = "with a DistributedSampler each would draw its share of them"
 WITH_LOADER = (
-    "the loop draws them from a DataLoader of its own, so every rank does all of the "
-    "work. From the loader that prepare returns each would draw its share of them"
+    "the loop draws them from a DataLoader of its own, and none from the loader that "
+    "prepare returned, from which each would draw its share. As it is, every rank does "
+    "all of the work"
 )
 OF_COPIES = {WEIGHTS: WEIGHTS_DIFFER, GRADIENTS: GRADIENTS_DIFFER}
 

@@ -263,6 +263,9 @@ class ReplicaObserver(Observer):
     def watching(self) -> contextlib.AbstractContextManager[None]:
         return self.watch.watching_loaders(self._num_backwards)
 
+    def begin_epoch(self) -> None:
+        self.watch.is_dealt = True
+
     def step_taken(self, step: int) -> None:
         if not self._optimizers:
             return  # of `prepare`: nothing is known to be a replica

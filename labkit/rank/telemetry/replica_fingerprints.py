@@ -35,6 +35,9 @@ class ReplicaWatch:
         """Ranks of the same group hold replicas of each other."""
         self.place: int | None = None
         """Ranks of the same one have the same samples; None where no two have."""
+        self.is_dealt = False
+        """Whether the loop takes batches from the loader that `prepare` returned; one
+        of its own beside that may give every rank whole batches."""
         self._names: list[str] = []
         self._checks: dict[int, torch.Tensor] = {}
         self._interval = 1
@@ -82,8 +85,8 @@ class ReplicaWatch:
         passes: list[tuple[Any, list[int], int]] = []
 
         def noted(loader: Any, found: Any) -> None:
-            if type(sampler_of(loader)).__module__.startswith("labkit."):
-                return  # what it gives each rank is its share
+            if self.is_dealt or is_ours(sampler_of(loader)):
+                return
             if not any(known is loader for known, *_ in passes):
                 passes.append((loader, [], num_backwards()))
             drawn = next(drawn for known, drawn, _ in passes if known is loader)
@@ -110,11 +113,16 @@ class ReplicaWatch:
             self._names,
             np.array(values).reshape(len(values), len(self._names)),
             self._draws,
-            self._own_draws,
+            [] if self.is_dealt else self._own_draws,
             torch.initial_seed(),
             num_steps,
             self.place,
         )
+
+
+def is_ours(sampler: Any) -> bool:
+    """Whether it gives this rank its share of a batch, as those of labkit do."""
+    return type(sampler).__module__.startswith("labkit.")
 
 
 def draw_of(
