@@ -495,3 +495,20 @@ def test_a_later_cell_whose_backward_pass_fails_on_one_rank_can_be_followed(
         torch.testing.assert_close(found, one_process(16, epochs=2))
     run = lab.train("fsdp", code, live=False, timeout=60)
     assert run.state == "finished"
+
+
+@pytest.mark.timeout(120)
+def test_a_pipeline_whose_last_cell_failed_between_messages_says_why_it_is_refused(
+    lab: Lab,
+) -> None:
+    lab.train("pipeline", EVEN, live=False)
+    fails = (
+        "for x, y in loader:\n"
+        "    F.cross_entropy(model(x), y).backward()\n"
+        "    if rank: raise ValueError('on purpose')\n"
+        "    optimizer.step()\n"
+    )
+    with pytest.raises(RankError, match="on purpose"):
+        lab.run(fails, timeout=60)
+    with pytest.raises(RankError, match="have taken a step that others skipped"):
+        lab.run("train(model, optimizer, loader)", timeout=60)

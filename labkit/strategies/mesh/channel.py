@@ -39,7 +39,9 @@ class Channel:
     seconds_waited: float = 0.0
     """For what others were to send, so far; not for words that may come at any time,
     which threads of their own wait for."""
-    _sending: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    _sending: list[tuple[Any, torch.Tensor, dist.ProcessGroup]] = field(
+        default_factory=list
+    )
 
     @property
     def rank(self) -> int:
@@ -86,8 +88,11 @@ class Channel:
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
         sending, self._sending = self._sending, []
-        for work, _ in sending:
-            _wait(work)
+        groups = self.group, self.control, self.downward
+        for work, _, group in sending:
+            # Of a group that has been re-created since, it never arrives.
+            if any(group is each for each in groups):
+                _wait(work)
 
     def receive(self, source: int, tensors: Iterable[torch.Tensor]) -> None:
         """Fill them with what rank `source` sends."""
@@ -114,7 +119,7 @@ class Channel:
     ) -> None:
         tag = tag if group is self.control else self._tag(tag)
         work = dist.isend(tensor, group=group, group_dst=to, tag=tag)
-        self._sending.append((work, tensor))
+        self._sending.append((work, tensor, group))
 
     def _tag(self, tag: int) -> int:
         return tag if self.group is self.control else 0  # NCCL has none
