@@ -580,6 +580,8 @@ class Outcome:
     """Of its tensors, which went with the traceback and the cell's garbage."""
     lost_device: str = ""
     """Why its process can use its device, or NCCL, no more, and is to be restarted."""
+    num_later_steps: int = 0
+    """Optimizer steps in models of former runs, of which all ranks take as many."""
     memory: str = ""
     """Where it ran out of memory: what it held, and what would fit; some lines."""
     traceback: list[str] = field(default_factory=list)

@@ -512,3 +512,26 @@ def test_a_pipeline_whose_last_cell_failed_between_messages_says_why_it_is_refus
         lab.run(fails, timeout=60)
     with pytest.raises(RankError, match="have taken a step that others skipped"):
         lab.run("train(model, optimizer, loader)", timeout=60)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "fsdp"])
+def test_steps_that_only_some_ranks_take_are_reported(
+    lab: Lab, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    lab.train(strategy, EVEN, live=False)
+    everyone = 0 if strategy == "single" else None
+    lab.run("train(model, optimizer, loader)", everyone)
+    assert "optimizer steps" not in capsys.readouterr().err
+    if strategy == "single":  # of which one rank has the model
+        return
+    fails = (
+        "x, y = torch.ones(8, 4), torch.ones(8, dtype=int)\n"
+        "F.cross_entropy(model(x), y).backward()\n"
+        "if rank: raise ValueError('on purpose')\n"
+        "optimizer.step()"
+    )
+    with pytest.raises(RankError, match="on purpose"):
+        lab.run(fails, timeout=60)
+    said = capsys.readouterr().err
+    if strategy != "zero2":  # whose step is collective, and ends with the failure
+        assert "rank 1 took 0 optimizer steps, rank 0 took 1, so they no" in said

@@ -21,6 +21,7 @@ from labkit.notebook.runs.run_files import INFO_FILE
 from labkit.rank_spec import format_ranks
 from labkit.records import CellEnd
 from labkit.records import Outcome
+from labkit.records import StepsTaken
 
 ENDED_ALONE = (
     "no kernel was attached when this run ended: losses and metrics are complete; "
@@ -56,6 +57,8 @@ def run_to_completion(
             if run is not None:
                 persistence.end(run, state, execution.outcomes)
         lost = [each.rank for each in outcomes if each.is_to_restart]
+        for sentence in uneven_steps(outcomes, group.everyone):
+            say(sentence)
         try:
             if not group.is_stopped:
                 restore_group(group, outcomes)
@@ -77,6 +80,19 @@ def run_to_completion(
         but = f" but {format_ranks(lost)}" if lost else ""
         who = f"every rank{but}" if len(lost) < len(outcomes) else "no rank"
         raise Interrupted(outcomes, f"Interrupted; {who} keeps its variables.")
+
+
+def uneven_steps(outcomes: Sequence[Outcome], everyone: Sequence[int]) -> list[str]:
+    """What to say where some ranks have taken more steps than others with what former
+    runs have prepared."""
+    taken = dict.fromkeys(everyone, 0)
+    for each in outcomes:
+        if each.status == "died" or each.is_to_restart:
+            taken.pop(each.rank, None)  # it has no model any more
+        else:
+            taken[each.rank] = each.num_later_steps
+    steps = {rank: StepsTaken(0, number, True) for rank, number in taken.items()}
+    return list(step_mismatches(steps).values())
 
 
 def classify_outcomes(

@@ -44,6 +44,7 @@ from labkit.rank.profiling.recorder import quiet_profilers
 from labkit.rank.profiling.step_recorder import StepRecorder
 from labkit.rank.scripts.program import ScriptProgram
 from labkit.rank.scripts.torch_settings import TorchSettings
+from labkit.rank.steps.former_runs import steps_of_cell
 from labkit.rank.steps.observers import Observer
 from labkit.rank.steps.observers import slowing_of
 from labkit.rank.steps.stop_point import StopPoint
@@ -193,6 +194,7 @@ class CellRunner:
             return
         self._spec = spec = CellSpec(**metadata[KEY])
         self._requests.ended = self._steps = None
+        steps_of_cell.clear()
         self._interrupts.begin(spec.number)
         self._torch_settings = ThreadSettings()
         self._set_names()
@@ -335,6 +337,7 @@ class CellRunner:
             rank=self.placement.rank,
             group_in_place=self.group.in_place and not lost,
             lost_device=lost,
+            num_later_steps=len(steps_of_cell),
             **ended,
         )
 

@@ -57,8 +57,13 @@ def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> No
         prepared.step(closure)
     finally:
         _stepping.discard(inner)
+    if not prepared.strategy.is_single:
+        steps_of_cell.append(id(inner))
 
 
+steps_of_cell: list[int] = []
+"""The id of an optimizer of a former run for each of its steps in this cell; all ranks
+are to take as many."""
 _stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Of former runs, in the step of what `prepare` has returned."""
 
