@@ -218,6 +218,65 @@ def test_a_loop_that_forgets_the_loader_of_prepare_is_reported(
         assert "none from the loader that prepare returned" in only
 
 
+PARTS_BY_HAND = """
+import psutil
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
+from labkit.data import digits
+from labkit.models import mlp
+
+whole = digits()
+images, labels = whole.tensors
+end = len(whole) // world_size * world_size
+
+class Named:  # without a length
+    def __getitem__(self, name):
+        return whole[int(str(name).removeprefix("sample"))]
+
+class Names(Sampler):
+    def __init__(self, kind):
+        self.kind = kind
+    def __iter__(self):
+        return map(self.kind, range(128))
+    def __len__(self):
+        return 128
+
+class Endless(Named):
+    def __len__(self):
+        return 10**12
+
+def loaders():
+    yield DataLoader(Subset(whole, range(rank, end, world_size)), 64)
+    yield DataLoader(TensorDataset(images[rank:end:2], labels[rank:end:2]), 64)
+    yield DataLoader([whole[i] for i in range(rank, end, world_size)], 64)
+    yield DataLoader(Named(), 64, sampler=Names("sample{}".format))
+    yield DataLoader(Named(), 64, sampler=Names(int))
+    yield DataLoader(Endless(), 64, sampler=Names(int))
+
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, _ = prepare(model, optimizer, whole, batch_size=64)
+
+def train(x, y):
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+for own in loaders():
+    for x, y in own:
+        train(x, y)
+for _ in range(3):
+    train(*next(iter(DataLoader(whole, 64, num_workers=1))))
+log(workers=len(psutil.Process().children()))
+"""
+
+
+def test_a_loop_that_deals_out_its_data_by_hand_is_not(lab: Lab) -> None:
+    run = lab.train("ddp", PARTS_BY_HAND, live=False)
+    assert run.mismatches == []
+    assert run.history["workers"].max() <= 1
+
+
 def test_many_tensors_are_compared_more_rarely() -> None:
     watch = ReplicaWatch()
     replicas = {f"{number}.weight": torch.ones(2) for number in range(50)}

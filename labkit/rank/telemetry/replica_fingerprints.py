@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,10 +13,11 @@ import torch
 from labkit.compat.torch import dataset_of
 from labkit.compat.torch import sampler_of
 from labkit.compat.torch import watching_loaders
+from labkit.rank.telemetry.own_passes import OwnPass
+from labkit.rank.telemetry.own_passes import mixed
 from labkit.records import Draw
 from labkit.records import ReplicaNotes
 from labkit.strategies.model.fingerprints import fingerprints
-from labkit.strategies.model.fingerprints import scrambled
 
 MAX_CHECKS = 64
 TENSORS_A_STEP = 16
@@ -82,24 +84,23 @@ class ReplicaWatch:
         A pass in which `num_backwards` has not grown was no training: on a test set
         every rank may draw all samples.
         """
-        passes: list[tuple[Any, list[int], int]] = []
+        # Weakly: those that the loop leaves after a batch end, with their workers.
+        passes: WeakKeyDictionary[Any, OwnPass] = WeakKeyDictionary()
 
         def noted(loader: Any, found: Any) -> None:
             if self.is_dealt or is_ours(sampler_of(loader)):
                 return
-            if not any(known is loader for known, *_ in passes):
-                passes.append((loader, [], num_backwards()))
-            drawn = next(drawn for known, drawn, _ in passes if known is loader)
-            with contextlib.suppress(TypeError):  # keys of another kind
-                drawn.extend(map(int, found if np.iterable(found) else [found]))
+            if loader not in passes:
+                passes[loader] = OwnPass(num_backwards())
+            passes[loader].add(found)
 
         def ended(loader: Any) -> None:
-            for known, drawn, before in passes:
-                if known is loader and drawn and num_backwards() > before:
-                    dealt = range(len(dataset_of(loader)))
-                    epoch = len(self._own_draws)
-                    self._own_draws.append(draw_of(drawn, dealt, epoch))
-            passes[:] = [each for each in passes if each[0] is not loader]
+            own = passes.pop(loader, None)
+            if own is None or num_backwards() == own.num_backwards:
+                return
+            draw = own.draw(dataset_of(loader), epoch=len(self._own_draws))
+            if draw is not None:
+                self._own_draws.append(draw)
 
         with watching_loaders(noted, ended):
             yield
@@ -130,8 +131,3 @@ def draw_of(
 ) -> Draw:
     ours, whole = (mixed(np.asarray(each, np.int64)) for each in (drawn, dealt))
     return Draw(epoch, len(dealt), len(drawn), ours, whole)
-
-
-def mixed(indices: np.ndarray) -> int:
-    """The sum of scrambled indices: equal for equal sets of them, in any order."""
-    return int(scrambled(torch.from_numpy(indices)).sum()) % 2**64
