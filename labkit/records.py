@@ -528,8 +528,9 @@ class Position:
     others: dict[str, list[Frame]] = field(default_factory=dict)
     """Other threads that run code of the user's, by name."""
     is_alone: bool = True
-    """Whether no other thread may call collectives, as one that saves does: what the
-    main thread has not come to that one may."""
+    """Whether the main thread can do nothing but wait for `call`, and no other thread
+    may call collectives, as one that saves does: what the main thread has not come to
+    that one may."""
 
     @classmethod
     def from_message(cls, content: dict[str, Any]) -> "Position":

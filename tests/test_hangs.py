@@ -541,6 +541,36 @@ def test_a_cell_with_a_thread_in_a_collective_of_its_own_goes_on(lab: Lab) -> No
     assert lab.pull("done", "all") == [1, 1]
 
 
+def test_a_cell_that_does_other_things_during_a_collective_goes_on(lab: Lab) -> None:
+    code = """
+        import time
+        one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+        x = torch.ones(1)
+        if rank == 0:
+            work = dist.all_reduce(x, group=one, async_op=True)
+            time.sleep(5)
+            dist.all_reduce(torch.ones(1), group=other)
+            work.wait()
+        else:
+            dist.all_reduce(torch.ones(1), group=other)
+            dist.all_reduce(x, group=one)
+        done = x.item()
+        """
+    lab.run(textwrap.dedent(code), hang_after=2)
+    assert lab.pull("done", "all") == [2, 2]
+
+
+def test_a_cell_that_waits_in_two_groups_at_once_ends(lab: Lab) -> None:
+    code = """
+        groups = dist.new_group([0, 1]), dist.new_group([0, 1])
+        x = torch.ones(1)
+        work = dist.all_reduce(x, group=groups[rank], async_op=True)
+        work.wait()
+        """
+    with pytest.raises(UserError, match="wait for each other"):
+        lab.run(textwrap.dedent(code), hang_after=2)
+
+
 def test_a_dump_begins_at_the_cell() -> None:
     dump = (
         "Current thread 0x00007f (most recent call first):\n"

@@ -3,8 +3,10 @@
 import contextlib
 import faulthandler
 import json
+import linecache
 import math
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -35,6 +37,8 @@ _BUSY = 0.2
 """Of the time looked at; one that waits for a collective uses next to none."""
 
 _TORCH_DISTRIBUTED = str(Path(c10d.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_TORCH_DATA = str(Path(_TORCH, "utils", "data"))
 _OURS = "labkit-"
 """What the names of labkit's own threads begin with, which call no collectives."""
 _LABKIT = str(Path(__file__).parents[2])
@@ -81,7 +85,8 @@ def position(
     if waits_on_device or not is_busy:
         call = recorded_call(since_ns) or _call_in(frame)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    others, is_alone = {}, True
+    others = {}
+    is_alone = (waits_on_device and is_busy) or _may_wait_for_ranks(frame)
     for ident, other in stacks.items():
         name = names.get(ident, "")  # none: autograd's, which acts for the main one
         frames = _frames(other, cells)
@@ -157,6 +162,17 @@ def _frames(innermost: FrameType, cells: Mapping[str, int]) -> list[Frame]:
 def _is_in_collective(innermost: FrameType) -> bool:
     files = (each.f_code.co_filename for each in _callers(innermost))
     return any(each.startswith(_TORCH_DISTRIBUTED) for each in files)
+
+
+def _may_wait_for_ranks(innermost: FrameType) -> bool:
+    """Whether it can be in a collective that is under way, and not where the loop does
+    other things meanwhile: it sleeps, reads a file, waits for a worker."""
+    file = innermost.f_code.co_filename
+    if file.startswith(_TORCH):
+        return not file.startswith(_TORCH_DATA)
+    # As work.wait(), which has no frame.
+    line = linecache.getline(file, innermost.f_lineno)
+    return re.search(r"\bwait\b", line) is not None
 
 
 def _waits_for_thread(innermost: FrameType) -> bool:
