@@ -342,6 +342,59 @@ fit(model, data, torch.nn.functional.mse_loss, optimizer=optimizer, batch_size=8
     assert lab.runs[-1].collector.steps == {0: 2, 1: 2}
 
 
+OF_SIZES = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+        self.length, self.shape, self.scales = 8, [8, 6], {8: 8**-0.5}
+
+    def forward(self, x):
+        length = x.size(1)
+        self.shape[:] = x.shape[1:]
+        if self.length != length:
+            self.length, self.mask = length, x.new_ones(length, length).tril()
+        if length not in self.scales:
+            self.scales[length] = length**-0.5
+        return self.second((self.mask @ self.first(x) * self.scales[length]).tanh())
+
+x = torch.randn(24, 8, 6, generator=torch.Generator().manual_seed(2))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(x, x.sin())
+"""
+
+
+def test_a_table_of_sizes_that_forward_makes_again_is_no_state(lab: Lab) -> None:
+    """As after an evaluation with shorter sequences."""
+    loop = (
+        OF_SIZES
+        + """
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8, shuffle=False)
+for epoch in range(2):
+    for x, y in loader:
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model.eval(), model(torch.ones(8, 5, 6, device=device)), model.train()
+"""
+    )
+    by_fit = (
+        OF_SIZES
+        + """
+ends = [8] * 8 + [5] * 8 + [8] * 8
+data = [(x[n, :end], x[n, :end].sin()) for n, end in enumerate(ends)]
+fit(model, data, torch.nn.functional.mse_loss, optimizer=optimizer, batch_size=8,
+    shuffle=False)
+"""
+    )
+    for code in (loop, by_fit):
+        lab.train("pipeline", code, live=False, microbatches=2)
+        assert not lab.runs[-1].notes
+
+
 RECURRENT = """
 class Layer(torch.nn.Module):
     def __init__(self, num_inputs):

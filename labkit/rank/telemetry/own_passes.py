@@ -81,8 +81,8 @@ def held_by(value: Any, depth: int = DEPTH) -> Any:
     elif kind is np.ndarray and value.dtype != object and value.ndim:
         return value.shape, value[:NUM_ENDS].tobytes(), value[-NUM_ENDS:].tobytes()
     elif depth and kind in (list, tuple):
-        ends = [*value[:NUM_ENDS], *value[-NUM_ENDS:]]
-        return len(value), [held_by(each, depth - 1) for each in ends]
+        items = [*value[:NUM_ENDS], *value[-NUM_ENDS:]]
+        return len(value), [held_by(each, depth - 1) for each in items]
     elif depth:
         inside = value if kind is dict else getattr(value, "__dict__", {})
         first = list(inside.items())[:NUM_ENDS]

@@ -3,6 +3,7 @@ of a batch in microbatches each would change it."""
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,23 +46,34 @@ class LateChanges:
         ]
 
     @contextlib.contextmanager
-    def refused(self, times: int) -> Iterator[None]:
+    def refused(self, times: int) -> Iterator[Callable[[], None]]:
         """The model runs `times` times within it: UnsupportedLoopError if it changes
-        any."""
+        any. It gives what is to be called after the first time: sizes, and tables of
+        them, that it alone has changed are those of all the others, too."""
+        before = self._held()
+        after_first = [*before]
+
+        def first_is_done() -> None:
+            after_first[:] = self._held()
+
+        yield first_is_done
+        for (name, *_), old, once, now in zip(
+            self._places, before, after_first, self._held(), strict=True
+        ):
+            with DisableTorchFunctionSubclass():
+                is_late = _has_changed(old, now) and (
+                    not _is_of_sizes(old, now) or _has_changed(once, now)
+                )
+            if is_late:
+                raise UnsupportedLoopError(
+                    BEGINS_TO_CHANGE.format(name=name, times=times)
+                )
+
+    def _held(self) -> list[tuple[Any, Any]]:
+        """What is there, with what tells whether it is changed in place."""
         with DisableTorchFunctionSubclass():
-            before = [
-                (names.get(key), _inside(names.get(key)))
-                for _, names, key in self._places
-            ]
-        yield
-        with DisableTorchFunctionSubclass():
-            for (name, names, key), (old, contents) in zip(
-                self._places, before, strict=True
-            ):
-                if _has_changed(old, contents, names.get(key)):
-                    raise UnsupportedLoopError(
-                        BEGINS_TO_CHANGE.format(name=name, times=times)
-                    )
+            held = [names.get(key) for _, names, key in self._places]
+            return [(value, _inside(value)) for value in held]
 
 
 def _is_watched(name: str, value: Any) -> bool:
@@ -79,9 +91,23 @@ def _inside(value: Any) -> Any:
     return contents_of(value) if isinstance(value, _CONTAINERS) else None
 
 
-def _has_changed(old: Any, contents: Any, now: Any) -> bool:
+def _has_changed(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    (old, contents), (now, now_inside) = before, after
     if now is not old:
         return is_another(old, now)
     if isinstance(now, _CONTAINERS):
-        return is_other(contents, contents_of(now))
-    return isinstance(now, torch.Tensor) and num_changes(now) != contents
+        return is_other(contents, now_inside)
+    return isinstance(now, torch.Tensor) and now_inside != contents
+
+
+def _is_of_sizes(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    """Whether it goes by the sizes of a batch, as a mask that is made again for another
+    length, and is no mean of its values."""
+    (old, contents), (now, now_inside) = before, after
+    if isinstance(old, torch.Tensor) and isinstance(now, torch.Tensor):
+        return old.shape != now.shape
+    if isinstance(old, dict) and isinstance(now, dict):  # it has only grown
+        return all(now_inside.get(key) is each for key, each in contents.items())
+    if isinstance(old, _CONTAINERS) and isinstance(now, _CONTAINERS):
+        return all(isinstance(each, int) for each in [*contents, *now_inside])
+    return isinstance(old, int) and isinstance(now, int)

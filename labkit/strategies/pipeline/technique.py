@@ -1,5 +1,6 @@
 """The strategy `pipeline`: consecutive layers on consecutive ranks."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -267,24 +268,32 @@ class Pipeline(Prepared):
             found = relay.run(function, args, kwargs)
         else:
             entered = [relay.enter(leaf) for leaf in leaves]
-            with self._late_changes.refused(self._num_microbatches):
-                outputs, out_spec = self._run_chunks(function, entered, spec)
+            with self._late_changes.refused(self._num_microbatches) as first_is_done:
+                outputs, out_spec = self._run_chunks(
+                    function, entered, spec, first_is_done
+                )
             found = unflatten(relay.leave(outputs), out_spec)
         if torch.is_grad_enabled():
             self._traffic = Traffic(relay.sent, relay.returned)
         return found
 
     def _run_chunks(
-        self, function: Forward, leaves: Sequence[Any], spec: Any
+        self,
+        function: Forward,
+        leaves: Sequence[Any],
+        spec: Any,
+        first_is_done: Callable[[], None] | None = None,
     ) -> tuple[list[Any], Any]:
         """The outputs of all microbatches, put together, as this rank has them."""
-        found = []
+        found: list[list[Any]] = []
         out_spec = None
         for chunk in split(leaves, self._num_microbatches):
             args, kwargs = tree_unflatten(chunk, spec)
             with self.relay.passing():
                 output, out_spec = flatten(function(*args, **kwargs))
                 found.append([*map(current, output)])
+            if len(found) == 1 and first_is_done is not None:
+                first_is_done()
         return [joined(each) for each in zip(*found, strict=True)], out_spec
 
     def _compare_once(self, function: Forward, leaves: list[Any], spec: Any) -> bool:
@@ -437,7 +446,11 @@ class Pipeline(Prepared):
 
         def compute(number: int) -> Any:
             part = tree_unflatten(chunks[number], spec)
-            loss = score(self.module, part)["loss"]
+            try:
+                loss = score(self.module, part)["loss"]
+            finally:  # a stage that is not the last leaves it half-way
+                if not number:
+                    first_is_done()
             outputs, value = relay.take_outputs(), plain(loss).detach()
             means.add(number, chunks[number], outputs, value)
             return loss * (weight / count)
@@ -446,7 +459,7 @@ class Pipeline(Prepared):
         self.begin_backward([], [])
         self._is_scheduled = True
         try:
-            with keeping_seeds(), self._late_changes.refused(count):
+            with keeping_seeds(), self._late_changes.refused(count) as first_is_done:
                 loss = schedule.run()
         finally:
             self._is_scheduled = False
