@@ -214,7 +214,9 @@ def test_steps_are_those_that_were_taken_where_they_are_noticed() -> None:
 
 def test_a_step_without_a_loss_has_its_memory() -> None:
     collector = Collector([0, 1])
-    collector.add(0, batch((STEP_TAKEN, 1, 1.0), (STEP_TAKEN, 2, 2.0)))
+    # Of two optimizers.
+    steps = [(STEP_TAKEN, step, float(step)) for step in (1, 1, 2, 2)]
+    collector.add(0, batch(*steps))
     noticed = (NOTICED_LOSS, 1, 0.5), (NOTICED_LOSS, 2, 0.25)
     collector.add(1, batch(*noticed, names=()))
     history = collector.history()

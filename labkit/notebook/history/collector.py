@@ -270,6 +270,10 @@ class Collector:
         names = self._names[rank]
         if "loss" in names and NOTICED_LOSS in names:  # the cell's own word counts
             records = records[records["metric"] != names.index(NOTICED_LOSS)].copy()
+        if STEP_TAKEN in names:  # by each of several optimizers
+            is_again = records.duplicated(["metric", "step"], keep="last")
+            is_again &= records["metric"] == names.index(STEP_TAKEN)
+            records = records[~is_again].copy()
         records[_AGAIN] = records.groupby(["metric", "step"]).cumcount()
         rows = records.groupby(["step", _AGAIN])
         values = records.pivot(index=["step", _AGAIN], columns="metric", values="value")
