@@ -374,8 +374,12 @@ class DDP(Prepared):
     def _note_buckets(self) -> None:
         """Where the gradients are views of DDP's buckets, which stay when the loop sets
         gradients to None, and are out of reach then."""
-        gradients = [p.grad for p, _ in self._reduced if p.grad is not None]
-        if self._ddp is None or not self._ddp.gradient_as_bucket_view or not gradients:
+        if self._ddp is None or not self._ddp.gradient_as_bucket_view:
+            return
+        given = [p.grad for p, _ in self._reduced if p.grad is not None]
+        # A sparse one, as of an embedding, is in no bucket, and has no storage.
+        gradients = [each for each in given if each.layout is torch.strided]
+        if not gradients:
             return
         known = {id(bucket()) for bucket in self._buckets}
         if id(gradients[0].untyped_storage()) not in known:
