@@ -29,15 +29,17 @@ class Unsaved:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[weakref.ref[nn.Module], int]] = {}
         """By name, with what it was as it was first seen."""
+        self._ours: set[int] = set()
+        """Ids of the tensors of the prepared models."""
 
     def look(self, prepared: Iterable[nn.Module]) -> None:
         """Note those of the loop that calls."""
-        ours = {id(tensor) for each in prepared for tensor in tensors_of(each)}
+        self._ours = {id(tensor) for each in prepared for tensor in tensors_of(each)}
         for name, module in modules_in(sys._getframe(1)):
-            is_other = any(id(tensor) not in ours for tensor in tensors_of(module))
-            if is_other and name not in self._seen:
+            if name not in self._seen and self._others(module):
                 with contextlib.suppress(RuntimeError):
-                    self._seen[name] = weakref.ref(module), fingerprint(module)
+                    before = fingerprint(self._others(module))
+                    self._seen[name] = weakref.ref(module), before
 
     def changed(self) -> list[str]:
         """The names of those that are not what they were."""
@@ -45,9 +47,13 @@ class Unsaved:
         for name, (reference, before) in self._seen.items():
             module = reference()
             with contextlib.suppress(RuntimeError):
-                if module is not None and fingerprint(module) != before:
+                if module is not None and fingerprint(self._others(module)) != before:
                     found.append(name)
         return found
+
+    def _others(self, module: nn.Module) -> list[torch.Tensor]:
+        """What it has beside the prepared models: a loss may have one in it."""
+        return [each for each in tensors_of(module) if id(each) not in self._ours]
 
 
 def modules_in(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
@@ -74,7 +80,5 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [each for each in found if not each.is_meta and each.numel()]
 
 
-def fingerprint(module: nn.Module) -> int:
-    return hash(
-        tuple(int(fingerprints([each.detach()])) for each in tensors_of(module))
-    )
+def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
+    return hash(tuple(int(fingerprints([each.detach()])) for each in tensors))
