@@ -529,3 +529,23 @@ def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
         run = train("ddp", beside(epochs=epochs, is_part=False), resume=True, **other)
         [note] = [each for each in run.notes if "what prepare got" in each]
         assert "has changed in average: this run begins" in note
+
+
+def test_what_another_run_has_left_on_one_rank_alone_holds_nobody_up(
+    lab: Lab, tmp_path: Path
+) -> None:
+    code = """
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, torch.ones(16, 4), batch_size=4)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    lab.train("fsdp", code, live=False)
+    lab.run("left = model", 0)  # in shards: to look at it is collective
+    kept = {"checkpoint": tmp_path / "kept", "every": 2}
+    run = lab.train("ddp", code, live=False, timeout=60, **kept)
+    assert run.state == "finished"
+    lab.run("del left", 0)

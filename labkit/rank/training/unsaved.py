@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.compat.torch import is_plain
 from labkit.strategies.model.fingerprints import fingerprints
 
 LIBRARIES = ("labkit", "torch", "IPython", "ipykernel", "deepspeed")
@@ -76,8 +77,10 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Those that are whole here: to look at what ranks have parts of may be collective,
+    and another rank may have no such module."""
     found = [*module.parameters(), *module.buffers()]
-    return [each for each in found if not each.is_meta and each.numel()]
+    return [t for t in found if is_plain(t) and not t.is_meta and t.numel()]
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
