@@ -411,3 +411,25 @@ def test_such_a_step_knows_nothing_of_the_options(lab: Lab) -> None:
     for strategy in ("ddp", "single"):
         with pytest.raises(RankError, match="without --accumulate, --clip"):
             lab.train(strategy, SAM, live=False, clip=0.1)
+
+
+OLD_GRAPH = """
+from labkit.data import digits
+from labkit.models import mlp
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, digits(), batch_size=64)
+outputs = model(next(iter(loader))[0])
+outputs.square().mean().backward(retain_graph=True)
+optimizer.step()
+optimizer.zero_grad()
+outputs.abs().mean().backward()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "fsdp"])
+def test_autograd_knows_that_a_step_has_changed_what_a_graph_needs(
+    lab: Lab, strategy: str
+) -> None:
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        lab.train(strategy, OLD_GRAPH, live=False)

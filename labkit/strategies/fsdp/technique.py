@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -348,7 +349,11 @@ class FSDP(Prepared):
         self._check_whole()
         self._reshard()  # or the next forward pass would be with what is gathered
         self.note_step()
-        return super().step(closure)
+        norm = super().step(closure)
+        # The shards have changed, and autograd knows the whole parameters.
+        changed = [p for p in self._parts if shard_of(p).grad is not None]
+        increment_version([w for p in changed if (w := whole_of(p)) is not None])
+        return norm
 
     def memory(self) -> dict[str, Tensors]:
         shards = list(self._shards.values())

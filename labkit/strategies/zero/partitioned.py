@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -422,6 +423,7 @@ class ZeRO(Prepared):
             return None  # as an optimizer that finds no gradient
         self._reduce()
         self.note_step()
+        changed = [p for p in self.given_parameters if id(p) in self._used]
         self._note_unused()
         with self._gradients:
             self._take_weights()
@@ -430,6 +432,9 @@ class ZeRO(Prepared):
                 self.engine.step()  # clips, and takes away parameters' gradients
             finally:
                 self.engine.set_gradient_accumulation_boundary(False)
+        # DeepSpeed writes past autograd, which would take a graph of before the step
+        # for one of these values.
+        increment_version(changed)
         self._discard()
         self._is_clear = True
         self._clear()
