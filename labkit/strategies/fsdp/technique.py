@@ -350,9 +350,10 @@ class FSDP(Prepared):
         self._reshard()  # or the next forward pass would be with what is gathered
         self.note_step()
         norm = super().step(closure)
-        # The shards have changed, and autograd knows the whole parameters.
-        changed = [p for p in self._parts if shard_of(p).grad is not None]
-        increment_version([w for p in changed if (w := whole_of(p)) is not None])
+        if self.scaler is None:  # or it may have left the step out
+            # The shards have changed, and autograd knows the whole parameters.
+            changed = [p for p in self._parts if shard_of(p).grad is not None]
+            increment_version([w for p in changed if (w := whole_of(p)) is not None])
         return norm
 
     def memory(self) -> dict[str, Tensors]:

@@ -432,9 +432,10 @@ class ZeRO(Prepared):
                 self.engine.step()  # clips, and takes away parameters' gradients
             finally:
                 self.engine.set_gradient_accumulation_boundary(False)
-        # DeepSpeed writes past autograd, which would take a graph of before the step
-        # for one of these values.
-        increment_version(changed)
+        if self.stage < 3 and not self._zero.overflow:
+            # DeepSpeed writes past autograd, which would take a graph of before the
+            # step for one of these values. Under stage 3 such a graph has no values.
+            increment_version(changed)
         self._discard()
         self._is_clear = True
         self._clear()
