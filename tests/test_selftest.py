@@ -385,7 +385,7 @@ def test_a_group_that_does_not_work_fails_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(RankGroup, "_are_right", lambda self, sums: False)
-    labs = running_labs()
+    labs = {*running_labs()}
     words = ["check", "-n", "1", "--device", "cpu", "--only", "all-reduce,shared-gpu"]
     assert main([*words, "--output", str(tmp_path / "no" / "folder")]) == 1
     shown = capsys.readouterr()
@@ -395,7 +395,7 @@ def test_a_group_that_does_not_work_fails_the_start(
     assert re.search(r"^collectives are right +not run", shown.out, re.M)
     assert re.search(r"^several ranks on one GPU +n/a", shown.out, re.M)
     assert "is not written" in shown.err
-    assert running_labs() == labs
+    assert {*running_labs()} == labs
 
 
 # ---- time, and interrupts ----
@@ -415,7 +415,7 @@ def test_a_check_that_hangs_fails_and_an_interrupt_ends_them_all(
     # A shell starts what is in its background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    labs = running_labs()
+    labs = {*running_labs()}
     # Long enough for a busy machine to come to the sleep, whose stack is asserted.
     hanging = Check("hang", "hangs", hang, limit_s=10.0)
     endless = dataclasses.replace(hanging, limit_s=100.0)
@@ -455,7 +455,7 @@ def test_a_check_that_hangs_fails_and_an_interrupt_ends_them_all(
     assert not report.is_whole
     assert not report.is_right
     assert "; interrupted after " in report.headline
-    assert running_labs() == labs
+    assert {*running_labs()} == labs
     assert list(tmp_path.iterdir()) == []
     assert os.environ["LABKIT_RUNS"] == str(tmp_path)
 
