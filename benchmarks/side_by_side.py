@@ -22,7 +22,7 @@ COMMITTED = Path(__file__).parent / "peers" / "figures.json"
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--quick", action="store_true", help="two ranks, one failure; under three minutes")
+    made.add_argument("--quick", action="store_true", help="in under three minutes")
     made.add_argument("--only", default=",".join(runner.SESSIONS), help="NAME,NAME")
     made.add_argument(
         "--write", action="store_true", help="replace the committed figures"
