@@ -72,6 +72,7 @@ def is_batch(batch: Batch) -> bool:
 
 
 def is_draw(draw: Draw) -> bool:
+    """Whether it is of whole numbers."""
     return all(map(is_int, vars(draw).values()))
 
 

@@ -376,15 +376,17 @@ class DDP(Prepared):
         gradients to None, and are out of reach then."""
         if self._ddp is None or not self._ddp.gradient_as_bucket_view:
             return
-        given = [p.grad for p, _ in self._reduced if p.grad is not None]
         # A sparse one, as of an embedding, is in no bucket, and has no storage.
-        gradients = [each for each in given if each.layout is torch.strided]
-        if not gradients:
+        storages = (
+            parameter.grad.untyped_storage()
+            for parameter, _ in self._reduced
+            if parameter.grad is not None and parameter.grad.layout is torch.strided
+        )
+        first = next(storages, None)  # in every step; the others where it is new
+        if first is None or any(first is bucket() for bucket in self._buckets):
             return
-        known = {id(bucket()) for bucket in self._buckets}
-        if id(gradients[0].untyped_storage()) not in known:
-            storages = {id(s): s for s in (g.untyped_storage() for g in gradients)}
-            self._buckets = [weakref.ref(each) for each in storages.values()]
+        found = {id(each): each for each in (first, *storages)}
+        self._buckets = [weakref.ref(each) for each in found.values()]
 
     def memory(self) -> dict[str, Tensors]:
         found = super().memory()

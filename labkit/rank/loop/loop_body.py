@@ -49,12 +49,12 @@ _BEGINS = re.compile(rf"^{MARK}(\w+)$", re.MULTILINE)
 class Line(int):
     """A line of such a function, which a message is to name."""
 
+    text: str
+
     def __new__(cls, number: int, name: str, begins: int) -> "Line":
         line = super().__new__(cls, number)
         line.text = f"{number - begins} of {name}"
         return line
-
-    text: str
 
     def __str__(self) -> str:
         return self.text

@@ -75,7 +75,8 @@ class ReplicaWatch:
     ) -> None:
         """Note the samples that this rank drew in one epoch, of those that all ranks
         were to draw."""
-        self._draws.append(draw_of(drawn, dealt, epoch))
+        ours, whole = (mixed(np.asarray(each, np.int64)) for each in (drawn, dealt))
+        self._draws.append(Draw(epoch, len(dealt), len(drawn), ours, whole))
 
     @contextlib.contextmanager
     def watching_loaders(self, num_backwards: Callable[[], int]) -> Iterator[None]:
@@ -124,10 +125,3 @@ class ReplicaWatch:
 def is_ours(sampler: Any) -> bool:
     """Whether it gives this rank its share of a batch, as those of labkit do."""
     return type(sampler).__module__.startswith("labkit.")
-
-
-def draw_of(
-    drawn: Sequence[int] | np.ndarray, dealt: Sequence[int] | np.ndarray, epoch: int
-) -> Draw:
-    ours, whole = (mixed(np.asarray(each, np.int64)) for each in (drawn, dealt))
-    return Draw(epoch, len(dealt), len(drawn), ours, whole)
