@@ -531,6 +531,41 @@ def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
         assert "has changed in average: this run begins" in note
 
 
+SETTINGS = """
+model = torch.nn.Linear(4, 4)
+{maker}
+{after}
+model, optimizer, loader = prepare(model, optimizer, torch.ones(16, 4), batch_size=4)
+for epoch in range({epochs}):
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log(rate=optimizer.param_groups[0]["lr"])
+"""
+
+
+def test_a_run_that_resumes_with_other_settings_has_a_note(
+    train: Callable[..., Run],
+) -> None:
+    adam = "optimizer = torch.optim.AdamW(model.parameters(), lr={}, betas=(0.9, {}))"
+    decay = "scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)"
+
+    def notes_of(epochs: int, rate: float, beta: float, *, resume: bool) -> list[str]:
+        maker = adam.format(rate, beta)
+        code = SETTINGS.format(maker=maker, after=decay, epochs=epochs)
+        run = train("ddp", code, resume=resume)
+        assert set(run.history["rate"].dropna()) == {0.1}
+        return [each for each in run.notes if "other settings" in each]
+
+    assert notes_of(1, 0.1, 0.99, resume=False) == []
+    assert notes_of(2, 0.1, 0.99, resume=True) == []
+    for epochs in (3, 4):  # and again, as the optimizer's are those of the first
+        [note] = notes_of(epochs, 0.01, 0.95, resume=True)
+        assert "lr=0.01 (before: 0.1)" in note
+        assert "betas=(0.9, 0.95) (before: (0.9, 0.99))" in note
+
+
 def test_what_another_run_has_left_on_one_rank_alone_holds_nobody_up(
     lab: Lab, tmp_path: Path
 ) -> None:

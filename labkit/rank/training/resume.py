@@ -38,9 +38,16 @@ from labkit.rank.training.unsaved import Unsaved
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_folder
+from labkit.strategies.autograd.agreement import plain as plain_setting
 
 SEED_STRIDE = 1_000_003
 
+OTHER_SETTINGS = (
+    "the cell gives its optimizer other settings than the cell before, {settings}, and "
+    "a run that resumes goes on with those of its checkpoint. To train on with others, "
+    "leave out --resume, call load_checkpoint after prepare, and set them in "
+    "optimizer.param_groups after that"
+)
 
 _GAUSS = struct.Struct("<?d")
 """The spare normal number of a generator: whether it has one, and which."""
@@ -69,6 +76,8 @@ class SavedLoop:
     """The state of each of the loop's own."""
     unsaved: list[str] = field(default_factory=list)
     """Modules that the loop has changed, and that are not in the checkpoint."""
+    given: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The settings that each optimizer came to `prepare` with, by group."""
 
 
 class RunCheckpointer(Observer):
@@ -119,6 +128,9 @@ class RunCheckpointer(Observer):
         self._scalers: list[torch.amp.GradScaler] = []
         """Those of the loop's own, in the order in which they were first used."""
         self._unsaved = Unsaved()
+        self._given: list[list[dict[str, Any]]] = []
+        """The settings that each optimizer came to `prepare` with, by group; those of
+        the first cell where the run has resumed."""
         self._rates: list[list[dict[str, Any]]] = []
         """What the optimizers' groups had, besides parameters."""
         self._on_checkpoint = on_checkpoint
@@ -158,6 +170,7 @@ class RunCheckpointer(Observer):
         place = len(self._optimizers)
         self._optimizers.append(optimizer)
         self._loaders.append(loader)
+        self._given.append(settings_of(optimizer))
         if self._plan is not None:
             optimizer.prepared.settings()  # raises now what the first save would raise
         if not self.is_replaying:
@@ -179,6 +192,7 @@ class RunCheckpointer(Observer):
         optimizer.prepared.restore(
             Section(self._checkpoint, prefix(place)), self._sections[place]
         )
+        self._note_settings(place)
         self._rates.append(
             [
                 {k: v for k, v in group.items() if k != "params"}
@@ -246,6 +260,7 @@ class RunCheckpointer(Observer):
             ],
             "scalers": [each.state_dict() for each in self._scalers],
             "unsaved": self._all_unsaved(),
+            "given": self._given,
         }
         values = {"sections": sections, "user": {}, "loop": loop}
         folder = step_folder(Path(self._plan.directory), step)
@@ -390,6 +405,21 @@ class RunCheckpointer(Observer):
                 "process. Build it from loader.num_steps"
             )
 
+    def _note_settings(self, place: int) -> None:
+        """An optimizer is restored: has it come with other settings than before?"""
+        if self._saved is None or place >= len(self._saved.given):
+            return
+        here, self._given[place] = self._given[place], self._saved.given[place]
+        others = {
+            name: (value, plain_setting(before.get(name)))
+            for group, before in zip(here, self._given[place], strict=False)
+            for name, value in group.items()
+            if name in before and value != plain_setting(before[name])
+        }
+        if others:
+            said = ", ".join(f"{k}={a} (before: {b})" for k, (a, b) in others.items())
+            self._show_note(OTHER_SETTINGS.format(settings=said))
+
     def _note_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """The loop uses one: its scale goes on where it was."""
         own = [each.prepared.scaler for each in self._optimizers]
@@ -475,6 +505,14 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def settings_of(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
+    """Those of each of its groups that are numbers, words, or tuples of them."""
+    return [
+        {name: plain_setting(each) for name, each in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def facts_of(loader: RankLoader) -> dict[str, Any]:
