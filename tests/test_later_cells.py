@@ -465,6 +465,28 @@ def test_a_function_of_an_earlier_cell_is_read_with_the_cell(lab: Lab) -> None:
     assert not any("the loop body runs 2 times" in each for each in run.notes)
 
 
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [
+        ("from its_loops import train_more", "train_more"),
+        ("import its_package.its_loops as loops", "loops.train_more"),
+        ("import its_package.its_loops", "its_package.its_loops.train_more"),
+    ],
+)
+def test_a_function_of_the_users_own_module_is_read_with_the_cell(
+    lab: Lab, tmp_path: Path, way: str, call: str
+) -> None:
+    text = f"import torch\nimport torch.nn.functional as F\n{WORKS_MORE}"
+    for folder in (tmp_path, tmp_path / "its_package"):
+        folder.mkdir(exist_ok=True)
+        (folder / "its_loops.py").write_text(text)
+    lab.run(f"{MAKE}\nimport sys\nsys.path.append({str(tmp_path)!r})")
+    code = way + PREPARE.format(size=16).replace("\ntrain(", f"\n{call}(")
+    run = lab.train("ddp", code, accumulate=2, live=False)
+    [note] = [each for each in run.notes if "the loop body runs 2 times" in each]
+    assert note.startswith("line 6 of train_more: after_each(model): with")
+
+
 def test_a_method_of_an_earlier_cell_is_read_with_the_cell(lab: Lab) -> None:
     lab.run(MAKE + ON_ONE_RANK)
     code = PREPARE.format(size=16).replace("\ntrain(", "\ntrainer.fit(")

@@ -36,6 +36,7 @@ order of samples as in a cell, so losses are the same at the same number of rank
 
 import argparse
 import contextlib
+import functools
 import inspect
 import sys
 import textwrap
@@ -65,6 +66,7 @@ from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.resume import seed_everything
 from labkit.rank.training.session import Session
+from labkit.rank.training.whole_text import is_own_file
 from labkit.rank.training.whole_text import with_functions
 from labkit.records import Note
 from labkit.strategies import STRATEGIES
@@ -358,7 +360,7 @@ class _Training:
             report=self._show,
             observers=slowing_of(step.slow, self._rank, group.device),
         )
-        session.code = _source_of(main)
+        session.read_code = functools.partial(_source_of, main)
         with (
             session.running(),
             _names(
@@ -397,11 +399,15 @@ def _names(**names: Any) -> Iterator[None]:
 
 
 def _source_of(main: Callable[[], Any]) -> str:
-    """The source of `main`, with that of the functions of its file that it uses, by
-    which some loops are refused or noted; "" without."""
+    """The source of `main`, with that of the functions of its file, and of modules of
+    the user's, that it uses, by which some loops are refused or noted; "" without."""
     try:
         main = inspect.unwrap(main)
         code, file = textwrap.dedent(inspect.getsource(main)), inspect.getfile(main)
     except (OSError, TypeError):
         return ""
-    return with_functions(code, getattr(main, "__globals__", {}), is_ours=file.__eq__)
+    return with_functions(
+        code,
+        getattr(main, "__globals__", {}),
+        is_ours=lambda each: each == file or is_own_file(each),
+    )

@@ -63,6 +63,7 @@ from labkit.rank.telemetry.journal import Journal
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
+from labkit.rank.training.whole_text import is_own_file
 from labkit.rank.training.whole_text import with_functions
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
@@ -201,10 +202,12 @@ class CellRunner:
         self._console.move_to(spec.directory)
         self._inject(self._start_session(spec))
         if self._session is not None:
-            self._session.code = with_functions(
+            cells = cell_numbers(self.shell)
+            self._session.read_code = functools.partial(
+                with_functions,
                 self.shell.transform_cell(code),
                 self.shell.user_ns,
-                is_ours=cell_numbers(self.shell).__contains__,
+                lambda file: file in cells or is_own_file(file),
             )
         self._interrupts.begin_code()
 

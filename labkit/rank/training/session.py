@@ -102,8 +102,8 @@ from labkit.train_options import TrainOptions
 class Session:
     """One rank's side of one run."""
 
-    code = ""
-    """The cell's, where it is known."""
+    read_code: Callable[[], str] = str
+    """Returns the cell's text; "" where that is not known."""
     forecastable: Forecastable | None = None
     """Of the model that was prepared last."""
     has_failed = False
@@ -393,7 +393,8 @@ class Session:
         if isinstance(optimizer, PreparedOptimizer):  # of an earlier run
             optimizer = optimizer.prepared.optimizer
         dataset = as_given(dataset)
-        self._checks.check_prepare(model, optimizer, unnamed, self.code)
+        code = self.read_code()
+        self._checks.check_prepare(model, optimizer, unnamed, code)
         unset = check_values(model, optimizer)
         check_flag("shuffle", shuffle)
         check_reduction(reduction, weigh)
@@ -401,7 +402,7 @@ class Session:
         loader, batches = shard_dataset(
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
-        self._checks.check_lonely_draws(self.code)
+        self._checks.check_lonely_draws(code)
         # From here on the model changes.
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
@@ -414,7 +415,7 @@ class Session:
         self._data.weigh_losses(dealer, is_mean_of_samples=weigh is None)
         stepping = self._stepping(model, prepared)
         for text in notes.of_text(
-            self.code,
+            code,
             self.strategy,
             self.options,
             num_ranks=self.peers.size,

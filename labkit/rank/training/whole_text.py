@@ -1,19 +1,28 @@
-"""The text of a cell, with that of the functions of earlier cells which it uses."""
+"""The text of a cell, with that of the functions that it uses of earlier cells and of
+the user's own modules."""
 
 import ast
 import functools
 import inspect
 import linecache
+import sysconfig
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from pathlib import Path
 from types import FunctionType
 from types import MethodType
+from types import ModuleType
 from typing import Any
 
+import labkit
 from labkit.rank.loop.loop_body import MARK
 from labkit.rank.loop.loop_body import parsed
 
+LIBRARIES = [
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(labkit.__file__).parent),
+]
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -21,32 +30,58 @@ def with_functions(
     code: str, names: Mapping[str, Any], is_ours: Callable[[str], bool]
 ) -> str:
     """`code`, followed by the functions and classes of `names` that it uses, and that
-    these use, as far as their files are ours.
+    these use, as far as their files are ours: as `names.function`, too, of a module.
 
     What the cell itself defines by such a name is in its text.
     """
-    parts: list[tuple[str, str]] = []
-    seen = {node.name for node in parsed(code).body if isinstance(node, DEFINITIONS)}
-    waiting: list[tuple[str, Mapping[str, Any]]] = [(code, names)]
+    parts: dict[str, str] = {}
+    own = {node.name for node in parsed(code).body if isinstance(node, DEFINITIONS)}
+    waiting = [(code, {name: names[name] for name in names.keys() - own})]
+    seen: set[int] = set()
     for text, known in waiting:
         for name in loaded_in(text):
-            if name in seen or name not in known:
+            first, _, rest = name.partition(".")
+            value = value_of(known.get(first), rest)
+            if id(value) in seen:
                 continue
-            seen.add(name)
-            for function in functions_of(known[name]):
-                found = definition_of(function, is_ours)
-                if found is not None and found not in parts:
-                    parts.append(found)
-                    around = function.__globals__ | closure_of(function)
-                    waiting.append((found[1], around))
-    return "\n".join([code, *(f"{MARK}{name}\n{text}" for name, text in parts)])
+            seen.add(id(value))
+            for function in functions_of(value):
+                name, found = definition_of(function, is_ours)
+                if found in parts or found in code:
+                    continue
+                parts[found] = name
+                waiting.append((found, function.__globals__ | closure_of(function)))
+    return "\n".join([code, *(f"{MARK}{name}\n{text}" for text, name in parts.items())])
 
 
 def loaded_in(code: str) -> Iterator[str]:
-    """The names that it reads."""
+    """The names that it reads: `a`, or `a.b` of what may be a module."""
     for node in ast.walk(parsed(code)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            yield node.id
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                yield name
+            case ast.Attribute(ctx=ast.Load()):
+                name = ast.unparse(node)
+                if name.replace(".", "").isidentifier():
+                    yield name
+
+
+def value_of(value: Any, rest: str) -> Any:
+    """`value.rest` of a module; of another value that itself."""
+    while rest and type(value) is ModuleType:
+        name, _, rest = rest.partition(".")
+        value = vars(value).get(name)
+    return value
+
+
+@functools.lru_cache(1024)
+def is_own_file(file: str) -> bool:
+    """Whether it is a module of the user's, and no library."""
+    path = Path(file)
+    return path.suffix == ".py" and not (
+        any(path.is_relative_to(folder) for folder in LIBRARIES)
+        or {"site-packages", "dist-packages"} & {*path.parts}
+    )
 
 
 def functions_of(value: Any) -> list[FunctionType]:
@@ -77,20 +112,21 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 
 def definition_of(
     function: FunctionType, is_ours: Callable[[str], bool]
-) -> tuple[str, str] | None:
-    """Name and text of the outermost function or class that has `function` in it; None
+) -> tuple[str, str]:
+    """Name and text of the outermost function or class that has `function` in it; empty
     where its file is not ours, or not known."""
     file, line = function.__code__.co_filename, function.__code__.co_firstlineno
     if not is_ours(file):
-        return None
+        return "", ""
+    linecache.checkcache(file)
     for node, text in definitions_in("".join(linecache.getlines(file))):
         first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
         if first <= line <= (node.end_lineno or first):
             return node.name, text
-    return None
+    return "", ""
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def definitions_in(text: str) -> list[tuple[Any, str]]:
     """A file's outermost functions and classes, each with its text."""
     return [
