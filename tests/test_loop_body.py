@@ -191,8 +191,13 @@ def used() -> None:
     used()
 
 
+def unread() -> None:
+    """By a cell whose function has a variable of this name."""
+
+
 def test_what_a_cell_uses_of_earlier_cells_is_part_of_its_text() -> None:
     names = {"other": outer(), "unused": used, "len": len, "number": 3}
+    names["its_own"] = unread
     text = with_functions("other(len, number)", names, is_ours=__file__.__eq__)
     assert text.count("# labkit: of an earlier cell, ") == 2
     assert text.endswith("of an earlier cell, used\ndef used() -> None:\n    used()")
@@ -200,6 +205,10 @@ def test_what_a_cell_uses_of_earlier_cells_is_part_of_its_text() -> None:
         "def other(): pass\nother()"
     )
     assert with_functions("other()", names, is_ours=lambda file: False) == "other()"
+    local = (
+        "def f(its_own):\n    return its_own()\n[each for its_own in f for each in f]"
+    )
+    assert with_functions(local, names, is_ours=__file__.__eq__) == local
     found = extra_work(
         PREPARE + with_functions("other(loader)", names, is_ours=__file__.__eq__)
     )

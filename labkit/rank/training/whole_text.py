@@ -5,6 +5,7 @@ import ast
 import functools
 import inspect
 import linecache
+import symtable
 import sysconfig
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -55,15 +56,26 @@ def with_functions(
 
 
 def loaded_in(code: str) -> Iterator[str]:
-    """The names that it reads: `a`, or `a.b` of what may be a module."""
+    """The global names that it reads: `a`, or `a.b` of what may be a module."""
+    try:
+        known = globals_of(symtable.symtable(code, "<cell>", "exec"))
+    except (SyntaxError, ValueError):  # which it says itself
+        return
     for node in ast.walk(parsed(code)):
         match node:
-            case ast.Name(id=name, ctx=ast.Load()):
+            case ast.Name(id=name, ctx=ast.Load()) if name in known:
                 yield name
             case ast.Attribute(ctx=ast.Load()):
                 name = ast.unparse(node)
-                if name.replace(".", "").isidentifier():
+                if name.partition(".")[0] in known:
                     yield name
+
+
+def globals_of(table: symtable.SymbolTable) -> set[str]:
+    """The names in a text, without those of variables of its functions."""
+    is_top = table.get_type() == "module"
+    found = {s.get_name() for s in table.get_symbols() if is_top or s.is_global()}
+    return found.union(*map(globals_of, table.get_children()))
 
 
 def value_of(value: Any, rest: str) -> Any:
