@@ -205,9 +205,7 @@ def test_what_a_cell_uses_of_earlier_cells_is_part_of_its_text() -> None:
         "def other(): pass\nother()"
     )
     assert with_functions("other()", names, is_ours=lambda file: False) == "other()"
-    local = (
-        "def f(its_own):\n    return its_own()\n[each for its_own in f for each in f]"
-    )
+    local = "def f(its_own):\n    return its_own()"
     assert with_functions(local, names, is_ours=__file__.__eq__) == local
     found = extra_work(
         PREPARE + with_functions("other(loader)", names, is_ours=__file__.__eq__)
