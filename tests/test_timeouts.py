@@ -29,7 +29,7 @@ def test_every_wait_is_used() -> None:
 
 ELSEWHERE = {
     # Refresh periods: nothing is waited for.
-    *("INTERVAL_S", "REFRESH_S", "LASTING_S", "EAGER_S", "KEYFRAME_S", "STATUS_S"),
+    *("INTERVAL_S", "REFRESH_S", "EAGER_S", "KEYFRAME_S", "STATUS_S"),
     "MAX_TIMEOUT_S",  # the largest that a user may give
     "MIN_SECONDS",  # of a run in which a rank may be called slow
 }

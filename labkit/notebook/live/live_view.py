@@ -35,9 +35,10 @@ NO_RECORDS = (
 MAX_LOAD = 0.2
 """The share of a core that drawing may take."""
 LASTING_LOAD = 0.01
-"""The share of all cores, in a run that takes longer than `LASTING_S`: its ranks need
-them, and its picture changes less and less."""
-LASTING_S = 10.0
+"""The share of all cores in the end: the ranks need them, and the picture changes less
+and less."""
+GROWTH = 0.3
+"""Until then the next picture is due when the run has lasted this much longer."""
 MAX_FAILURES = 2
 """How often the painter's process may die in a run."""
 
@@ -176,11 +177,10 @@ class LiveView:
                 raise
             self._restart_painting()  # its process has died; there will be another
             return
-        load = MAX_LOAD
-        if self._asked_at > self._began + LASTING_S:
-            load = min(load, LASTING_LOAD * num_cores())
-        wait_s = max(self.refresh_s, found.cpu_s / load)
-        self._next_draw = self._asked_at + wait_s
+        least_s = max(self.refresh_s, found.cpu_s / MAX_LOAD)
+        most_s = found.cpu_s / (LASTING_LOAD * num_cores())
+        wait_s = min(GROWTH * (self._asked_at - self._began), most_s)
+        self._next_draw = self._asked_at + max(least_s, wait_s)
         self._show({"image/png": found.png})
 
     def _restart_painting(self) -> None:
