@@ -265,6 +265,10 @@ RIGHT: dict[str, Loss] = {
 }
 NOTED: dict[str, tuple[Loss, str]] = {
     "ignored": (lambda x: F.cross_entropy(x, PARTLY), UNEVEN),
+    "all ignored": (
+        lambda x: F.cross_entropy(x, torch.full_like(WHOLE, -100)) + x.square().mean(),
+        UNEVEN,
+    ),
     "2d": (lambda x: F.cross_entropy(x.T[None], PARTLY[None]), UNEVEN),
     "dot": (lambda x: -torch.dot(x[:, 0], T[:, 0]), SUM),
     "matmul": (lambda x: -(x[:, 0] @ T[:, 0]), SUM),

@@ -108,6 +108,12 @@ FUNCTIONAL_ON_PARTS = (
     "loss.backward(), use ddp, zero1 or zero2; if torch.func computes the gradients, "
     "use single"
 )
+FUNCTIONAL_ON_SHARDS = (
+    "if torch.func (functional_call, vmap, grad, jacrev) calls a model that is prepared "
+    "under fsdp or hsdp: a layer gathers its parameters in such a call, which torch.func "
+    "cannot transform. If the loop ends in loss.backward(), use ddp, zero1 or zero2; if "
+    "torch.func computes the gradients, use single"
+)
 ON_OTHER_STAGES = (
     "under pipeline a tensor between layers is on the rank whose stage computes it; "
     "the others know its shape alone. A function of your own of such tensors, for "
@@ -252,6 +258,7 @@ OF_STRATEGIES = {
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
+    "data pointer of Tensor that doesn't have storage": FUNCTIONAL_ON_SHARDS,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     r"to have the same dtype, but got: .*(BFloat16|Half)": OTHER_PRECISION,

@@ -337,7 +337,8 @@ class LossWatch:
         count_before, each_before = self._before.get(key, (count, each))
         self._before[key] = count, each
         if is_strict:
-            return None if each.is_integer() and each == each_before else UNEVEN
+            is_even = each >= 1 and each.is_integer()  # 0 where all are ignored
+            return None if is_even and each == each_before else UNEVEN
         return UNEVEN if count != count_before and each != each_before else None
 
 
