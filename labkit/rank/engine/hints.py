@@ -109,10 +109,10 @@ FUNCTIONAL_ON_PARTS = (
     "use single"
 )
 FUNCTIONAL_ON_SHARDS = (
-    "if torch.func (functional_call, vmap, grad, jacrev) calls a model that is prepared "
-    "under fsdp or hsdp: a layer gathers its parameters in such a call, which torch.func "
-    "cannot transform. If the loop ends in loss.backward(), use ddp, zero1 or zero2; if "
-    "torch.func computes the gradients, use single"
+    "if torch.func (functional_call, vmap, grad, jacrev) calls a model that is "
+    "prepared under fsdp or hsdp: a layer gathers its parameters in such a call, which "
+    "torch.func cannot transform. If the loop ends in loss.backward(), use ddp, zero1 "
+    "or zero2; if torch.func computes the gradients, use single"
 )
 ON_OTHER_STAGES = (
     "under pipeline a tensor between layers is on the rank whose stage computes it; "
