@@ -503,6 +503,16 @@ def wrap_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
         autograd._engine_run_backward = functools.wraps(original)(wrap(original))
 
 
+@GATE.needs("torch._dynamo.compiled_autograd:_disable")
+def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
+    """Have backward passes run as they are, where the loop has them compiled."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is None or not module.compiled_autograd_enabled:
+        return contextlib.nullcontext()
+    disabled: contextlib.AbstractContextManager[None] = module._disable()
+    return disabled
+
+
 @GATE.needs("torch.autograd:Variable._execution_engine")
 def call_after_backward(function: Callable[[], None]) -> None:
     """Have autograd call a function at the end of the pass under way, as DDP does."""

@@ -64,6 +64,11 @@ UNNAMED = (
     "in optimizer.step(scale=0.5)"
 )
 
+STEPS_EAGERLY = (
+    "all ranks step together, and a compiled function leaves that to Python; compile "
+    "without fullgraph=True what calls it"
+)
+
 TakeStep = Callable[["PreparedOptimizer", Closure | None], Any]
 
 
@@ -97,8 +102,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def named_as(cls, kind: type) -> "type[PreparedOptimizer]":
-        """For a loop that asks for `type(optimizer).__name__`."""
-        return type(kind.__name__, (cls,), {})
+        """For a loop that asks for `type(optimizer).__name__`.
+
+        A function that the loop compiles may step: ranks do so together, and what they
+        compare and exchange is no part of a compiled graph.
+        """
+        eager = functools.partial(torch.compiler.disable, reason=STEPS_EAGERLY)
+        methods = {name: eager(getattr(cls, name)) for name in ("step", "zero_grad")}
+        return type(kind.__name__, (cls,), methods)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

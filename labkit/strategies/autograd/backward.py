@@ -21,6 +21,7 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import will_execute
+from labkit.compat.torch import without_compiled_autograd
 from labkit.compat.torch import wrap_backward
 from labkit.strategies.autograd.agreement import Course
 
@@ -155,7 +156,14 @@ def is_part() -> bool:
 
 def install() -> None:
     """Put ourselves between `torch.autograd` and its engine, once in a process."""
-    wrap_backward(lambda original: functools.partial(_run, original))
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        # A function that the loop compiles may call it: what the ranks then compare
+        # and exchange would be compiled, too.
+        eager: Callable[..., Any] = torch.compiler.disable(_run)
+        return functools.partial(eager, original)
+
+    wrap_backward(wrap)
 
 
 def _run(
@@ -189,7 +197,8 @@ def _run(
             reach = _Reach(followers, roots, reached)
             for node in {*map(_node_of, roots)} - {None}:
                 hooks.append(node.register_prehook(reach))
-        result = run(roots, seeds, *args, **kwargs)
+        with without_compiled_autograd():
+            result = run(roots, seeds, *args, **kwargs)
         has_failed = False
         return result
     finally:
