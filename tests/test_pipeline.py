@@ -1,6 +1,7 @@
 """The strategy `pipeline`: consecutive layers on consecutive ranks."""
 
 from pathlib import Path
+from textwrap import dedent
 from textwrap import indent
 from typing import Any
 
@@ -65,6 +66,48 @@ model[-1].bias.register_hook(
     for within, after in threads:
         assert not any(within)
         assert after
+
+
+@pytest.mark.parametrize(
+    "ask_for", ["h.retain_grad()", "h.register_hook(lambda gradient: gradient / 2)"]
+)
+def test_forward_may_ask_for_gradients_of_what_a_layer_returns(
+    lab: Lab, ask_for: str
+) -> None:
+    """Where the pass is a comparison, there are none."""
+    code = f"""
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 6), torch.randn(16, 2)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+        def forward(self, x):
+            h = self.first(x).relu()
+            if self.training:
+                {ask_for}
+            return self.last(h)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(
+        model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+    )
+    for inputs, targets in loader:
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        result = model(x.to(device)).cpu()
+    """
+    results = []
+    for strategy in ("single", "pipeline"):
+        lab.train(strategy, dedent(code), live=False)
+        results.append(lab.pull("result"))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(

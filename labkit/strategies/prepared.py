@@ -218,6 +218,7 @@ class Prepared:
         """Have ranks compare each call of the model where its layers gather their
         parameters, and not each layer. `on_end()` is called after it."""
         course = self.course
+        course.gathers = True
 
         def end_call(module: nn.Module, args: Any, output: Any) -> None:
             if course.end_call():

@@ -35,6 +35,15 @@ OTHER_PASSES = (
     "which cuts it alike on all ranks; or make their parts equal: drop_last=True, and "
     "a batch size that is a multiple of the number of ranks"
 )
+OTHER_PASSES_BY_VALUES = (
+    "ranks run different numbers of forward or backward passes: {found}. Make every "
+    "rank run the same number. Where it depends on the samples, as on the longest of a "
+    "batch, give all batches one length, or take the greatest number of all ranks: "
+    "dist.all_reduce(number, dist.ReduceOp.MAX). Or use ddp, zero1 or zero2, under "
+    "which a rank may run more forward passes than another"
+)
+NUM_LOOKS = 3
+"""Steps in which what layers that gather their parameters do is compared anyhow."""
 OTHER_SETTINGS = (
     "the optimizer's settings differ between ranks (on this one lr is {rates}), for "
     "example because a scheduler gets each rank's own loss. Average the loss over the "
@@ -94,8 +103,13 @@ class Course:
 
     A loop that goes by the number of its samples does more on a rank that has more of
     them. What the ranks then send each other would be mixed up, or awaited in vain. So
-    where their parts are unequal, and nowhere else, they compare all that the loop does
-    before they do it; in a group of its own, where nothing else is sent.
+    where their parts are unequal, they compare all that the loop does before they do
+    it; in a group of its own, where nothing else is sent.
+
+    Where layers gather their parameters, as many calls of the model are to be made on
+    each rank. A loop may make one for each token of its longest sample: the first steps
+    are compared whatever the parts, and where these make different numbers of calls,
+    all are.
     """
 
     def __init__(self, team: Peers) -> None:
@@ -109,6 +123,15 @@ class Course:
         """Of the model, that are under way, one within the other."""
         self._is_in_backward = self._is_compared = False
         """Whether the call of the model that is under way is."""
+        self.gathers = False
+        """Whether layers gather their parameters."""
+        self._looks = True
+        """Whether equal parts are compared, too: the same on all ranks, for what it
+        goes by has been."""
+        self._num_compared = 0
+        """Calls of the model since the last step."""
+        self._compared: list[int] = []
+        """Those of the steps before."""
 
     @property
     def num_batches(self) -> int:
@@ -160,8 +183,9 @@ class Course:
         if is_known or self._is_in_backward or not torch.is_grad_enabled():
             return
         self._is_compared = True
+        self._num_compared += 1
         self._settle_former()
-        if self._now.num_samples is not None:
+        if self._compares(self._now):
             self._compare(Event.FORWARD, self._now)
 
     def backward(self) -> None:
@@ -178,6 +202,11 @@ class Course:
         """The optimizer is to step. Collective."""
         self._train(Event.STEP)
         self.num_passes = 0
+        if self.gathers and self._looks:
+            self._compared.append(self._num_compared)
+            has_looked = len(self._compared) >= NUM_LOOKS
+            self._looks = not has_looked or len({*self._compared}) > 1
+        self._num_compared = 0
 
     def finish(self) -> None:
         """The loop has ended well. Collective."""
@@ -186,10 +215,16 @@ class Course:
     def end(self) -> None:
         """The run is over: what a cell does from now on may be one rank's alone."""
         self._now = self._trained = Pass(self._now.num_batches)
+        self._looks = False
+
+    def _compares(self, which: Pass) -> bool:
+        """Whether what the loop does in that pass is compared."""
+        looks = self.gathers and self._looks and self._team.size > 1
+        return looks or which.num_samples is not None
 
     def _train(self, event: Event) -> None:
         self._settle_former()
-        if self._now.num_samples is not None:
+        if self._compares(self._now):
             self._compare(event, self._now)
             self._now.is_compared = False
         self._now.is_new = False
@@ -214,7 +249,9 @@ class Course:
         sent = np.zeros((size, 4), np.int64)
         sent[rank] = (
             *(event, self.num_passes),
-            *(which.num_batches, which.num_samples or 0),
+            which.num_batches,
+            # With one more, or 0 where all parts are equal.
+            0 if which.num_samples is None else which.num_samples + 1,
         )
         flat = self._team.greatest(sent.ravel().tolist(), apart=True)
         found = [tuple(flat[place : place + 4]) for place in range(0, 4 * size, 4)]
@@ -224,14 +261,21 @@ class Course:
             return
         if found[other][2] != found[0][2]:
             raise UnsupportedLoopError(SKIPPED)
+        is_even = not any(each[3] for each in found)
+        events = {each[0] for each in found}
+        if is_even and events == {Event.STEP, Event.BATCH}:
+            raise UnsupportedLoopError(STEP_SKIPPED)
         said = ", and ".join(said_of(n, *found[n]) for n in (0, other))
-        raise UnsupportedLoopError(OTHER_PASSES.format(found=said))
+        why = OTHER_PASSES_BY_VALUES if is_even else OTHER_PASSES
+        raise UnsupportedLoopError(why.format(found=said))
 
 
 def said_of(
-    rank: int, event: int, num_passes: int, num_batches: int, num_samples: int
+    rank: int, event: int, num_passes: int, num_batches: int, num_and_one: int
 ) -> str:
     """What a rank is about to do, in words."""
+    num_samples = num_and_one - 1
+    has = f", which has {num_samples} sample{'s' * (num_samples != 1)},"
     does = {
         Event.BATCH: "takes the next batch",
         Event.FORWARD: "calls the model",
@@ -239,7 +283,7 @@ def said_of(
         Event.STEP: "steps",
     }
     return (
-        f"rank {rank}, which has {num_samples} sample{'s' * (num_samples != 1)}, "
+        f"rank {rank}{has if num_and_one else ''} "
         f"{does[Event(event)]} after {num_passes or 'no'} backward "
         f"pass{'es' * (num_passes != 1)}"
     )

@@ -28,6 +28,7 @@ from labkit.strategies.autograd.backward import keeping_seeds
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.structures import flatten
 from labkit.strategies.autograd.structures import unflatten
+from labkit.strategies.autograd.trial import WithoutGradients
 from labkit.strategies.mesh.device_mesh import broadcast
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.mesh.peers import team_on
@@ -320,7 +321,7 @@ class Pipeline(Prepared):
             return PACKED
         with (
             without_modes(),
-            torch.no_grad(),
+            WithoutGradients(),
             self.relay.uncounted(),
             without_dropout(self.module),
         ):

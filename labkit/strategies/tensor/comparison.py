@@ -23,6 +23,7 @@ from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import buffers_of
 from labkit.compat.torch import tree_leaves
 from labkit.compat.torch import without_modes
+from labkit.strategies.autograd.trial import WithoutGradients
 from labkit.strategies.mesh.collectives import NoCollectiveCalls
 from labkit.strategies.model.alike import check_inputs
 from labkit.strategies.model.materialize import empty_copy
@@ -88,7 +89,7 @@ class Comparison:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(without_modes())  # it is no part of the loop
             contexts.enter_context(torch.inference_mode(False))
-            contexts.enter_context(torch.no_grad())
+            contexts.enter_context(WithoutGradients())
             contexts.enter_context(without_fast_path())
             check_inputs(tree_leaves((args, kwargs)), self._mesh)
             contexts.enter_context(evaluating(model))
