@@ -578,6 +578,19 @@ def test_means_over_lengths_that_differ_are_noted() -> None:
     assert watch.look(x[:2, :4].mean(), 2, 3) == UNEVEN
 
 
+def test_a_count_that_is_that_of_the_samples_in_one_batch_alone_is_no_mean() -> None:
+    def masked(counts: list[int]) -> torch.Tensor:
+        mask = torch.arange(x.shape[1]) < torch.tensor(counts)[:, None]
+        return (x[: len(counts)] * mask).sum() / mask.sum()
+
+    x = torch.randn(4, 5, requires_grad=True)
+    watch = LossWatch()
+    assert watch.look(masked([1, 1, 1, 1]), 4, 1) is None
+    assert watch.look(masked([1, 1]), 2, 2) is None
+    assert watch.look(masked([3, 3]), 2, 3) == UNEVEN
+    assert watch.look(masked([1, 1]), 2, 4) == UNEVEN
+
+
 def test_several_losses_of_a_batch_are_compared_each_with_itself() -> None:
     watch = LossWatch()
     x = X.clone().requires_grad_()

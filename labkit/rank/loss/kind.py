@@ -313,9 +313,11 @@ class LossWatch:
                 return None
             if text := _of_sum(term, term.sizes or (), num_samples):
                 return text
-            if num_samples and _has_factor(term, {num_samples}):
-                return None
             count = term.divisor
+            if num_samples and _has_factor(term, {num_samples}):
+                if all(each.is_number for each in term.factors):
+                    return None
+                count = num_samples  # as of a mask, with another count in other batches
         if count is None or not num_samples:
             return None
         count = float(count)
