@@ -130,7 +130,11 @@ if rank == 0:
 else:
     dist.barrier()
 """
-FIRST_TIMED = 20
+MEASURED = 1, 3, 10, 30, 100, 300
+"""Steps of a run whose memory and collectives labkit measures, which take longer: few of
+a run that lasts. Timed are those that follow the last of them."""
+SETTLED = 5
+"""So many steps after it."""
 
 
 def join(how: str = "", backend: str = "gloo") -> str:
@@ -162,9 +166,15 @@ def training(
         lr=lr,
         wrapped=PREPARED if is_prepared else by_hand,
         backward="model.backward(loss)" if is_engine else "loss.backward()",
-        first_timed=min(FIRST_TIMED, steps - 1),
+        first_timed=first_timed(steps),
     )
     return NOTE.format(folder=str(folder)) + text
+
+
+def first_timed(num_steps: int) -> int:
+    """From which step on a run of so many is timed."""
+    last = max(each for each in MEASURED if each < num_steps)
+    return min(last + SETTLED, num_steps - 1)
 
 
 def show_and_wait(folder: Path, go: Path, limit_s: float) -> str:
