@@ -131,8 +131,8 @@ else:
     dist.barrier()
 """
 MEASURED = 1, 3, 10, 30, 100, 300
-"""Steps of a run whose memory and collectives labkit measures, which take longer: few of
-a run that lasts. Timed are those that follow the last of them."""
+"""Steps of a run whose memory and collectives labkit measures, which take longer: few
+of a run that lasts. Timed are those that follow the last of them."""
 SETTLED = 5
 """So many steps after it."""
 
