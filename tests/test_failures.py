@@ -146,6 +146,32 @@ def test_the_first_failure_has_its_full_traceback(lab: Lab) -> None:
         assert part in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("lambda out, y: missing", "name 'missing' is not defined"),
+        ("loss, validate=data, metrics={'a': lambda out, y: missing}", "'missing'"),
+        ("lambda out, y: loss(out, y).item()", "loss_fn returned a float and no tens"),
+        ("lambda out, y: (out - y) ** 2", "loss_fn returned a tensor of shape (2, 1)"),
+    ],
+)
+def test_what_fails_in_fit_is_said_under_the_users_line(
+    lab: Lab, arguments: str, says: str
+) -> None:
+    code = (
+        "loss = torch.nn.functional.mse_loss\nmodel = torch.nn.Linear(3, 1)\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.ones(4, 1))\n"
+        "sgd = torch.optim.SGD(model.parameters())\n"
+        f"fit(model, data, {arguments}, optimizer=sgd, batch_size=4)"
+    )
+    with pytest.raises(RankError) as caught:
+        lab.train("ddp", code, live=False)
+    text = errors.COLOUR.sub("", str(caught.value))
+    assert says in text
+    assert "line 5" in text
+    assert not re.search(r"File .*labkit", text)
+
+
 def test_a_failure_of_all_ranks_is_shown_once(lab: Lab) -> None:
     with pytest.raises(RankError) as caught:
         # After a barrier they fail at one time, however busy the machine is.
@@ -320,6 +346,31 @@ def test_an_interrupt_ends_the_cell_and_keeps_state(
     lab: Lab, waits_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_cell(lab, f"print('here')\n{waits_in}", monkeypatch)
+    assert_all_is_well(lab)
+
+
+def test_an_interrupt_that_python_drops_comes_again(
+    lab: Lab, capsys: Captured
+) -> None:
+    """Raised as a generator that a loop has left is closed, it reaches nobody."""
+    code = """
+import os, signal, time
+def batches():
+    try:
+        yield 1
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+for _ in batches():
+    break
+time.sleep(20)
+print("not stopped")
+"""
+    with pytest.raises(RankError, match="stopped|KeyboardInterrupt|Stopped"):
+        lab.run(code)
+    said = capsys.readouterr()
+    assert "Exception ignored" not in said.err
+    assert "not stopped" not in said.out
     assert_all_is_well(lab)
 
 

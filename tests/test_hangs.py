@@ -586,6 +586,19 @@ def test_a_dump_begins_at_the_cell() -> None:
     ]
 
 
+def test_a_stack_in_an_import_ends_at_the_users_line() -> None:
+    dump = (
+        '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed\n'
+        '  File "/usr/lib/python3.11/importlib/__init__.py", line 126 in import_module\n'
+        '  File "/home/me/mine.py", line 3 in <module>\n'
+    )
+    frames = read_dump(dump)
+    assert [frame.is_users for frame in frames] == [True, False, False]
+    positions = [Position(0, frames=[frames[0], frames[2]])]
+    assert "<frozen" not in repr(Stacks(positions, {}))
+    assert "<frozen" in repr(Stacks(positions, {}, is_full=True))
+
+
 def test_code_and_names_in_stacks_are_no_html() -> None:
     script = "<script>alert(1)</script>"
     found = [Position(0, frames=[Frame(script, script, script, is_users=True)])]

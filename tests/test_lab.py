@@ -21,7 +21,13 @@ from labkit import Lab
 from labkit import RankError
 from labkit.host import watchdog
 from labkit.notebook.cluster import engines
+from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.kernel.output import OutputMerger
+from labkit.rank.engine.console import BURST
+from labkit.rank.engine.console import MAX_FLUSHES
+from labkit.rank.engine.console import MAX_WAIT_S
+from labkit.rank.engine.console import WRITE_COST
+from labkit.rank.engine.console import Pace
 from labkit.rank.engine.console import flush_what_was_written
 from labkit.rank_spec import parse_ranks
 
@@ -382,6 +388,64 @@ def test_a_flush_waits_only_where_something_was_written() -> None:
     holder.flush()
     holder.flush()
     assert flushes == ["", "a"]
+
+
+def test_a_fast_loop_that_flushes_sends_few_messages() -> None:
+    """As `logging` does, at each line; the notebook takes some hundreds a second."""
+    flushes: list[str] = []
+    stream = io.StringIO()
+    holder = SimpleNamespace(
+        write=stream.write, flush=lambda: flushes.append(stream.getvalue())
+    )
+    send = flush_what_was_written(holder)
+    for _ in range(1000):
+        holder.write("a")
+        holder.flush()
+    assert len(flushes) <= 2 * MAX_FLUSHES
+    send()
+    assert flushes[-1] == 1000 * "a"
+
+
+def test_a_rank_that_prints_more_than_is_shown_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0, slept=[])
+
+    def sleep(seconds: float) -> None:
+        clock.slept.append(seconds)
+        clock.now += seconds
+
+    monkeypatch.setattr(
+        "labkit.rank.engine.console.time",
+        SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep),
+    )
+    stream = io.StringIO()
+    holder = SimpleNamespace(write=stream.write)
+    Pace(1000.0).slow(holder)
+    holder.write(BURST // 2 * "a" + "\n")
+    assert not clock.slept
+    for _ in range(BURST):
+        holder.write("a\n")
+        if clock.now > 60:
+            break
+    shown = 1000.0 * clock.now
+    num_written = (len(stream.getvalue()) - BURST // 2) // 2
+    assert num_written * (2 + WRITE_COST) == pytest.approx(shown + BURST / 2, rel=0.01)
+    holder.write(50 * BURST * "a")
+    assert clock.slept[-1] == MAX_WAIT_S
+
+
+@pytest.mark.long
+@pytest.mark.timeout(90)
+def test_an_endless_loop_that_prints_is_stopped(lab: Lab, capsys: Captured) -> None:
+    """It was killed, with its variables, while what it had printed was shown."""
+    lines = "Traceback (most recent call last):\\n  File x\\nValueError: no\\n"
+    with pytest.raises(CellTimeoutError) as caught:
+        lab.run(f"kept = 5\nwhile True: print('{lines}')", timeout=5)
+    assert "rank 0: stopped at line 2" in str(caught.value)
+    capsys.readouterr()
+    lab.run("print(kept)")
+    assert capsys.readouterr().out == "[ranks 0-1] 5\n"
 
 
 def test_both_streams_are_sent_in_the_order_of_what_is_written(

@@ -57,6 +57,7 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%dist_start --threads 4", "whose ranks have 1 torch thread each; run %"),
         ("%dist_start -n zero", "'zero'; it takes a whole number: --num-ranks N; "),
         ("%dist_start --keep forever", "'forever'; it takes a number: --keep MINUTES"),
+        ("%dist_start --keep", "before you start one that is kept for 30 min\n"),
         ("%dist_start --keep 0", "--keep 0: minutes without a kernel, more than 0 and"),
         ("%dist_start --keep -1", "--keep -1: minutes without a kernel, more than 0"),
         ("%dist_start --keep nan", "--keep nan: minutes without a kernel, more than"),

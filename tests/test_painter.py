@@ -27,6 +27,7 @@ from labkit.notebook.live.render_process import Picture
 from labkit.notebook.live.render_process import PictureRequest
 from labkit.notebook.live.render_process import paint
 from labkit.notebook.plots.run_plot import RunPlot
+from labkit.notebook.runs.run import Run
 from labkit.records import RECORD
 from labkit.records import Batch
 from labkit.timeouts import EMPTY_AFTER_S
@@ -160,6 +161,16 @@ def test_a_run_that_has_taken_no_step_is_seen_to_run(
     run.state = "finished"
     view.close()
     assert NO_RECORDS in capsys.readouterr().err
+
+
+def test_a_run_that_has_a_profile_is_not_said_to_show_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Run, "has_profile", True)
+    view = LiveView(run := make_run({0: [], 1: []}))
+    run.state = "finished"
+    view.close()
+    assert NO_RECORDS not in capsys.readouterr().err
 
 
 @pytest.mark.long

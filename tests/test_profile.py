@@ -775,6 +775,13 @@ def test_a_block_is_recorded_as_a_step(lab: Lab) -> None:
     assert "aten::addmm" not in set(profile.operators["operator"])
 
 
+def test_a_block_in_which_nothing_runs_says_so(lab: Lab) -> None:
+    run = lab.train("raw", "with profile():\n    sum(range(10_000))", live=False)
+    said = repr(run.profile)
+    assert "No operator of torch ran in what was recorded" in said
+    assert "larger batches" not in said
+
+
 EVERY_STEP = """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -791,7 +798,7 @@ def test_blocks_that_are_not_kept_are_noted(lab: Lab) -> None:
     run = lab.train("raw", CODE + EVERY_STEP, live=False)
     own = [note for note in run.notes if "profile" in note]
     kept = "of 4 blocks the last one is kept: a run has one profile"
-    assert own == [f"--profile: {kept}"]
+    assert own == [f"profile(): {kept}"]
 
 
 PAIRS = """

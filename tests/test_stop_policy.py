@@ -216,6 +216,16 @@ def test_a_rank_that_is_done_owes_its_outcome() -> None:
     assert not policy.is_silent(1, 1e6)
 
 
+def test_a_rank_that_is_done_is_neither_asked_nor_killed() -> None:
+    """Its outcome may come late, behind all that it has printed."""
+    policy = StopPolicy()
+    policy.done(0, 0.0)
+    policy.interrupt(0.0)
+    policy.interrupt(1.0)
+    done = play(policy, 2 * KILL_AFTER_S)
+    assert {rank for times in done.values() for _, rank in times} == {1}
+
+
 def test_a_cell_that_is_run_again_still_ends_for_who_wants_it_to() -> None:
     policy = StopPolicy()
     policy.deadline = 100.0

@@ -130,7 +130,7 @@ def start_lab(
     if options.nodes not in (None, len(lab.hosts)) and options.profile is None:
         raise ValueError(f"{running}one with --nodes {options.nodes}")
     if options.keep not in (None, lab.kept and lab.kept[1]):
-        raise ValueError(f"{running}one with --keep {options.keep:g}")
+        raise ValueError(f"{running}one that is kept for {options.keep:g} min")
     if options.threads not in (None, place.num_threads):
         raise ValueError(
             f"a lab is running whose ranks have {place.num_threads} torch "

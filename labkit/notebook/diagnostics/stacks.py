@@ -25,6 +25,9 @@ from labkit.records import shorten
 # A collective of these has the same size on all ranks of its group.
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 
+_OF_LIBRARY = re.compile(r"^<|[/\\](site-packages|lib[/\\]python3\.\d+)[/\\]")
+"""Files of a rank's libraries, and of Python's own; its host may be another one."""
+
 SHARED_MEMORY = "/dev/shm"
 SCARCE_BYTES = 2**26
 """All that Docker gives a container, unless it is asked for more."""
@@ -202,7 +205,7 @@ def read_dump(text: str) -> list[Frame]:
         # Only the rank knows its cells' numbers; ipykernel compiles them as these.
         is_cell = re.search(r"ipykernel_\d+[/\\]", file) is not None
         place = f"a cell, line {line}" if is_cell else f"{file}:{line}"
-        is_users = is_cell or "site-packages" not in file
+        is_users = is_cell or not _OF_LIBRARY.search(file)
         frames.append(Frame(place, function, is_users=is_users))
     cells = [at for at, frame in enumerate(frames) if frame.place.startswith("a cell,")]
     return frames[: cells[-1] + 1 if cells else None][::-1]
@@ -380,7 +383,9 @@ def _format_stack(frames: Sequence[Frame], *, is_full: bool) -> list[str]:
     """The user's frames, outermost first, and the innermost one of a library."""
     shown = list(frames)
     if not is_full:
-        last = [] if not frames or frames[-1].is_users else [frames[-1]]
+        # An import ends in frames of Python's own, which have no file to look into.
+        told = [each for each in frames if not each.place.startswith("<")]
+        last = [] if not told or told[-1].is_users else [told[-1]]
         shown = [each for each in frames if each.is_users] + last
     return [
         f"{each.place}, in {each.function}"

@@ -251,10 +251,17 @@ class CellExecution:
         def post(kind: str, content: Any) -> None:
             events.put((rank, kind, content))
 
+        def hear(done: "Future[Any]") -> None:
+            reply = done.result()
+            if events is self._events and not self._cluster.was_aborted(reply):
+                # Before what it has printed is shown: the rank need not be stopped.
+                self.stop_policy.done(rank, time.monotonic())
+            post("reply", reply)
+
         with contextlib.suppress(RankDiedError):  # a moment ago
             code = self._other_codes.get(rank, self._code)
             future = self._cluster.execute(rank, code, self._spec, post)
-            future.add_done_callback(lambda done: post("reply", done.result()))
+            future.add_done_callback(hear)
 
     def _stop_where_due(self, now: float) -> None:
         # What a rank is not asked it is not killed for: its host may be found lost.
@@ -303,9 +310,14 @@ class CellExecution:
     # ---- from the ranks ----
 
     def _take_events(self) -> None:
-        """Handle the events in the queue; wait briefly for the first one."""
+        """Handle the events in the queue; wait briefly for the first one.
+
+        For no longer than a turn takes: ranks that print faster than it is shown are to
+        be stopped all the same.
+        """
         timeout = timeouts.POLL_S
-        while self._tally.running:
+        until = time.monotonic() + 2 * timeouts.POLL_S
+        while self._tally.running and time.monotonic() < until:
             try:
                 rank, kind, content = self._events.get(timeout=timeout)
             except queue.Empty:

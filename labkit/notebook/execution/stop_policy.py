@@ -30,7 +30,7 @@ class StopPolicy:
     """Decides how to stop one cell, from what has happened and what time it is.
 
     It does nothing itself and reads no clock: each `now` is a time of one monotonic
-    clock. `interrupt` and `answered` may be called in any thread.
+    clock. `interrupt`, `answered` and `done` may be called in any thread.
     """
 
     def __init__(self, patience_s: float = 0.0) -> None:
@@ -118,7 +118,8 @@ class StopPolicy:
             self._stop_from(now)
         if self._stop_at is None or now < self._stop_at:
             return Actions()
-        running = [rank for rank in running if rank not in self.killed]
+        at_rest = self.killed.union(self._heard_at)
+        running = [rank for rank in running if rank not in at_rest]
         kill = [rank for rank in running if self._is_past_stopping(rank, now)]
         self.killed.update(kill)
         actions = Actions(kill=kill)

@@ -101,8 +101,11 @@ class OutputMerger:
         self._of = f"{label}, " if label else ""
         self._before_write = before_write
         self._own_pid = {
-            rank: re.compile(
-                rf"(pid\W{{0,2}}|process |ipykernel_){pid}\b", re.IGNORECASE
+            rank: (
+                f"{pid}",
+                re.compile(
+                    rf"(pid\W{{0,2}}|process |ipykernel_){pid}\b", re.IGNORECASE
+                ),
             )
             for rank, pid in (pids or {}).items()
         }
@@ -204,8 +207,9 @@ class OutputMerger:
 
     def _append_text(self, rank: int, stream: str, text: str) -> None:
         alike = text
-        if stream == "stderr" and rank in self._own_pid:
-            alike = self._own_pid[rank].sub(r"\1(pid)", text)
+        pid, pattern = self._own_pid.get(rank, ("", None))
+        if stream == "stderr" and pattern is not None and pid in text:
+            alike = pattern.sub(r"\1(pid)", text)
         self._append(rank, Item(stream, text, alike))
 
     def _append(self, rank: int, item: Item) -> None:

@@ -88,7 +88,8 @@ class LiveView:
         self._try(self._refresh)
         if self._in_terminal and self._place.is_filled:
             print()
-        if self.run.state == "finished" and not self._num_records:
+        is_empty = not self._num_records and not self.run.has_profile
+        if self.run.state == "finished" and is_empty:
             say(NO_RECORDS)
 
     def follow(self) -> None:

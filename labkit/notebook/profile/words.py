@@ -349,6 +349,8 @@ def outside_operators(traces: Sequence[Trace], parts: Parts) -> list[str]:
         return []
     taken = fmean(step.python / 1e6 / step.seconds for step in every)
     number = fmean(step.num_operators for step in every)
+    if not number:
+        return ["No operator of torch ran in what was recorded"]
     each = fmean(step.microseconds("compute") for step in every) / max(1.0, number)
     return [
         f"{percent(taken)} of the step is Python outside of operators; the step has "

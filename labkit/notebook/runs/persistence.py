@@ -30,6 +30,7 @@ from labkit.notebook.runs.run import Run
 from labkit.options import check_values
 from labkit.records import BEST_FOLDER
 from labkit.records import COMPONENTS
+from labkit.records import BLOCK_NOTE
 from labkit.records import PROFILE_NOTE
 from labkit.records import Averages
 from labkit.records import CheckpointPlan
@@ -149,7 +150,9 @@ def restart(run: Run, outcomes: Sequence[Outcome], restarted: Restart) -> None:
     run.collector.restart(restarted.step, restarted.seconds)
     # What could not be recorded, the next attempt may record, or say so itself.
     run.collector.notes = [
-        each for each in run.collector.notes if not each.startswith(PROFILE_NOTE)
+        each
+        for each in run.collector.notes
+        if not each.startswith((PROFILE_NOTE, BLOCK_NOTE))
     ]
     run.info["restarts"].append(asdict(restarted))
     if run.folder is None:

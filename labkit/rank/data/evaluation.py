@@ -45,10 +45,28 @@ class Scores:
             output = model(*inputs)
         else:
             output, y = model(*batch), batch[-1]
-        return {
+        found = {
             name: function(output) if name in self._alone else function(output, y)
             for name, function in self.functions.items()
         }
+        if torch.is_grad_enabled():
+            check_loss(found["loss"])
+        return found
+
+
+def check_loss(loss: Any) -> None:
+    """ValueError for what no backward pass can begin with."""
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(
+            f"loss_fn returned a {type(loss).__name__} and no tensor, with which the "
+            "backward pass could begin; leave out .item() or float(), if it has them"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return "
+            'one number, the mean over the batch: leave out reduction="none", or write '
+            ".mean()"
+        )
 
 
 def takes_one(function: Callable[..., Any]) -> bool:

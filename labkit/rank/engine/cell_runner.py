@@ -65,6 +65,7 @@ from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
 from labkit.rank.training.whole_text import is_own_file
 from labkit.rank.training.whole_text import with_functions
+from labkit.records import BLOCK_NOTE
 from labkit.records import FUNCTION_NAME
 from labkit.records import KEY
 from labkit.records import PROFILE_NOTE
@@ -131,7 +132,7 @@ class CellRunner:
         self._shown_error: BaseException | None = None
         """Whose traceback IPython has shown while the cell ran, last."""
         self._interrupts = CellInterrupts(self.group, refusal=self._refusal)
-        self._console = Console(shell)
+        self._console = Console(shell, placement.world_size)
         self._requests = ControlRequests(
             shell,
             self.group,
@@ -417,7 +418,9 @@ class CellRunner:
             rank=rank,
             device=self.group.device,
             sees_modules=not options.compile,
-            note=lambda text: session.note(PROFILE_NOTE + text),
+            note=lambda text: session.note(
+                (PROFILE_NOTE if options.profile else BLOCK_NOTE) + text
+            ),
         )
         profiling: list[Observer] = []
         if options.profile:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from labkit.compat.ipython import display_pages
@@ -19,6 +20,19 @@ NO_KEYBOARD = (
 
 MAX_TURNS = 50
 """In a second, from stdout to stderr or back: for these the order is kept."""
+MAX_FLUSHES = 25
+"""In a second, of one stream: each is a message, of which a notebook takes some
+hundreds a second from all ranks. Its next ones would wait behind the rest."""
+
+BURST = 2**22
+RATE = 2**21
+"""Characters that ranks write at once without waiting, each, and in a second, all of
+them together: about what a notebook shows. What they write faster than that is kept
+until it is shown, and an interrupt, and how the cell has ended, come behind it."""
+WRITE_COST = 32
+"""Characters that each call costs besides its own."""
+MAX_WAIT_S = 1.0
+"""For a single one, however long."""
 
 
 class Console:
@@ -29,9 +43,12 @@ class Console:
     never ends.
     """
 
-    def __init__(self, shell: Any) -> None:
+    def __init__(self, shell: Any, num_ranks: int = 1) -> None:
         self._shell = shell
+        pace = Pace(RATE / num_ranks)
         self._streams: dict[str, Any] = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._send: list[Callable[[], None]] = []
+        """Sends what a stream holds, each."""
         self._print = builtins.print
         self._listener: dict[str, Any] = {}
         self._directory: str | None = None
@@ -40,7 +57,8 @@ class Console:
         for stream in self._streams.values():
             # A closed one could never be opened again.
             setattr(stream, "close", lambda: None)  # noqa: B010
-            flush_what_was_written(stream)
+            self._send.append(flush_what_was_written(stream))
+            pace.slow(stream)
         keep_order(*self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
         sys.breakpointhook = pass_breakpoint
@@ -102,13 +120,44 @@ class Console:
 
     def end_cell(self) -> None:
         """Send what the cell has printed; threads that continue print between cells."""
-        for stream in self._streams.values():
-            stream.flush()
+        for send in self._send:
+            send()
         self._leave_to_threads()
 
 
-def flush_what_was_written(stream: Any) -> None:
-    """Have `stream.flush` do nothing where nothing was written since the last time.
+class Pace:
+    """Slows down what writes more than `rate` characters a second for some time."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._waiting = 0.0
+        """Characters that the notebook has not shown yet, about."""
+        self._at = time.monotonic()
+
+    def slow(self, stream: Any) -> None:
+        """Have `stream.write` wait where the notebook is far behind."""
+        write = stream.write
+
+        def write_in_turn(text: str) -> Any:
+            now = time.monotonic()
+            shown = (now - self._at) * self._rate
+            self._at = now
+            self._waiting = max(0.0, self._waiting - shown) + len(text) + WRITE_COST
+            done = write(text)
+            late_s = (self._waiting - BURST) / self._rate
+            # At the end of a line, which would be shown in two parts.
+            if late_s > 0 and (text.endswith("\n") or late_s > MAX_WAIT_S):
+                self._waiting = min(self._waiting, BURST + self._rate * MAX_WAIT_S)
+                time.sleep(min(late_s, MAX_WAIT_S))
+            return done
+
+        stream.write = write_in_turn
+
+
+def flush_what_was_written(stream: Any) -> Callable[[], None]:
+    """Have `stream.flush` do nothing where nothing was written since the last time, or
+    where it is called in every turn of a fast loop, as by `logging`: the stream sends
+    by itself what is a fifth of a second old. Returns what flushes all the same.
 
     IPython and ipykernel flush eight times a cell, and each time wait for the thread
     that publishes: a third of an engine's time for a trivial cell.
@@ -118,6 +167,7 @@ def flush_what_was_written(stream: Any) -> None:
     # ended before it, whoever was interrupted where.
     written: list[Any] = []
     flushed: list[Any] | None = None
+    num_flushes, second = 0, 0
 
     def write_and_note(text: str) -> Any:
         nonlocal written
@@ -133,7 +183,18 @@ def flush_what_was_written(stream: Any) -> None:
             flush()
             flushed = seen  # after it: an interrupt may cut it short
 
-    stream.write, stream.flush = write_and_note, flush_if_written
+    def flush_seldom() -> None:
+        nonlocal num_flushes, second
+        if written is flushed:
+            return
+        if (now := int(time.monotonic())) != second:
+            num_flushes, second = 0, now
+        num_flushes += 1
+        if num_flushes <= MAX_FLUSHES:
+            flush_if_written()
+
+    stream.write, stream.flush = write_and_note, flush_seldom
+    return flush_if_written
 
 
 def keep_order(*streams: Any) -> None:

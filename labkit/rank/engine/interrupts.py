@@ -1,6 +1,7 @@
 """Stops a running cell: between two of its instructions, or out of a collective."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class CellInterrupts:
         self._signalled_at = 0.0
         self._stopping_since = 0.0
         self._sigterm_when_idle = signal.getsignal(signal.SIGTERM)
+        self._show_unraisable = sys.unraisablehook
+        sys.unraisablehook = self._on_unraisable
 
     @property
     def is_running(self) -> bool:
@@ -120,6 +123,24 @@ class CellInterrupts:
             frame = frame.f_back
         if is_in_cell:  # and not in what IPython does before and after it
             raise refusal or Stopped
+
+    def _on_unraisable(self, unraisable: Any) -> None:
+        """Python drops what is raised where nobody can catch it, as in a generator
+        that a `break` has left: there an interrupt has not stopped the cell."""
+        error = unraisable.exc_value
+        if not isinstance(error, Stopped) and (
+            error is None or error is not self._refusal()
+        ):
+            self._show_unraisable(unraisable)
+            return
+        again = threading.Timer(timeouts.POLL_S, self._signal_again, [self._number])
+        again.daemon = True
+        again.start()
+
+    def _signal_again(self, number: int) -> None:
+        with self._lock:
+            if number == self._number and self.is_running:
+                self._signal_main_thread()
 
     # ---- in the control thread ----
 

@@ -35,6 +35,11 @@ LIBRARIES = {"labkit", "torch", "deepspeed"}
 """Which call us: a refusal comes out of their hooks."""
 
 
+FIT = "Session.fit"
+CALLS_OF_FIT = ("Scores.__call__", "Prepared.train_batch")
+"""Where it calls what is the user's."""
+
+
 class TextOnlyError(Exception):
     """Stands in for an exception that cannot be shown or kept: only its text."""
 
@@ -185,7 +190,7 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
         frames = frames.tb_next
     begins = next((at for at, each in enumerate(every) if is_of_scripts(each)), 0)
     every = every[begins:]  # and not the cell's one line, which is ours too
-    every = [each for each in every if not passes_on(each)]
+    every = without_fit([each for each in every if not passes_on(each)])
     inner = [not is_machinery(each) for each in every]
     every = [
         each
@@ -244,6 +249,20 @@ def passes_on(frame: TracebackType) -> bool:
     """Whether it is of a mode of ours, which sees each operation and has it done."""
     is_mode = frame.tb_frame.f_code.co_name == "__torch_dispatch__"
     return is_mode and package_of(frame) == "labkit"
+
+
+def without_fit(every: list[TracebackType]) -> list[TracebackType]:
+    """Frames without those by which `fit` calls the model and the functions that it was
+    given, or begins the backward pass: what fails there is no fault of its own."""
+    names = [each.tb_frame.f_code.co_qualname for each in every]
+    if FIT not in names:
+        return every
+    begin = names.index(FIT)
+    ends = [at for at, name in enumerate(names) if name.startswith(CALLS_OF_FIT)]
+    end = max(ends, default=begin) + 1
+    if end < len(every) and package_of(every[end]) != "labkit":
+        return every[:begin] + every[end:]
+    return every
 
 
 def clear_frames(error: BaseException, shell: Any) -> None:
