@@ -588,8 +588,8 @@ def test_a_dump_begins_at_the_cell() -> None:
 
 def test_a_stack_in_an_import_ends_at_the_users_line() -> None:
     dump = (
-        '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed\n'
-        '  File "/usr/lib/python3.11/importlib/__init__.py", line 126 in import_module\n'
+        '  File "<frozen importlib._bootstrap>", line 241 in _find_and_load\n'
+        '  File "/usr/lib/python3.11/importlib/__init__.py", line 126 in run\n'
         '  File "/home/me/mine.py", line 3 in <module>\n'
     )
     frames = read_dump(dump)

@@ -64,6 +64,8 @@ Parts = Mapping[int, Sequence[StepParts]]
 
 def why_slow(traces: Sequence[Trace], parts: Parts, strategy: str) -> list[str]:
     """A sentence for each reason, the rank and the cause named."""
+    if not any(step.num_operators for steps in parts.values() for step in steps):
+        return ["No operator of torch ran in what was recorded"]
     found = [*late_ranks(traces, parts)]
     found += waits_for_data(parts)
     found += not_hidden(traces, parts, strategy)
@@ -349,8 +351,6 @@ def outside_operators(traces: Sequence[Trace], parts: Parts) -> list[str]:
         return []
     taken = fmean(step.python / 1e6 / step.seconds for step in every)
     number = fmean(step.num_operators for step in every)
-    if not number:
-        return ["No operator of torch ran in what was recorded"]
     each = fmean(step.microseconds("compute") for step in every) / max(1.0, number)
     return [
         f"{percent(taken)} of the step is Python outside of operators; the step has "

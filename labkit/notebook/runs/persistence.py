@@ -29,8 +29,8 @@ from labkit.notebook.runs.record import Restart
 from labkit.notebook.runs.run import Run
 from labkit.options import check_values
 from labkit.records import BEST_FOLDER
-from labkit.records import COMPONENTS
 from labkit.records import BLOCK_NOTE
+from labkit.records import COMPONENTS
 from labkit.records import PROFILE_NOTE
 from labkit.records import Averages
 from labkit.records import CheckpointPlan
