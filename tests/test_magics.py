@@ -8,10 +8,12 @@ from typing import Any
 
 import psutil
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
 from kernels import running_kernel
 
 from labkit.magics.lab_magics import LabMagics
+from labkit.notebook.execution.errors import Interrupted
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,6 +37,17 @@ def usage_error(kernel: Kernel, code: str) -> str:
     assert reply.status == "error"
     assert reply.stderr.startswith("UsageError: ")
     return reply.stderr
+
+
+def test_an_interrupted_magic_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("labkit.magics.lab_magics.current_lab", interrupted)
+    with pytest.raises(Interrupted) as caught:
+        LabMagics(InteractiveShell.instance()).dist_status("")
+    said = "%dist_status was interrupted; no lab is running"
+    assert caught.value._render_traceback_() == [said]
 
 
 @pytest.mark.long

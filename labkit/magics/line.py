@@ -23,6 +23,8 @@ from labkit.checks import UserError
 from labkit.checks import is_raised_by_labkit
 from labkit.checks import short_repr
 from labkit.compat.ipython import options_of
+from labkit.magics.current import running_lab
+from labkit.notebook.execution.errors import Interrupted
 from labkit.options import flag_of
 from labkit.options import option_of
 from labkit.records import shorten
@@ -95,6 +97,19 @@ def usage_errors() -> Iterator[None]:
         if not (isinstance(error, UserError) or is_raised_by_labkit(error)):
             raise
         raise UsageError(str(error)) from None
+
+
+@contextlib.contextmanager
+def interrupts(magic: str) -> Iterator[None]:
+    """An interrupt is one line, as that of a cell is; and what there is after it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if isinstance(error, Interrupted):
+            raise
+        is_there = running_lab() is not None
+        then = "%dist_status shows the ranks" if is_there else "no lab is running"
+        raise Interrupted([], f"%{magic} was interrupted; {then}") from None
 
 
 def parse(magic: Any, line: str) -> argparse.Namespace:
@@ -247,7 +262,7 @@ def parsed(method: Callable[..., Any]) -> Callable[..., Any]:
         args.cell = None
         if cell is not None:
             args.cell = numbered_like_notebook(method.__name__, line, cell)
-        with usage_errors():
+        with usage_errors(), interrupts(magic.parser.prog):
             return method(self, args)
 
     return run
