@@ -777,9 +777,15 @@ def _shape(node: Any, output: int) -> tuple[int, ...] | None:
         return None
     variable = getattr(node, "variable", None)
     if variable is not None:
-        return tuple(variable.shape)
+        return _numbers(variable.shape)
     given = outputs_of(node)
-    return tuple(given[output].shape) if output < len(given) else None
+    return _numbers(given[output].shape) if output < len(given) else None
+
+
+def _numbers(shape: Any) -> tuple[int, ...]:
+    """A shape without the one of a nested tensor that stands for many lengths, with
+    which there is no arithmetic."""
+    return tuple(each for each in shape if isinstance(each, int))
 
 
 def _constant(node: Any, *, is_second: bool) -> Factor:

@@ -67,10 +67,12 @@ class Forecastable:
         """A forward pre-hook."""
         if torch.jit.is_tracing():  # which would warn of what looks at a shape
             return
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if any(x.is_nested for x in tensors):  # which have no shape in numbers
+            return
         shapes = [getattr(x, "shape", None) for x in args]
         if shapes != self.shapes:
             self.shapes = shapes
-            tensors = [x for x in args if isinstance(x, torch.Tensor)]
             self.inputs = tuple(
                 torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors
             )

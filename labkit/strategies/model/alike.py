@@ -85,9 +85,23 @@ def as_fact(leaf: Any) -> Any:
     return leaf if is_plain else type(leaf).__name__
 
 
+NESTED = (
+    "the loop gives the model a nested tensor, of samples of different lengths, and "
+    "layers cannot compute with one under {strategy}. Pad the samples to one length, "
+    "with torch.nested.to_padded_tensor, or use ddp, zero1, zero2 or fsdp"
+)
+
+
+def check_nested(leaves: Iterable[Any], strategy: str) -> None:
+    """UnsupportedLoopError where one of them is a nested tensor."""
+    if any(isinstance(each, torch.Tensor) and each.is_nested for each in leaves):
+        raise UnsupportedLoopError(NESTED.format(strategy=strategy))
+
+
 def check_inputs(leaves: Sequence[Any], mesh: DeviceMesh) -> None:
     """UnsupportedLoopError where ranks along the one axis of `mesh`, which share the
     layers of a model, give it different values. Collective."""
+    check_nested(leaves, "tensor or pipeline")
     sums = [
         local_part(each).detach().double().sum()
         for each in leaves

@@ -22,6 +22,7 @@ from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.rewritten import Inputs
+from labkit.strategies.model.alike import check_nested
 from labkit.strategies.model.gradients import is_absent
 from labkit.strategies.model.gradients import is_empty
 from labkit.strategies.model.states import plain_shape
@@ -130,6 +131,10 @@ class ZeRO3(ZeRO):
         coordinator = offload.get_param_coordinator()
         coordinator.reset_step = partial(in_words, coordinator.reset_step)
         self.see_calls()
+        check = self.module.register_forward_pre_hook(
+            lambda module, args: check_nested(args, "zero3")
+        )
+        self._undo.append(check.remove)
 
     @plainly
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
