@@ -172,6 +172,25 @@ def test_what_fails_in_fit_is_said_under_the_users_line(
     assert not re.search(r"File .*labkit", text)
 
 
+def test_the_workers_of_a_failed_loop_end_at_once(lab: Lab, capsys: Captured) -> None:
+    """The collector of garbage ended the thread first that was to tell them to."""
+    code = """
+from torch.utils.data import DataLoader, Dataset
+class Bad(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        return torch.ones(1) / (index != 50 or int("none"))
+for _ in DataLoader(Bad(), batch_size=4, num_workers=2):
+    pass
+"""
+    began = time.monotonic()
+    with pytest.raises(RankError, match="Caught ValueError in DataLoader worker"):
+        lab.run(code)
+    assert time.monotonic() - began < timeouts.STILL_RUNS_S
+    assert "still run" not in capsys.readouterr().err
+
+
 def test_a_failure_of_all_ranks_is_shown_once(lab: Lab) -> None:
     with pytest.raises(RankError) as caught:
         # After a barrier they fail at one time, however busy the machine is.

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from types import TracebackType
 from typing import Any
 
@@ -272,11 +273,28 @@ def clear_frames(error: BaseException, shell: Any) -> None:
     long as nothing else fails. Source: https://github.com/pytorch/pytorch/issues/36874
     """
     for each in chain(error):
-        traceback.clear_frames(each.__traceback__)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            clear_with_callers(frame)
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         with contextlib.suppress(AttributeError):
             delattr(sys, name)
     shell.InteractiveTB.tb = None
+
+
+def clear_with_callers(frame: FrameType | None) -> None:
+    """Clear a frame, and those that have called it, which a traceback that is shown in
+    short may lack, up to the one that still runs.
+
+    What shows a traceback has looked at their variables, and with that Python (before
+    3.13) has made copies, which go as they are looked at again. What these hold would
+    be left to the garbage collector, by which the workers of a DataLoader end no sooner
+    than 5 s later, each.
+    """
+    with contextlib.suppress(RuntimeError):  # of one that runs
+        while frame is not None:
+            frame.clear()
+            _ = frame.f_locals
+            frame = frame.f_back
 
 
 def drop_partial_imports() -> None:
