@@ -316,6 +316,7 @@ HINTS = {
     "input('how many? ')": "nobody can type on a rank",
     "dist.breakpoint()": "nobody can type on a rank",
     "%%dist_train ddp\n1": "labkit's magics run in the notebook",
+    "%load_ext labkit\n%dist_status": "labkit's magics run in the notebook",
     "%dist_push x": "labkit's magics run in the notebook",
 }
 

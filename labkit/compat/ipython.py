@@ -54,6 +54,16 @@ def refuse_cells(shell: Any, reason: Callable[[], BaseException | None]) -> None
     shell.ast_transformers.append(Refusing())
 
 
+def refuse_extension(name: str, reason: str) -> None:
+    """Have `%load_ext name`, of a module that is there, be an error with the reason."""
+    from IPython.core.error import UsageError
+
+    def refuse(shell: Any) -> None:
+        raise UsageError(reason)
+
+    vars(sys.modules[name])["load_ipython_extension"] = refuse
+
+
 def keep_no_errors(shell: Any) -> None:
     """Have no traceback kept in the history, for which IPython renders it again.
 

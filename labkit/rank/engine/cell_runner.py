@@ -24,9 +24,11 @@ from labkit.compat.ipython import answer_in_short
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import refuse_cells
+from labkit.compat.ipython import refuse_extension
 from labkit.compat.torch import ThreadSettings
 from labkit.messages import message
 from labkit.rank.engine.console import Console
+from labkit.rank.engine.hints import NO_MAGICS
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
 from labkit.rank.engine.interrupts import CellInterrupts
@@ -175,6 +177,7 @@ class CellRunner:
         launchers = Launchers(self.group, self._note)
         self.shell.system = launchers.noting_commands(self.shell.system)
         send_definitions()
+        refuse_extension("labkit", NO_MAGICS)
 
     # ---- a cell begins ----
 

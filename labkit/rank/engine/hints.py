@@ -9,6 +9,10 @@ from labkit.rank.engine.console import NO_KEYBOARD
 from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.exceptions import safe_str
 
+NO_MAGICS = (
+    "labkit's magics run in the notebook, not on ranks: put this one into a cell "
+    "of its own, without %%dist or %%dist_train"
+)
 OTHER_DEVICE = (
     "this rank's device is {device}; write `device`, which every cell has, in place of "
     'a number or "cuda": .to(device) instead of .cuda(), and map_location=device in '
@@ -204,10 +208,7 @@ HINTS = {
     "Attempting to deserialize object on a? ?CUDA": OTHER_DEVICE,
     "DistributedDataParallel device_ids": OTHER_DEVICE,
     "frontend does not support input requests": NO_KEYBOARD,
-    r"agic (function )?`%%?dist(_\w+)?` not found": (
-        "labkit's magics run in the notebook, not on ranks: put this one into a cell "
-        "of its own, without %%dist or %%dist_train"
-    ),
+    r"agic (function )?`%%?dist(_\w+)?` not found": NO_MAGICS,
 }
 """What is found in an error's message -> what is added to it. One without a message
 stands for itself: its kind, and the module that raised it."""
