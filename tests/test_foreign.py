@@ -333,6 +333,13 @@ def test_an_error_says_what_to_write_instead(lab: Lab) -> None:
     assert "\nValueError: x\ny" in str(error)
 
 
+def test_a_task_of_another_cell_that_is_awaited_is_explained(lab: Lab) -> None:
+    lab.run("import asyncio\ntask = asyncio.create_task(asyncio.sleep(60))")
+    error = fails(lab, "await task")
+    assert "make the task in the cell that awaits it" in str(error)
+    lab.run("task.get_loop().call_soon_threadsafe(task.cancel);")
+
+
 def test_a_loop_that_wraps_the_model_itself_gets_no_words_about_strategies(
     lab: Lab,
 ) -> None:

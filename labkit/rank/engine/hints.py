@@ -209,6 +209,10 @@ HINTS = {
     "DistributedDataParallel device_ids": OTHER_DEVICE,
     "frontend does not support input requests": NO_KEYBOARD,
     r"agic (function )?`%%?dist(_\w+)?` not found": NO_MAGICS,
+    "attached to a different loop": (
+        "on a rank, cells that await have an event loop of their own, and others that "
+        "of the process: make the task in the cell that awaits it"
+    ),
 }
 """What is found in an error's message -> what is added to it. One without a message
 stands for itself: its kind, and the module that raised it."""

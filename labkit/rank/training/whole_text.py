@@ -16,13 +16,12 @@ from types import MethodType
 from types import ModuleType
 from typing import Any
 
-import labkit
 from labkit.rank.loop.loop_body import MARK
 from labkit.rank.loop.loop_body import parsed
 
 LIBRARIES = [
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(labkit.__file__).parent),
+    str(Path(__file__).parents[2]),
 ]
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
