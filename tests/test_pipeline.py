@@ -68,6 +68,40 @@ model[-1].bias.register_hook(
         assert after
 
 
+def test_a_layer_may_give_its_buffers_a_shape_with_the_first_batch(lab: Lab) -> None:
+    """As an observer of ranges does, in training that is aware of quantization."""
+    code = """
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.ao.nn import qat
+    from torch.ao.quantization import get_default_qat_qconfig
+    from torch.utils.data import TensorDataset
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 6), torch.randn(16, 2)
+    config = get_default_qat_qconfig("x86")
+    first, last = qat.Linear(6, 8, qconfig=config), qat.Linear(8, 2, qconfig=config)
+    model = nn.Sequential(first, nn.ReLU(), last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(
+        model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+    )
+    for inputs, targets in loader:
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        result = model(x.to(device)).cpu()
+    """
+    results = []
+    for strategy in ("single", "pipeline"):
+        lab.train(strategy, dedent(code), live=False)
+        results.append(lab.pull("result"))
+    torch.testing.assert_close(*results)
+    first, last = ask(lab, "[tuple(each.shape) for each in model.buffers()]")
+    assert first == last
+
+
 @pytest.mark.parametrize(
     "ask_for", ["h.retain_grad()", "h.register_hook(lambda gradient: gradient / 2)"]
 )

@@ -1,5 +1,6 @@
 """The strategy `pipeline`: consecutive layers on consecutive ranks."""
 
+import zlib
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -161,6 +162,8 @@ class Pipeline(Prepared):
     hides_gradients = False
     in_one_thread = True  # ranks send each other gradients in that order
     _num_checked = 0
+    _num_shaped = 0
+    """Steps after which the shapes of buffers were compared."""
     _num_compared = 0
     """Batches of which the loss's gradient has been compared with its parts'."""
     _is_trying = False
@@ -607,17 +610,35 @@ class Pipeline(Prepared):
                 if stage is not None:
                     source = stage % self.relay.size
                     dist.broadcast(found, group=self.relay.group, group_src=source)
+        found_in: list[tuple[torch.Tensor, int]] = []
         for layer, stage_of_layer in zip(
             self._stages.modules, self._stages.stage_of, strict=True
         ):
             for buffer in layer.buffers():
-                if id(buffer) in seen:
-                    continue
-                seen.add(id(buffer))
-                if self._dp is not None:
-                    broadcast(buffer, self._dp)
-                source = stage_of_layer % self.relay.size
-                dist.broadcast(buffer, group=self.relay.group, group_src=source)
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found_in.append((buffer, stage_of_layer % self.relay.size))
+        self._share_shapes(found_in)
+        for buffer, source in found_in:
+            if self._dp is not None:
+                broadcast(buffer, self._dp)
+            dist.broadcast(buffer, group=self.relay.group, group_src=source)
+
+    def _share_shapes(self, found_in: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Give buffers the shapes that they have in their stage: an observer of ranges
+        has none before its first batch. Collective, in the first steps."""
+        if not found_in or self._num_shaped >= NUM_CHECKED:
+            return
+        self._num_shaped += 1
+        shapes = [tuple(buffer.shape) for buffer, _ in found_in]
+        if self.team.agree_on(zlib.crc32(repr(shapes).encode())):
+            return
+        for source in range(self.relay.size):
+            given = [shapes]
+            dist.broadcast_object_list(given, group=self.relay.group, group_src=source)
+            for (buffer, stage), shape in zip(found_in, given[0], strict=True):
+                if stage == source and tuple(buffer.shape) != shape:
+                    buffer.resize_(shape)
 
     def _as_plain(self, buffer: Any) -> torch.Tensor:
         """A tensor that is of no stage, with the values that this rank has."""
