@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
 from kernels import running_kernel
 
@@ -40,12 +39,14 @@ def usage_error(kernel: Kernel, code: str) -> str:
 
 
 def test_an_interrupted_magic_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython.testing.globalipapp import get_ipython
+
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("labkit.magics.lab_magics.current_lab", interrupted)
     with pytest.raises(Interrupted) as caught:
-        LabMagics(InteractiveShell.instance()).dist_status("")
+        LabMagics(get_ipython()).dist_status("")
     said = "%dist_status was interrupted; no lab is running"
     assert caught.value._render_traceback_() == [said]
 

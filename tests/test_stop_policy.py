@@ -1,11 +1,16 @@
 """When ranks are asked to stop and when they are killed, without any rank."""
 
+import pickle
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from labkit.notebook.execution.cell_execution import Tally
+from labkit.notebook.execution.errors import CellTimeoutError
+from labkit.notebook.execution.errors import Interrupted
+from labkit.notebook.execution.errors import RankError
 from labkit.notebook.execution.stop_policy import NUM_ASKED
 from labkit.notebook.execution.stop_policy import NUM_ASKED_ALONE
 from labkit.notebook.execution.stop_policy import Actions
@@ -25,6 +30,10 @@ RANKS = (0, 1)
 TICK_S = 0.05
 
 Event = Callable[[StopPolicy, float], None]
+
+FAILED = Outcome(
+    rank=0, status="error", ename="ValueError", evalue="no", where="line 2"
+)
 
 
 def play(
@@ -248,3 +257,20 @@ def test_outcomes_are_in_the_order_of_failing() -> None:
     assert [each.rank for each in tally.outcomes] == [2, 0]
     assert tally.outcomes[0].traceback == ["ValueError"]
     assert tally.outcomes[0].status == "error"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RankError(FAILED, [FAILED]),
+        Interrupted([FAILED], "Interrupted"),
+        CellTimeoutError([FAILED], 3.0),
+    ],
+)
+def test_how_a_cell_has_failed_can_be_sent(error: Any) -> None:
+    """As a pool of processes, and joblib, send what a task raises."""
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.outcomes == [FAILED]
+    assert again._render_traceback_() == error._render_traceback_()

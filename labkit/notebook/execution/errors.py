@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from types import TracebackType
+from typing import Any
 
 from labkit.notebook.history.consistency import step_mismatches
 from labkit.notebook.kernel.output import notebook_variables
@@ -23,7 +24,22 @@ FRAME = re.compile(r"^(?:Cell|File) .*", re.MULTILINE)
 """The head of each frame of a traceback, as IPython renders it."""
 
 
-class RankError(RuntimeError):
+class _Sent:
+    """An exception that another process, or a copy, has as it is: pickle would call
+    its class with the message alone."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args, self.__dict__)  # type: ignore[attr-defined]
+
+
+def _made_again(kind: Any, args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class RankError(_Sent, RuntimeError):
     """A cell failed on a rank: the first to fail in full, the others in one line.
 
     Attributes
@@ -84,7 +100,7 @@ class RankError(RuntimeError):
         return [head, *first.traceback, *more]
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(_Sent, KeyboardInterrupt):
     """The user stopped a cell; every rank has, and keeps its variables."""
 
     def __init__(self, outcomes: Sequence[Outcome], reason: str) -> None:
@@ -99,7 +115,7 @@ class Interrupted(KeyboardInterrupt):
         return [self._reason, *self._lines()]
 
 
-class CellTimeoutError(TimeoutError):
+class CellTimeoutError(_Sent, TimeoutError):
     """A cell ran longer than `--timeout` allowed and was stopped on every rank."""
 
     def __init__(self, outcomes: Sequence[Outcome], timeout_s: float) -> None:
