@@ -83,6 +83,11 @@ PART_OF_BATCH = (
     "batch_size; take the size from the batch that the loop gets, for example "
     "torch.zeros(1, len(inputs), H) for the initial hidden state"
 )
+ONE_SAMPLE = (
+    "a rank's part of a batch may be one sample, of which .squeeze() leaves no "
+    "dimension: write .squeeze(1). Or have no such part: drop_last=True, and a batch "
+    "size with several samples for each rank"
+)
 IN_BUCKETS = (
     "under ddp gradients are views of its buckets, which detach_() cannot detach; in "
     "place of p.grad.detach_() and p.grad.zero_() write p.grad = None, or call "
@@ -95,9 +100,14 @@ FUNCTIONAL = (
     "computes the gradients, use single"
 )
 FORWARD_MODE = (
-    "if the model is prepared under pipeline: stages exchange what they compute, in "
+    "if the model is prepared under pipeline or zero3: ranks exchange tensors in it, in "
     "ways that torch.func.jvp and the like cannot transform; use ddp, zero1, zero2 or "
     "fsdp"
+)
+FORWARD_MODE_ON_SHARDS = (
+    "if the model is prepared under fsdp or hsdp: its layers gather their parameters "
+    "in functions that forward-mode AD (dual_level) does not take; use torch.func.jvp, "
+    "or ddp, zero1 or zero2"
 )
 NEW_PARAMETER = (
     "a parameter of the model did not exist yet in prepare, for example after "
@@ -245,6 +255,7 @@ OF_STRATEGIES = {
     r"'(int|tuple|bool|float)' object has no attribute 'startswith'": UNKNOWN_OUTPUT,
     "attempting to assign a gradient with dtype": UNFROZEN,
     r"Expected hidden(\[\d\])? size": PART_OF_BATCH,
+    r"arget size .* input size \(torch\.Size\(\[\]\)\)": ONE_SAMPLE,
     "Can't detach views in-place": IN_BUCKETS,
     "type object 'FSDP.*' has no attribute": NEW_PARAMETER,
     "'Parameter' object has no attribute 'ds_": NEW_PARAMETER,
@@ -252,6 +263,7 @@ OF_STRATEGIES = {
         FUNCTIONAL
     ),
     "You must implement the jvp function": FORWARD_MODE,
+    "but the jvp is not returning a view": FORWARD_MODE_ON_SHARDS,
     r"in-place operation \(aten::copy_\) that would mutate": FORWARD_MODE,
     r"call Tensor.requires_grad_\(\) .* being transformed by a functorch": FORWARD_MODE,
     "nested_tensor_from_mask": NESTED,
