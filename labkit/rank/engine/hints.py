@@ -100,9 +100,9 @@ FUNCTIONAL = (
     "computes the gradients, use single"
 )
 FORWARD_MODE = (
-    "if the model is prepared under pipeline or zero3: ranks exchange tensors in it, in "
-    "ways that torch.func.jvp and the like cannot transform; use ddp, zero1, zero2 or "
-    "fsdp"
+    "if the model is prepared under pipeline or zero3: ranks exchange tensors in its "
+    "forward pass, in ways that torch.func.jvp and the like cannot transform; use ddp, "
+    "zero1, zero2 or fsdp"
 )
 FORWARD_MODE_ON_SHARDS = (
     "if the model is prepared under fsdp or hsdp: its layers gather their parameters "
