@@ -207,11 +207,9 @@ def test_a_rank_that_is_late_ends_nothing(lab: Lab) -> None:
     lab.run(code, hang_after=2)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"), [("fsdp", "all_gather"), ("zero3", "broadcast")]
-)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_a_note_names_the_collectives_of_a_library(
-    lab: Lab, strategy: str, kind: str, until_noted: Callable[..., str]
+    lab: Lab, strategy: str, until_noted: Callable[..., str]
 ) -> None:
     code = """
 from labkit.data import digits
@@ -219,14 +217,14 @@ from labkit.models import mlp
 model = mlp()
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 model, sgd, loader = prepare(model, sgd, digits(), batch_size=64)
-x, y = next(iter(loader))
-while rank: pass
-model(x)
+for number, (x, y) in enumerate(loader):
+    while rank and number == 3: pass  # the first steps are compared
+    model(x).sum().backward(); sgd.step(); sgd.zero_grad()
 """
     text = until_noted(
         lambda: lab.train(strategy, code, live=False, hang_after=1), word="model(x)"
     )
-    assert re.search(rf"rank 0: {kind} #\d+ of .* at line 8: model\(x\)", text), text
+    assert re.search(r"rank 0: all_gather #\d+ of .* at line 8: model\(x\)", text), text
     assert re.search(rf"rank 1 has not come to {kind} #\d+\n", text), text
     assert lab.runs[-1].state == "interrupted"
     assert_next_cell_works(lab)

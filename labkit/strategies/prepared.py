@@ -216,9 +216,9 @@ class Prepared:
 
     def see_calls(self, on_end: Callable[[], None] = lambda: None) -> None:
         """Have ranks compare each call of the model where its layers gather their
-        parameters, and not each layer. `on_end()` is called after it."""
+        parameters, and not each layer. `on_end()` is called after it. Collective."""
         course = self.course
-        course.gathers = True
+        course.begin_looking()
 
         def end_call(module: nn.Module, args: Any, output: Any) -> None:
             if course.end_call():

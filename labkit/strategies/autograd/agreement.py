@@ -123,7 +123,7 @@ class Course:
         """Of the model, that are under way, one within the other."""
         self._is_in_backward = self._is_compared = False
         """Whether the call of the model that is under way is."""
-        self.gathers = False
+        self._gathers = False
         """Whether layers gather their parameters."""
         self._looks = True
         """Whether equal parts are compared, too: the same on all ranks, for what it
@@ -137,6 +137,13 @@ class Course:
     def num_batches(self) -> int:
         """That the loop has been given."""
         return self._now.num_batches
+
+    def begin_looking(self) -> None:
+        """The model's layers gather their parameters. Collective."""
+        self._gathers = True
+        # Makes the group now: a rank that waits there later is in a collective of it,
+        # and not in what makes it, of which no rank can say who is missing.
+        self._team.greatest([0], apart=True)
 
     def begin_pass(self) -> None:
         """The loop begins a pass over its data."""
@@ -202,7 +209,7 @@ class Course:
         """The optimizer is to step. Collective."""
         self._train(Event.STEP)
         self.num_passes = 0
-        if self.gathers and self._looks:
+        if self._gathers and self._looks:
             self._compared.append(self._num_compared)
             has_looked = len(self._compared) >= NUM_LOOKS
             self._looks = not has_looked or len({*self._compared}) > 1
@@ -219,7 +226,7 @@ class Course:
 
     def _compares(self, which: Pass) -> bool:
         """Whether what the loop does in that pass is compared."""
-        looks = self.gathers and self._looks and self._team.size > 1
+        looks = self._gathers and self._looks and self._team.size > 1
         return looks or which.num_samples is not None
 
     def _train(self, event: Event) -> None:
