@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from labkit.rank.loop.loop_body import MARK
 from labkit.rank.loop.loop_body import extra_work
 from labkit.rank.loop.loop_body import sum_over_all
 from labkit.rank.loop.loop_body import update_by_batch_size
 from labkit.rank.loop.loop_body import use_of_batch_size
+from labkit.rank.training import whole_text
 from labkit.rank.training.whole_text import with_functions
 
 PREPARE = "model, optimizer, loader = prepare(model, optimizer, data)\n"
@@ -211,3 +213,27 @@ def test_what_a_cell_uses_of_earlier_cells_is_part_of_its_text() -> None:
         PREPARE + with_functions("other(loader)", names, is_ours=__file__.__eq__)
     )
     assert found == "line 4 of outer: used()"
+
+
+def test_of_a_big_project_only_so_much_is_read_with_a_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(whole_text, "MAX_CHARACTERS", 60)
+    text = with_functions(
+        "unread(used)", {"unread": unread, "used": used}, __file__.__eq__
+    )
+    assert "def unread" not in text
+    assert "def used" in text
+
+
+def test_words_of_a_module_that_does_not_train_hide_no_use_of_a_size() -> None:
+    sizes = STEP.replace(
+        "    loss.backward()", "    loss = loss * len(x)\n    loss.backward()"
+    )
+    assert use_of_batch_size(PREPARE + sizes) is not None
+    data = f"{MARK}Data\nclass Data:\n    def __len__(self): return self.num_samples"
+    assert use_of_batch_size(f"{PREPARE}{sizes}\n{data}") is not None
+    mean = f"{MARK}mean\ndef mean(x): return all_reduce(x)"
+    assert use_of_batch_size(f"{PREPARE}{sizes}\n{mean}") is None
+    train = f"{MARK}train\ndef train(): prepare(a, b, c, reduction='sum')"
+    assert use_of_batch_size(f"{PREPARE}{sizes}\n{train}") is None

@@ -78,6 +78,9 @@ def test_what_needs_the_model_on_one_rank_is_found(use: str) -> None:
         "trainer = Trainer(net)\nif rank == 0:\n    scheduler.step()",
         "class Trainer:\n    def __init__(self, model): self.model = model\n"
         "    def say(self):\n        if rank == 0: print(self.model)\nTrainer(net)",
+        "class Trainer:\n    def __init__(self, model): self.model = model\n"
+        "    def keep(self):\n        if rank == 0: write(self.model)\n"
+        "    def fit(self): self.model(x)\nTrainer(net).fit()",
         "def test():\n    first = rank == 0\nfirst = True\nif first:\n    net(x)",
     ],
 )

@@ -2,7 +2,9 @@
 a step with `--accumulate K`, and where it trains with the size of its batch, a part."""
 
 import ast
+import bisect
 import re
+from collections.abc import Iterable
 from collections.abc import Iterator
 
 PLAIN_CALLS = {
@@ -43,6 +45,8 @@ EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 MARK = "# labkit: of an earlier cell, "
 """Before each function of an earlier cell that a cell uses, after the cell."""
 
+_TRAINS = re.compile(r"\b(prepare|backward)\(")
+
 _BEGINS = re.compile(rf"^{MARK}(\w+)$", re.MULTILINE)
 
 
@@ -68,10 +72,11 @@ def tree_of(code: str) -> ast.Module:
         code.count("\n", 0, found.start()) + 1: found[1]
         for found in _BEGINS.finditer(code)
     }
+    lines = sorted(begins)
     for node in ast.walk(tree) if begins else ():
         number = getattr(node, "lineno", 0)
-        before = max((each for each in begins if each < number), default=None)
-        if before is not None:
+        if place := bisect.bisect_left(lines, number):
+            before = lines[place - 1]
             node.lineno = Line(number, begins[before], before)  # type: ignore[attr-defined]
     return tree
 
@@ -190,7 +195,7 @@ def use_of_batch_size(code: str) -> str | None:
     of a scheduler's step, and a condition on which it ends or skips a batch.
     """
     tree = tree_of(code)
-    if any(word in code for word in EXCHANGES):
+    if has_exchanges(code, EXCHANGES):
         return None
     loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
     for loop in ast.walk(tree):
@@ -200,6 +205,17 @@ def use_of_batch_size(code: str) -> str | None:
         if found is not None:
             return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
     return None
+
+
+def has_exchanges(code: str, words: Iterable[str]) -> bool:
+    """Whether a cell knows that its batch is a part, as these words show in it or in
+    what it uses that prepares or trains. Of the rest, as a data set or a loss function,
+    only what exchanges something between ranks."""
+    cell, *others = _BEGINS.split(code)
+    texts = [cell, *(each for each in others[1::2] if _TRAINS.search(each))]
+    return any(word in text for text in texts for word in words) or any(
+        word in code for word in ("all_reduce", "all_gather")
+    )
 
 
 def sum_over_all(code: str) -> str | None:
@@ -280,7 +296,7 @@ def update_by_batch_size(code: str) -> str | None:
     of its batch, as "line 12: updater(x.shape[0])", and is no meter; None if there is
     none, or if the cell exchanges anything between ranks."""
     tree = tree_of(code)
-    if any(word in code for word in EXCHANGES if word != "reduction="):
+    if has_exchanges(code, [word for word in EXCHANGES if word != "reduction="]):
         return None
     for loop in ast.walk(tree):
         if isinstance(loop, ast.For) and ".backward(" in ast.unparse(loop):

@@ -51,6 +51,8 @@ def lonely_use(
         for part in cell.parts_of_some_ranks(node):
             if gradients_alone and not mentions_gradients(part):
                 continue
+            if cell.is_never_called(part):
+                continue
             if cell.uses(part) and not cell.is_before_prepare(part):
                 first = ast.unparse(part).splitlines()[0]
                 return f"line {part.lineno}: {first}"
@@ -94,6 +96,13 @@ class Cell:
             for key, value in self._values_given(node):
                 if key != UNKNOWN:
                     self._values[key].append(value)
+        self._words = {
+            word
+            for node in self.nodes
+            for word in (getattr(node, name, None) for name in ("attr", "id", "value"))
+            if isinstance(word, str)
+        }
+        """What the cell says in any place: names, attributes and texts."""
         self._constants: set[Key] = set()
         self._flags: set[Key] = set()
         """What differs from rank to rank, as `is_first = rank == 0`."""
@@ -311,6 +320,25 @@ class Cell:
                 )
                 if is_left and self.is_about_rank(each.test):
                     yield from statements[number:]
+
+    def is_never_called(self, part: ast.stmt | ast.expr) -> bool:
+        """Whether it is of a method that nothing in the text mentions, of a class that
+        has no base which may call it."""
+        function = self._function.get(id(part))
+        while function is not None:
+            owner = self._classes.get(self._members.get(id(function), ""))
+            if owner is not None and isinstance(function, ast.FunctionDef):
+                bases = {name_of(each) for each in owner.bases}
+                name = function.name
+                is_mentioned = name in self._words or name == "forward"
+                is_others = function.decorator_list or name.startswith("__")
+                if not (is_mentioned or is_others) and bases <= {
+                    *("object", "Module"),
+                    *self._classes,
+                }:
+                    return True
+            function = self._function.get(id(function))
+        return False
 
     def is_before_prepare(self, part: ast.stmt | ast.expr) -> bool:
         """Whether its function, or the cell, calls `prepare` only after it, so that a

@@ -23,6 +23,8 @@ LIBRARIES = [
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[2]),
 ]
+MAX_CHARACTERS = 60_000
+"""Of what a cell uses: to read so much takes a second or two on each rank."""
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -35,6 +37,7 @@ def with_functions(
     What the cell itself defines by such a name is in its text.
     """
     parts: dict[str, str] = {}
+    num_characters = 0
     own = {node.name for node in parsed(code).body if isinstance(node, DEFINITIONS)}
     waiting = [(code, {name: names[name] for name in names.keys() - own})]
     seen: set[int] = set()
@@ -49,6 +52,9 @@ def with_functions(
                 name, found = definition_of(function, is_ours)
                 if found in parts or found in code:
                     continue
+                if num_characters + len(found) > MAX_CHARACTERS:
+                    continue
+                num_characters += len(found)
                 parts[found] = name
                 waiting.append((found, function.__globals__ | closure_of(function)))
     return "\n".join([code, *(f"{MARK}{name}\n{text}" for text, name in parts.items())])
@@ -65,9 +71,18 @@ def loaded_in(code: str) -> Iterator[str]:
             case ast.Name(id=name, ctx=ast.Load()) if name in known:
                 yield name
             case ast.Attribute(ctx=ast.Load()):
-                name = ast.unparse(node)
+                name = dotted(node)
                 if name.partition(".")[0] in known:
                     yield name
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c`, as it is written; "" of an attribute of what is no name."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *names[::-1]]) if isinstance(node, ast.Name) else ""
 
 
 def globals_of(table: symtable.SymbolTable) -> set[str]:
@@ -140,8 +155,9 @@ def definition_of(
 @functools.lru_cache(maxsize=64)
 def definitions_in(text: str) -> list[tuple[Any, str]]:
     """A file's outermost functions and classes, each with its text."""
+    lines = text.split("\n")  # `ast.get_source_segment` does so for each
     return [
-        (node, ast.get_source_segment(text, node) or "")
+        (node, "\n".join(lines[node.lineno - 1 : node.end_lineno]))
         for node in parsed(text).body
         if isinstance(node, DEFINITIONS)
     ]
