@@ -172,6 +172,34 @@ def test_what_fails_in_fit_is_said_under_the_users_line(
     assert not re.search(r"File .*labkit", text)
 
 
+def test_variables_that_a_failed_function_has_kept_stay(lab: Lab) -> None:
+    code = """
+def fail(value):
+    global kept
+    kept = locals()
+    return value / 0
+fail(3)
+"""
+    with pytest.raises(RankError, match="division by zero"):
+        lab.run(code)
+    assert lab.pull("kept") == {"value": 3}
+
+
+def test_a_class_of_the_users_may_have_the_name_of_labkits(lab: Lab) -> None:
+    code = """
+class Session:
+    def fit(self):
+        return fail()
+def fail():
+    return 1 / 0
+Session().fit()
+"""
+    with pytest.raises(RankError) as caught:
+        lab.run(code)
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(caught.value._render_traceback_()))
+    assert "in Session.fit(self)" in text
+
+
 def test_the_workers_of_a_failed_loop_end_at_once(lab: Lab, capsys: Captured) -> None:
     """The collector of garbage ended the thread first that was to tell them to."""
     code = """

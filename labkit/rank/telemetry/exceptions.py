@@ -255,7 +255,10 @@ def passes_on(frame: TracebackType) -> bool:
 def without_fit(every: list[TracebackType]) -> list[TracebackType]:
     """Frames without those by which `fit` calls the model and the functions that it was
     given, or begins the backward pass: what fails there is no fault of its own."""
-    names = [each.tb_frame.f_code.co_qualname for each in every]
+    names = [
+        each.tb_frame.f_code.co_qualname if package_of(each) == "labkit" else ""
+        for each in every
+    ]
     if FIT not in names:
         return every
     begin = names.index(FIT)
@@ -272,28 +275,34 @@ def clear_frames(error: BaseException, shell: Any) -> None:
     A traceback holds all local variables of what failed: gigabytes of activations, as
     long as nothing else fails. Source: https://github.com/pytorch/pytorch/issues/36874
     """
+    cleared: set[FrameType] = set()
     for each in chain(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            clear_with_callers(frame)
+            clear_with_callers(frame, cleared)
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         with contextlib.suppress(AttributeError):
             delattr(sys, name)
     shell.InteractiveTB.tb = None
 
 
-def clear_with_callers(frame: FrameType | None) -> None:
+def clear_with_callers(frame: FrameType | None, cleared: set[FrameType]) -> None:
     """Clear a frame, and those that have called it, which a traceback that is shown in
-    short may lack, up to the one that still runs.
+    short may lack, up to the one that still runs or those that are `cleared`.
 
     What shows a traceback has looked at their variables, and with that Python (before
     3.13) has made copies, which go as they are looked at again. What these hold would
     be left to the garbage collector, by which the workers of a DataLoader end no sooner
-    than 5 s later, each.
+    than 5 s later, each. One that the code has kept, by `locals()`, stays as it is.
     """
     with contextlib.suppress(RuntimeError):  # of one that runs
-        while frame is not None:
+        while frame is not None and frame not in cleared:
             frame.clear()
-            _ = frame.f_locals
+            cleared.add(frame)
+            copies = [each for each in gc.get_referents(frame) if type(each) is dict]
+            # Of the frame, of the list, and two of the call that asks.
+            if all(sys.getrefcount(each) <= 4 for each in copies):
+                _ = frame.f_locals
+            del copies
             frame = frame.f_back
 
 
