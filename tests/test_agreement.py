@@ -13,6 +13,7 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit.strategies.autograd.agreement import Course
 from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
@@ -351,6 +352,26 @@ def test_batches_of_two_loaders_are_compared_from_the_first_on(lab: Lab) -> None
     uneven = PREPARE.replace("batch_size=8", "batch_size=7")
     with pytest.raises(RankError, match="different numbers of forward or backward"):
         train(lab, "ddp", SET_UP, uneven, other)
+
+
+def test_what_layers_that_gather_do_is_compared_until_it_is_alike() -> None:
+    def steps_until(calls: list[int]) -> int | None:
+        course = Course(Peers(0, 1, torch.device("cpu")))
+        course.begin_looking()
+        for number, num_calls in enumerate(calls):
+            if not course._looks:
+                return number
+            for _ in range(num_calls):
+                course.begin_call()
+                course.forward()
+                course.end_call()
+            course.step()
+        return None
+
+    assert steps_until([2] * 50) == 3
+    # Of a GAN's critic, which the generator's step calls once more.
+    assert steps_until([2] + [3] * 50) == 11
+    assert steps_until([2, 3] * 50) is None
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])

@@ -566,6 +566,38 @@ def test_a_run_that_resumes_with_other_settings_has_a_note(
         assert "betas=(0.9, 0.95) (before: (0.9, 0.99))" in note
 
 
+def test_an_optimizer_of_an_earlier_cell_comes_as_the_run_has_left_it(
+    lab: Lab, train: Callable[..., Run]
+) -> None:
+    lab.run(
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    )
+    code = SETTINGS.format(maker="", after="", epochs=2).replace("model = torch", "#")
+    decay = "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)"
+    code = code.replace("for epoch", f"scheduler = {decay}\nfor epoch")
+    code += "    scheduler.step()\n"
+    train("ddp", code, every=3)
+    resumed = train("ddp", code.replace("range(2)", "range(3)"), resume=True, every=3)
+    assert not any("other settings" in each for each in resumed.notes)
+    lab.run("optimizer.param_groups[0]['lr'] = 0.7")
+    resumed = train("ddp", code.replace("range(2)", "range(4)"), resume=True)
+    assert any("lr=0.7 (before: 0.1)" in each for each in resumed.notes)
+
+
+def test_what_a_strategy_sets_of_an_optimizer_is_no_other_setting(
+    train: Callable[..., Run],
+) -> None:
+    adam = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)"
+    code = SETTINGS.format(maker=adam, after="", epochs="{}")
+    code = code.replace("Linear(4, 4)", "Sequential(torch.nn.Linear(4, 4))")
+    code = code.replace("model(x)", "model(x.clone())")
+    plan = {"plan": {"0": "colwise_rep"}}
+    train("ddp", code.format(1))
+    resumed = train("tensor", code.format(2), resume=True, config=plan)
+    assert not any("other settings" in each for each in resumed.notes)
+
+
 def test_what_another_run_has_left_on_one_rank_alone_holds_nobody_up(
     lab: Lab, tmp_path: Path
 ) -> None:

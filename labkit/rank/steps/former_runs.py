@@ -9,6 +9,7 @@ import torch
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.loop.loop_checks import of_former_runs
 from labkit.rank.steps.optimizer import PreparedOptimizer
+from labkit.strategies.autograd.agreement import settings_of
 from labkit.strategies.prepared import Closure
 
 IN_FP32 = (
@@ -19,6 +20,12 @@ IN_FP32 = (
 )
 
 
+settings_left: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = (
+    weakref.WeakKeyDictionary()
+)
+"""What the groups of optimizers of former runs had when these ended."""
+
+
 def leave_run(optimizer: PreparedOptimizer) -> None:
     """From now on its steps are plain ones."""
     prepared = optimizer.prepared
@@ -27,6 +34,7 @@ def leave_run(optimizer: PreparedOptimizer) -> None:
     prepared.course.end()
     prepared.is_over = True
     of_former_runs.add(prepared.optimizer)
+    settings_left[prepared.optimizer] = settings_of(prepared.optimizer)
     if prepared.strategy.has_own_gradients:
         prepared.optimizer.register_step_pre_hook(refuse_own_step)
 

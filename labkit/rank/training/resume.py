@@ -28,6 +28,7 @@ from labkit.json_files import parse
 from labkit.rank.data.dealing import GlobalBatches
 from labkit.rank.data.loader import LoaderPosition
 from labkit.rank.data.loader import RankLoader
+from labkit.rank.steps.former_runs import settings_left
 from labkit.rank.steps.observers import Observer
 from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.rank.steps.optimizer import watching_schedulers
@@ -39,6 +40,8 @@ from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
 from labkit.step_folders import step_folder
 from labkit.strategies.autograd.agreement import plain as plain_setting
+from labkit.strategies.autograd.agreement import settings_of
+from labkit.strategies.model.states import IMPLEMENTATION
 
 SEED_STRIDE = 1_000_003
 
@@ -410,11 +413,16 @@ class RunCheckpointer(Observer):
         if self._saved is None or place >= len(self._saved.given):
             return
         here, self._given[place] = self._given[place], self._saved.given[place]
+        # What it is as a run before has left it may be of that one's scheduler.
+        left = settings_left.get(self._optimizers[place].prepared.optimizer)
+        groups = here, self._given[place], left or [{} for _ in here]
         others = {
             name: (value, plain_setting(before.get(name)))
-            for group, before in zip(here, self._given[place], strict=False)
+            for group, before, now in zip(*groups, strict=False)
             for name, value in group.items()
-            if name in before and value != plain_setting(before[name])
+            if name in before.keys() - IMPLEMENTATION
+            and value != plain_setting(before[name])
+            and (name, value) not in now.items()
         }
         if others:
             said = ", ".join(f"{k}={a} (before: {b})" for k, (a, b) in others.items())
@@ -505,14 +513,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def settings_of(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
-    """Those of each of its groups that are numbers, words, or tuples of them."""
-    return [
-        {name: plain_setting(each) for name, each in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def facts_of(loader: RankLoader) -> dict[str, Any]:

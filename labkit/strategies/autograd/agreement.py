@@ -44,6 +44,9 @@ OTHER_PASSES_BY_VALUES = (
 )
 NUM_LOOKS = 3
 """Steps in which what layers that gather their parameters do is compared anyhow."""
+NUM_ALIKE = 10
+"""So many, where the first were unlike: in that of a GAN no step of the generator has
+called the critic yet."""
 OTHER_SETTINGS = (
     "the optimizer's settings differ between ranks (on this one lr is {rates}), for "
     "example because a scheduler gets each rank's own loss. Average the loss over the "
@@ -130,8 +133,10 @@ class Course:
         goes by has been."""
         self._num_compared = 0
         """Calls of the model since the last step."""
-        self._compared: list[int] = []
-        """Those of the steps before."""
+        self._before = 0
+        """The same of the step before."""
+        self._num_steps = self._num_alike = 0
+        """Steps so far, and the last of them with as many calls each."""
 
     @property
     def num_batches(self) -> int:
@@ -210,9 +215,11 @@ class Course:
         self._train(Event.STEP)
         self.num_passes = 0
         if self._gathers and self._looks:
-            self._compared.append(self._num_compared)
-            has_looked = len(self._compared) >= NUM_LOOKS
-            self._looks = not has_looked or len({*self._compared}) > 1
+            is_alike = self._num_compared == self._before
+            self._num_alike = self._num_alike + 1 if is_alike else 1
+            self._num_steps, self._before = self._num_steps + 1, self._num_compared
+            are_all = self._num_alike == self._num_steps
+            self._looks = self._num_alike < (NUM_LOOKS if are_all else NUM_ALIKE)
         self._num_compared = 0
 
     def finish(self) -> None:
@@ -329,6 +336,14 @@ class Settings:
         return ", ".join(
             f"{rate:.3g}" for rate in rates if isinstance(rate, int | float)
         )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those of each of its groups that are numbers, words, or tuples of them."""
+    return [
+        {name: plain(each) for name, each in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 _PLAIN = (bool, int, float, str, type(None))

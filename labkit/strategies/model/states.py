@@ -25,7 +25,7 @@ Named = dict[str, torch.Tensor]
 Restore = Callable[[], None]
 
 # How an optimizer computes is for the place where it runs, not for a checkpoint.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class Source(Protocol):
@@ -236,7 +236,7 @@ def set_hyperparameters(
         optimizer.param_groups, values["param_groups"], strict=True
     ):
         for key, value in saved.items():
-            if key == "params" or key in _IMPLEMENTATION:
+            if key == "params" or key in IMPLEMENTATION:
                 continue
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
