@@ -606,5 +606,9 @@ def hindrance() -> str:
 
 
 def is_called_by_compiled() -> bool:
-    """Whether code that torch.compile has made is on the stack."""
-    return is_called_from("torch._dynamo")
+    """Whether code that torch.compile has made is on the stack.
+
+    What is kept from it, as labkit's own step is, has a frame there in any case.
+    """
+    kept_out = torch.compiler.disable(is_called_by_compiled).__code__
+    return is_called_from("torch._dynamo", but=kept_out)

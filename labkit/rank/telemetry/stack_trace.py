@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from pathlib import Path
+from types import CodeType
 from types import FrameType
 from typing import Any
 
@@ -296,10 +297,11 @@ def _call_in(innermost: FrameType) -> Call | None:
     )
 
 
-def is_called_from(prefix: str) -> bool:
-    """Whether a module whose name begins so is on the stack."""
-    names = (each.f_globals.get("__name__") for each in _callers(sys._getframe(1)))
-    return any(str(name).startswith(prefix) for name in names)
+def is_called_from(prefix: str, *, but: CodeType | None = None) -> bool:
+    """Whether a module whose name begins so is on the stack, with other code than
+    `but`."""
+    frames = (each for each in _callers(sys._getframe(1)) if each.f_code is not but)
+    return any(str(f.f_globals.get("__name__")).startswith(prefix) for f in frames)
 
 
 def _callers(innermost: FrameType) -> Iterator[FrameType]:
