@@ -226,6 +226,16 @@ def test_of_a_big_project_only_so_much_is_read_with_a_cell(
     assert "def used" in text
 
 
+def test_an_evaluation_of_what_it_is_given_is_no_loop_of_steps() -> None:
+    """As of the user's module, in which a loader is called `loader`."""
+    loop = "for x in loader:\n        found.append(x)"
+    function = f"@torch.no_grad()\ndef test(model, loader):\n    {loop}"
+    block = f"with torch.no_grad():\n    {loop}"
+    for each in (function, block):
+        assert extra_work(f"{PREPARE}{STEP}\n{each}") is None
+    assert extra_work(f"{PREPARE}{STEP}    found.append(x)") is not None
+
+
 def test_words_of_a_module_that_does_not_train_hide_no_use_of_a_size() -> None:
     sizes = STEP.replace(
         "    loss.backward()", "    loss = loss * len(x)\n    loss.backward()"

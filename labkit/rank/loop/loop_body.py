@@ -95,7 +95,15 @@ def extra_work(code: str) -> str | None:
     tree = tree_of(code)
     loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
     models = {name for node in ast.walk(tree) for name in prepared_names(node, 0)}
+    evaluating = {
+        id(inner)
+        for node in ast.walk(tree)
+        if evaluates(node)
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
+        if id(node) in evaluating:
+            continue
         if isinstance(node, ast.For | ast.While) and takes_batches(node, loaders):
             goes_over = isinstance(node, ast.For) and names_in(node.iter, loaders)
             is_zipped = goes_over and "zip(" in ast.unparse(node).splitlines()[0]
@@ -105,6 +113,17 @@ def extra_work(code: str) -> str | None:
                 first = ast.unparse(found).splitlines()[0]
                 return f"line {found.lineno}: {first}"
     return None
+
+
+def evaluates(node: ast.AST) -> bool:
+    """Whether it is a function, or a block, in which no gradients are recorded."""
+    heads: list[ast.expr] = []
+    if isinstance(node, ast.FunctionDef):
+        heads = node.decorator_list
+    elif isinstance(node, ast.With):
+        heads = [each.context_expr for each in node.items]
+    words = ("no_grad", "inference_mode")
+    return any(word in ast.unparse(each) for each in heads for word in words)
 
 
 def loader_names(node: ast.AST) -> Iterator[str]:
