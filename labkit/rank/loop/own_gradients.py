@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from labkit.rank.loop.loop_body import new_tree_of
 from labkit.rank.loop.loop_body import tree_of
 
 CLIPPING = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "get_total_norm"}
@@ -39,13 +40,13 @@ def group_gradient_use(code: str) -> str | None:
     """The first line that reads gradients of what an optimizer's groups hold, as
     "line 12: clip_grad_norm_(optimizer.param_groups[0]['params'], 1.0)"; None if there
     is none."""
-    return first_line(code, [*GroupUse(tree_of(code)).lines()])
+    return first_line(code, [*GroupUse(new_tree_of(code)).lines()])
 
 
 def group_value_use(code: str) -> str | None:
     """The first line after `prepare` that uses or sets what an optimizer's groups hold,
     or looks whether something is in them: of a parameter, not of its gradient."""
-    return first_line(code, [*GroupUse(tree_of(code)).value_lines()])
+    return first_line(code, [*GroupUse(new_tree_of(code)).value_lines()])
 
 
 def step_value_use(code: str) -> str | None:
