@@ -145,6 +145,8 @@ GIVE_UP_S = 2.0
 
 # ---- output ----
 
+PRINT_S = 1.0
+"""A single print of a rank that has printed more than the notebook shows."""
 FOLD_S = 0.5
 """A line that one rank printed is held back: others may print the same."""
 

@@ -19,13 +19,13 @@ from torch import nn
 
 from labkit import Lab
 from labkit import RankError
+from labkit import timeouts
 from labkit.host import watchdog
 from labkit.notebook.cluster import engines
 from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.rank.engine.console import BURST
 from labkit.rank.engine.console import MAX_FLUSHES
-from labkit.rank.engine.console import MAX_WAIT_S
 from labkit.rank.engine.console import WRITE_COST
 from labkit.rank.engine.console import Pace
 from labkit.rank.engine.console import flush_what_was_written
@@ -432,7 +432,7 @@ def test_a_rank_that_prints_more_than_is_shown_waits(
     num_written = (len(stream.getvalue()) - BURST // 2) // 2
     assert num_written * (2 + WRITE_COST) == pytest.approx(shown + BURST / 2, rel=0.01)
     holder.write(50 * BURST * "a")
-    assert clock.slept[-1] == MAX_WAIT_S
+    assert clock.slept[-1] == timeouts.PRINT_S
 
 
 @pytest.mark.long

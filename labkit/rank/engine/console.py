@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from labkit import timeouts
 from labkit.compat.ipython import display_pages
 from labkit.compat.ipython import leave_to_threads
 from labkit.records import KEY
@@ -31,8 +32,6 @@ them together: about what a notebook shows. What they write faster than that is 
 until it is shown, and an interrupt, and how the cell has ended, come behind it."""
 WRITE_COST = 32
 """Characters that each call costs besides its own."""
-MAX_WAIT_S = 1.0
-"""For a single one, however long."""
 
 
 class Console:
@@ -146,9 +145,11 @@ class Pace:
             done = write(text)
             late_s = (self._waiting - BURST) / self._rate
             # At the end of a line, which would be shown in two parts.
-            if late_s > 0 and (text.endswith("\n") or late_s > MAX_WAIT_S):
-                self._waiting = min(self._waiting, BURST + self._rate * MAX_WAIT_S)
-                time.sleep(min(late_s, MAX_WAIT_S))
+            if late_s > 0 and (text.endswith("\n") or late_s > timeouts.PRINT_S):
+                self._waiting = min(
+                    self._waiting, BURST + self._rate * timeouts.PRINT_S
+                )
+                time.sleep(min(late_s, timeouts.PRINT_S))
             return done
 
         stream.write = write_in_turn

@@ -84,6 +84,8 @@ from labkit.theory import ring
 NUM_CHECKED = 3
 """Forward passes of which ranks compare what they give the model: to compare is to
 wait for a GPU."""
+MAX_DIMENSIONS = 16
+"""Of a buffer."""
 NUM_KINDS = 16
 """Of calls of the model that are compared; others pass as a whole."""
 NUM_SCHEDULES = 4
@@ -634,11 +636,13 @@ class Pipeline(Prepared):
         if self.team.agree_on(zlib.crc32(repr(shapes).encode())):
             return
         for source in range(self.relay.size):
-            given = [shapes]
-            dist.broadcast_object_list(given, group=self.relay.group, group_src=source)
-            for (buffer, stage), shape in zip(found_in, given[0], strict=True):
-                if stage == source and tuple(buffer.shape) != shape:
-                    buffer.resize_(shape)
+            given = shapes_as_numbers(shapes).to(self.device)
+            dist.broadcast(given, group=self.relay.group, group_src=source)
+            for (buffer, stage), (size, *shape) in zip(
+                found_in, given.tolist(), strict=True
+            ):
+                if stage == source and [*buffer.shape] != shape[:size]:
+                    buffer.resize_(shape[:size])
 
     def _as_plain(self, buffer: Any) -> torch.Tensor:
         """A tensor that is of no stage, with the values that this rank has."""
@@ -767,3 +771,12 @@ class Pipeline(Prepared):
 
 class _Compared(BaseException):
     """A batch has been compared with its microbatches, and need not pass now."""
+
+
+def shapes_as_numbers(shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """A row for each shape, (num_shapes, 1 + MAX_DIMENSIONS): their number, and then
+    the dimensions."""
+    found = torch.zeros(len(shapes), 1 + MAX_DIMENSIONS, dtype=torch.int64)
+    for row, shape in zip(found, shapes, strict=True):
+        row[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
+    return found
