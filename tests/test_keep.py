@@ -433,7 +433,7 @@ def test_several_are_listed_and_the_wrong_ones_refused(folder: Path) -> None:
         assert (
             "is running in this kernel; %dist_stop" in kernel.run("%dist_attach").stderr
         )
-        assert "one with --keep 30" in kernel.run("%dist_start --keep").stderr
+        assert "one that is kept for 30" in kernel.run("%dist_start --keep").stderr
         kernel.run("%dist_stop")
         reply = kernel.run("%dist_attach")
         assert " labs are kept on this host; %dist_attach NAME" in reply.stderr
