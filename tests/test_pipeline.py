@@ -68,36 +68,47 @@ model[-1].bias.register_hook(
         assert after
 
 
+MAKE_DATA = """
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+torch.manual_seed(0)
+x, y = torch.randn(16, 6), torch.randn(16, 2)
+"""
+TRAIN_AND_EVALUATE = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+for inputs, targets in loader:
+    F.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    result = model(x.to(device)).cpu()
+"""
+
+
+def assert_as_one_process(lab: Lab, make_model: str) -> None:
+    """Trained with the same loop, the model computes the same under `pipeline`."""
+    results = []
+    for strategy in ("single", "pipeline"):
+        lab.train(strategy, MAKE_DATA + make_model + TRAIN_AND_EVALUATE, live=False)
+        results.append(lab.pull("result"))
+    torch.testing.assert_close(*results)
+
+
 def test_a_layer_may_give_its_buffers_a_shape_with_the_first_batch(lab: Lab) -> None:
     """As an observer of ranges does, in training that is aware of quantization."""
     code = """
-    import torch.nn.functional as F
-    from torch import nn
     from torch.ao.nn import qat
     from torch.ao.quantization import get_default_qat_qconfig
-    from torch.utils.data import TensorDataset
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 6), torch.randn(16, 2)
     config = get_default_qat_qconfig("x86")
     first, last = qat.Linear(6, 8, qconfig=config), qat.Linear(8, 2, qconfig=config)
     model = nn.Sequential(first, nn.ReLU(), last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = prepare(
-        model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
-    )
-    for inputs, targets in loader:
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        result = model(x.to(device)).cpu()
     """
-    results = []
-    for strategy in ("single", "pipeline"):
-        lab.train(strategy, dedent(code), live=False)
-        results.append(lab.pull("result"))
-    torch.testing.assert_close(*results)
+    assert_as_one_process(lab, dedent(code))
     first, last = ask(lab, "[tuple(each.shape) for each in model.buffers()]")
     assert first == last
 
@@ -110,11 +121,6 @@ def test_forward_may_ask_for_gradients_of_what_a_layer_returns(
 ) -> None:
     """Where the pass is a comparison, there are none."""
     code = f"""
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.utils.data import TensorDataset
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 6), torch.randn(16, 2)
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -125,23 +131,8 @@ def test_forward_may_ask_for_gradients_of_what_a_layer_returns(
                 {ask_for}
             return self.last(h)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = prepare(
-        model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
-    )
-    for inputs, targets in loader:
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        result = model(x.to(device)).cpu()
     """
-    results = []
-    for strategy in ("single", "pipeline"):
-        lab.train(strategy, dedent(code), live=False)
-        results.append(lab.pull("result"))
-    torch.testing.assert_close(*results)
+    assert_as_one_process(lab, dedent(code))
 
 
 @pytest.mark.parametrize(
