@@ -997,6 +997,7 @@ class Lab:
         ----------
         everyone : bool, default False
             Restart every rank, and ipyparallel's controller; all variables are lost.
+            What was interrupted in this goes on with the next restart of any kind.
         num_ranks : int, optional
             The new number of ranks.
         hosts : str, optional
@@ -1035,7 +1036,7 @@ class Lab:
                 )
             finally:
                 self.placements, self._hosts = [*ranks.placements], ranks.hosts
-        if not everyone:
+        if not (everyone or ranks.cluster.is_ended):
             return ranks.restart()
         self._past = Past()
         return ranks.restart_all()

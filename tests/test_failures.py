@@ -24,6 +24,7 @@ from labkit import timeouts
 from labkit.host.exit_cause import OTHER_COLLECTIVES
 from labkit.host.exit_cause import abort_text
 from labkit.host.exit_cause import crash_line
+from labkit.notebook.cluster.rank_group import LabRanks
 from labkit.notebook.execution import errors
 from labkit.notebook.execution import stop_policy
 
@@ -798,6 +799,32 @@ def test_an_interrupt_while_the_group_is_formed_leaves_nobody_waiting(
         lab.run("import os\nif rank == 1: os.kill(os.getpid(), 9)")
     with pytest.raises(KeyboardInterrupt), interrupt_when(path.exists):
         lab.restart()
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+@pytest.mark.parametrize("moment", long_but(["end", "start"], "end"))
+def test_a_restart_of_all_that_was_interrupted_goes_on_with_the_next(
+    lab: Lab, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = lab._ranks.cluster
+
+    def interrupted(self: LabRanks) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if moment == "start":
+            patch.setattr(LabRanks, "_form", interrupted)
+            lab.restart(everyone=True)
+        else:
+            with interrupt_when(lambda: bool(former.is_ended)):
+                lab.restart(everyone=True)
+    said = r"no rank runs: .*; %dist_restart .*starts them"
+    assert re.search(said, lab.status()["cause"][0])
+    for use in (lambda: lab.run("1"), lab.check):
+        with pytest.raises(RuntimeError, match=said):
+            use()
+    assert lab.restart() == [0, 1]
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
 

@@ -91,6 +91,8 @@ class LabEngines(Engines):
 
     folder: Path
     """The lab's own, for this user alone; removed at its end."""
+    why_ended = "the lab was stopped; %dist_stop, then %dist_start, starts another"
+    """What is said of ranks that were ended here."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -113,10 +115,13 @@ class LabEngines(Engines):
     def client(self) -> Any:
         return self._client
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether they were ended here, and are not coming back."""
+        return self._is_ending.is_set()
+
     def unreachable_reason(self) -> str:
-        if self._is_ending.is_set():
-            return "the lab was stopped; %dist_stop, then %dist_start, starts another"
-        return self.lost_reason()
+        return self.why_ended if self.is_ended else self.lost_reason()
 
     @abc.abstractmethod
     def lost_reason(self) -> str:

@@ -29,6 +29,10 @@ from labkit.records import Outcome
 from labkit.records import Placement
 
 NUM_RELEASES = 30
+TO_START_AGAIN = (
+    "no rank runs: all were ended, to start again; %dist_restart (lab.restart()) "
+    "starts them"
+)
 
 _CALLS = "labkit.rank.engine.rpc"
 
@@ -385,6 +389,8 @@ class LabRanks(RankGroup):
         )
 
     def _end_cluster(self) -> None:
+        if not self._life.is_stopped:  # an interrupt may come before others run
+            self.cluster.why_ended = TO_START_AGAIN
         with self._life.ending():
             self.cluster.stop()
 
