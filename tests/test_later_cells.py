@@ -163,6 +163,18 @@ def test_prepare_takes_the_loader_of_an_earlier_run(lab: Lab) -> None:
         torch.testing.assert_close(found, one_process(13, epochs=1))
 
 
+def test_a_later_run_that_does_not_prepare_says_that_another_did(lab: Lab) -> None:
+    lab.train("ddp", EVEN, live=False)
+    goes_on = "train(model, optimizer, loader)\n"
+    with pytest.raises(RankError, match="trains on with what an earlier run prepared"):
+        lab.train("ddp", goes_on, live=False)
+    lab.train("ddp", EVEN, live=False)
+    again = "model, optimizer, loader = prepare(model, optimizer, loader)\n"
+    lab.train("ddp", again + goes_on + LOOK, live=False)
+    for found in lab.pull("found", "all"):
+        torch.testing.assert_close(found, one_process(16, epochs=2))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_optimizer_of_an_earlier_run_gets_no_note(lab: Lab, strategy: str) -> None:
     lab.train(strategy, UNEVEN, live=False)

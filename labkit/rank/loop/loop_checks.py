@@ -302,13 +302,20 @@ class LoopChecks:
         kind, strategy = type(optimizer).__name__, self._strategy.name
         if not self._prepared() and self._strategy.is_single:
             return
+        if not self._prepared() and optimizer in of_former_runs:
+            raise UnsupportedLoopError(
+                "the cell trains on with what an earlier run prepared, and does not "
+                f"call prepare, so nothing that %%dist_train {strategy} says would "
+                "hold for it; begin the cell with model, optimizer, loader = "
+                "prepare(model, optimizer, loader), of what was prepared, or use "
+                "%%dist_train raw or %%dist, under which it trains on as it is"
+            )
         if not self._prepared():
             raise UnsupportedLoopError(
                 f"the cell trains without prepare, so {strategy} distributes nothing "
                 "and every rank would train a model of its own; call model, optimizer, "
                 "loader = prepare(model, optimizer, dataset, batch_size=B) in this "
-                "cell, for what an earlier run prepared as well, or use %%dist_train "
-                "raw, where the cell does all of it"
+                "cell, or use %%dist_train raw, where the cell does all of it"
             )
         if any(optimizer is each.optimizer for each in self._prepared()):
             raise UnsupportedLoopError(
