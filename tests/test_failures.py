@@ -812,13 +812,14 @@ def test_a_restart_of_all_that_was_interrupted_goes_on_with_the_next(
     def interrupted(self: LabRanks) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with contextlib.ExitStack() as stack:
         if moment == "start":
+            patch = stack.enter_context(monkeypatch.context())
             patch.setattr(LabRanks, "_form", interrupted)
-            lab.restart(everyone=True)
         else:
-            with interrupt_when(lambda: bool(former.is_ended)):
-                lab.restart(everyone=True)
+            stack.enter_context(interrupt_when(lambda: bool(former.is_ended)))
+        with pytest.raises(KeyboardInterrupt):
+            lab.restart(everyone=True)
     said = r"no rank runs: .*; %dist_restart .*starts them"
     assert re.search(said, lab.status()["cause"][0])
     for use in (lambda: lab.run("1"), lab.check):
