@@ -90,9 +90,10 @@ def is_run_name(value: Any) -> bool:
 def check_count(what: str, value: Any, meaning: str = "", *, most: int = 2**31) -> None:
     """ValueError unless `value` is a whole number from 1 to `most`."""
     if not (is_int(value) and 1 <= value <= most):
-        limit = "from 1" if not is_int(value) or value < 1 else f"from 1 to {most:,}"
+        is_small = not is_int(value) or value < 1
+        limit = ", 1 or more" if is_small else f" from 1 to {most:,}"
         raise ValueError(
-            f"{what} is {short_repr(value)}; it must be a whole number {limit}"
+            f"{what} is {short_repr(value)}; it must be a whole number{limit}"
             + (f": {meaning}" if meaning else "")
         )
 
@@ -292,8 +293,8 @@ def check_timeout(what: str, value: Any) -> None:
     """ValueError unless `value` is None or a number of seconds."""
     if value is not None and not (is_number(value) and value > 0):
         raise ValueError(
-            f"{what} is {short_repr(value)}; it must be a number of seconds > 0, or "
-            "None for no limit"
+            f"{what} is {short_repr(value)}; it must be a number of seconds greater "
+            "than 0; leave it out for no limit"
         )
 
 

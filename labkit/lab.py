@@ -789,6 +789,11 @@ class Lab:
         """
         for name in values:
             check_pushed_name(name)
+        if ranks is not None and not values:
+            raise ValueError(
+                f"push got {short_repr(ranks)} and no variable; give each by its name, "
+                "for example lab.push(x=x)"
+            )
         targets = parse_ranks(ranks, self.world_size)
         payload = serialization.pickled_by_name(
             values, "make it on the ranks instead, in a %%dist cell"

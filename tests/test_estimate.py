@@ -320,7 +320,7 @@ def test_the_sentence_says_what_fits_and_what_would() -> None:
         ({"x": torch.tensor(1.0)}, "first dimension is the batch"),
         (
             {"sequence": 8, "world_sizes": [0]},
-            "a world size is 0; it must be a whole number from 1",
+            "a world size is 0; it must be a whole number, 1 or more",
         ),
         ({"sequence": 8, "precision": "fp8"}, "choose one of: fp32, bf16, fp16"),
         ({"sequence": 8, "optimizer": "Foo"}, "--optimizer Foo: .*AdamW"),

@@ -227,7 +227,11 @@ def test_a_run_json_with_any_value_is_read_or_refused_in_words(
     ("at", "value", "message"),
     [
         (("options", "average_every"), 0, "average_every is 0; it must be a whole"),
-        (("options", "servers"), 0, "servers is 0; it must be a whole number from 1"),
+        (
+            ("options", "servers"),
+            0,
+            "servers is 0; it must be a whole number, 1 or more",
+        ),
         (("servers",), "ab", "servers is 'ab'"),
     ],
 )

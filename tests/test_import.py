@@ -723,7 +723,7 @@ def test_a_module_is_found_without_being_imported(here: Path) -> None:
     assert found.command == "-m package.train --x"
     file = write(here, "", "projects/chars/train.py")
     assert read_script("projects.chars.train", [], module=True).file == str(file)
-    with pytest.raises(ValueError, match=r"no module package\.other"):
+    with pytest.raises(ValueError, match=r"no module 'package\.other'"):
         read_script("package.other", [], module=True)
 
 

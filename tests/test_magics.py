@@ -88,8 +88,8 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%%dist 2\n1", "this lab has the ranks 0, 1"),
         ("%%dist 0, 2\n1", "this lab has the ranks 0, 1"),
         ("%%dist one\n1", "write 0, or 0,2, or 1-3, or all"),
-        ("%%dist --timeout 0\n1", "must be a number of seconds > 0"),
-        ("%%dist_train\n1", "the following arguments are required: STRATEGY"),
+        ("%%dist --timeout 0\n1", "must be a number of seconds greater than 0; le"),
+        ("%%dist_train\n1", "arguments are required: STRATEGY; STRATEGY: one of: sin"),
         ("%dist_import", "the following arguments are required: SCRIPT;"),
         ("%%dist_train zero7\n1", "choose one of: single, ddp, zero1, zero2, zero3"),
         ("%%dist_train ddp work\n1", "one word too many"),
@@ -101,6 +101,11 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
             '--config takes the name of a dict, not the dict: write config = {"topk": '
             "0.1} in a cell of the notebook, then --config config",
         ),
+        ("%%dist_train ddp --epochs 3\n1", "--epochs 3: the code that trains sets ep"),
+        ("%%dist_train ddp -n 2\n1", "-n 2: %dist_start -n N starts the ranks"),
+        ("%%dist_train --strategy ddp\n1", "a word of its own, as in %%dist_train ddp"),
+        ("%dist_start --num 3", "--num 3 (did you mean --num-ranks?); "),
+        ("%%dist 0 1\n1", "%%dist takes RANKS (0, or 0,2, or 1-3; all ranks by"),
         ("%%dist_train ddp --save-every 9\n1", "mean --average-every or --every?); "),
         ("%%dist_train ddp --seed x\n1", "invalid int value"),
         ("%%dist_train ddp --live movie\n1", "invalid choice: 'movie'"),
@@ -477,7 +482,7 @@ def test_runs_are_listed_filtered_and_deleted(
     for line, message in (
         ("%dist_runs listed-1", "there is no run 'listed-1'"),
         ("%dist_runs --delete listed-1", "there is no run 'listed-1'"),
-        ("%dist_runs --last 0", "last is 0; it must be a whole number from 1"),
+        ("%dist_runs --last 0", "last is 0; it must be a whole number, 1 or more"),
         ("%dist_runs listed-2 --last 1", "give names, or --delete, or what to list"),
     ):
         assert message in usage_error(kernel, line)
@@ -512,7 +517,7 @@ def test_a_config_is_a_dict_of_the_notebook(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--accumulate 0", "accumulate is 0; it must be a whole number from 1"),
+        ("--accumulate 0", "accumulate is 0; it must be a whole number, 1 or more"),
         ("--clip -1", "clip is -1.0; it must be a positive number"),
         ("--precision fp16", "fp16 needs a GPU"),
     ],

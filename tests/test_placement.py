@@ -135,7 +135,7 @@ def test_a_number_of_ranks_that_is_none_is_refused(num_ranks: Any) -> None:
     [
         ({"backend": "mpi"}, "unknown backend 'mpi'; choose one of: auto, nccl, gloo"),
         ({"device": "tpu"}, "unknown device 'tpu'; choose one of: auto, cuda, cpu"),
-        ({"threads": 0}, "threads is 0; it must be a whole number from 1"),
+        ({"threads": 0}, "threads is 0; it must be a whole number, 1 or more"),
         (
             {"group_timeout_s": 0},
             "group_timeout_s is 0; it must be a positive number of seconds",

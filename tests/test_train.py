@@ -470,7 +470,7 @@ def test_a_function_without_parameters_uses_names_of_the_rank(
         ("prepare(m, 3, [1])", "make one from the model's parameters"),
         ("prepare(m, torch.optim.SGD(other.parameters()), [1])", "no parameter of"),
         ("prepare(m, o, [1])", "batch_size is None"),
-        ("prepare(m, o, [1], batch_size=0)", "must be a whole number from 1"),
+        ("prepare(m, o, [1], batch_size=0)", "must be a whole number, 1 or more"),
         ("prepare(m, o, [], batch_size=1)", "the dataset is empty"),
         ("fit(m, [1], None, optimizer=o, batch_size=1, epochs=0)", "epochs is 0"),
         ("log(seconds=1)", "is labkit's own; choose another name"),

@@ -361,7 +361,7 @@ def test_what_cannot_be_is_said_before_anything_runs(lab: Lab) -> None:
             "sampler is 3; give one of tpe, random, grid, or a sampler of",
         ),
         ({"space": {"lr": (0.1, 1.0)}, "sampler": "grid"}, "and lr is a range"),
-        ({"trials": 0}, "trials is 0; it must be a whole number from 1"),
+        ({"trials": 0}, "trials is 0; it must be a whole number, 1 or more"),
         ({"resume": True}, "resume needs the name"),
         (
             {"resume": True, "name": "none"},

@@ -48,6 +48,18 @@ def options(cls: type[Any], *names: str) -> Callable[[Any], Any]:
 WRITTEN_OUT = re.compile(r"(?:^|\s)(--config|--space)[\s=]\s*(\{.*?(?:\}|$))")
 """A dict where its name belongs, as messages about a strategy's options show it."""
 
+OF_THE_CELL = {
+    ("--epochs", "--batch-size", "--lr", "--learning-rate", "--model", "--optimizer"): (
+        ": the code that trains sets epochs, batch size, model and optimizer, for "
+        "example fit(model, data, loss_fn, optimizer=sgd, batch_size=64, epochs=3)"
+    ),
+    ("-n", "--nproc", "--nproc-per-node", "--num-ranks", "--gpus", "--world-size"): (
+        ": %dist_start -n N starts the ranks, and a run has all of them"
+    ),
+    ("--strategy",): ": the strategy is a word of its own, as in %%{magic} ddp",
+}
+"""What to write where someone looks for these among the options of a training run."""
+
 
 def argument_of(each: "Field[Any]") -> Any:
     """The argument of a magic for the field of an options class."""
@@ -154,19 +166,33 @@ def what_it_takes(parser: Any, error: str) -> str:
         [action] = [each for each in actions if flag in each.option_strings]
         kind = "whole number" if number[2] == "int" else "number"
         return f"; it takes a {kind}: {flag} {action.metavar or action.dest.upper()}"
+    words = {
+        (each.option_strings or [each.metavar or each.dest.upper()])[0]: each
+        for each in actions
+    }
+    if missing := re.match("the following arguments are required: (.+)", error):
+        needed = {word: words[word] for word in missing[1].split(", ") if word in words}
+        return "".join(f"; {word}: {help_of(each)}" for word, each in needed.items())
     if not error.startswith("unrecognized"):
         return ""
     flags = [flag for each in actions for flag in each.option_strings]
-    unknown = re.search(r"--[\w-]+", error)
+    unknown = re.search(r"(?<!\S)--?[a-z][\w-]*", error)
     if unknown and (near := alike(unknown[0], flags)):
         return f" (did you mean {' or '.join(near)}?)"
-    takes = [
-        [*action.option_strings, action.metavar or action.dest.upper()]
-        for action in actions
+    if unknown and "STRATEGY" in words:
+        for flags_of_code, hint in OF_THE_CELL.items():
+            if unknown[0] in flags_of_code:
+                return hint.format(magic=parser.prog)
+    own = [
+        word if unknown or each.option_strings else f"{word} ({help_of(each)})"
+        for word, each in words.items()
     ]
-    return f"; %{parser.prog} takes " + (
-        ", ".join(words[0] for words in takes) or "no arguments"
-    )
+    return f"; %{parser.prog} takes " + (", ".join(own) or "no arguments")
+
+
+def help_of(action: argparse.Action) -> str:
+    """What the help of a magic says of one argument."""
+    return (action.help or "").replace("%%", "%")
 
 
 def alike(unknown: str, flags: Sequence[str]) -> list[str]:
@@ -177,7 +203,8 @@ def alike(unknown: str, flags: Sequence[str]) -> list[str]:
     for flag in flags:
         theirs = flag.strip("-").split("-")
         has_word = any(word in theirs and len(word) > 2 for word in words)
-        if has_word or any(begins_as(word, theirs[0]) for word in words):
+        is_short = len(unknown) > 3 and flag.startswith(unknown)
+        if is_short or has_word or any(begins_as(word, theirs[0]) for word in words):
             found.append(flag)
     return [*dict.fromkeys(found)][:3]
 

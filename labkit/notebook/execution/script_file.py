@@ -104,7 +104,7 @@ def _file_of_module(name: str, directory: str | None) -> Path:
             )
         if found is None:
             raise ValueError(
-                f"there is no module {whole}; as for python -m, it is looked for in "
+                f"there is no module {whole!r}; as for python -m, it is looked for in "
                 f"the notebook's folder, {directory}, and where packages are installed"
             )
         if (

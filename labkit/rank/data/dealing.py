@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -522,6 +524,16 @@ def check_dataset(dataset: Any) -> None:
     """ValueError unless prepare can number the samples of a dataset."""
     if isinstance(dataset, IterableDataset):
         return
+    if isinstance(dataset, str | bytes | Path):
+        raise ValueError(
+            f"the dataset is {short_repr(dataset)}; give a dataset or a DataLoader, "
+            "for example labkit.data.digits(), and not its name or path"
+        )
+    if isinstance(dataset, FunctionType | type):
+        raise ValueError(
+            f"the dataset is {dataset.__name__} itself; call it, and give what it "
+            f"returns: {dataset.__name__}(...)"
+        )
     if not hasattr(dataset, "__len__"):
         raise ValueError(
             f"{type(dataset).__name__} has no length, and labkit divides samples among "

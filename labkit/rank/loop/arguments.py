@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ WITH_ITS_WEIGHTS = (
 def check_prepared(model: Any, optimizer: Any) -> None:
     """ValueError unless `prepare` can use this model and optimizer together."""
     if not isinstance(model, nn.Module):
+        hint = ", such as what it returns" if callable(model) else ""
         raise ValueError(
-            f"model is {type_and_value(model)}; prepare takes a torch.nn.Module"
+            f"model is {type_and_value(model)}; prepare takes a torch.nn.Module{hint}"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
@@ -102,11 +104,16 @@ def functions_of_fit(
             f"metrics are {short_repr(metrics)}; give a dict of functions by name, "
             "without the name 'loss', which is loss_fn's"
         )
-    for name, function in {"loss_fn": loss_fn, **metrics}.items():
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is {type_and_value(loss_fn)}; give a function of (output, y), "
+            "for example torch.nn.functional.cross_entropy"
+        )
+    for name, function in metrics.items():
         if not isinstance(name, str) or not callable(function):
             raise ValueError(
-                f"{short_repr(name)} is {short_repr(function)}; give a "
-                "function(output, y), named by a string"
+                f"metrics[{short_repr(name)}] is {short_repr(function)}; give a "
+                "function of (output, y), under a name that is a string"
             )
     if metrics and not validates:
         raise ValueError("metrics need data: pass validate=dataset as well")
@@ -114,7 +121,14 @@ def functions_of_fit(
 
 
 def type_and_value(value: Any) -> str:
-    """A value in few words, for an error message."""
+    """A value in few words, for an error message: the same ones on every rank."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} {short_repr(value)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    text = short_repr(value)
+    if " at 0x" in text:
+        return f"an object of type {type(value).__name__}"
+    return f"{type(value).__name__} {text}"
