@@ -24,8 +24,9 @@ class PortablePickler(cloudpickle.Pickler):
     """Pickles functions and classes of a notebook by value, and torch's by content.
 
     A tensor goes by way of the CPU, a model wrapped in DistributedDataParallel as
-    the plain model: neither could be loaded elsewhere as it is. A view goes without the
-    rest of its storage, as a parameter of DeepSpeed's flat buffer: torch's own pickle
+    the plain model: neither could be loaded elsewhere as it is. Tensors over the same
+    memory, as tied weights in a state dict, are so there, too. But a view of a part
+    goes without the rest, as a parameter of DeepSpeed's flat buffer: torch's own pickle
     has the whole buffer with each.
     """
 
@@ -41,6 +42,11 @@ class PortablePickler(cloudpickle.Pickler):
         read, and with it a file open, or could not write to it."""
         super().__init__(file, protocol, buffer_callback)
         self._following = set() if following is None else following
+        self._copies: dict[Any, tuple[Any, Any]] = {}
+        """By place: memory of a GPU, or a part of memory, and a tensor that is its copy
+        on the CPU. The memory would else be another's in a moment, with its address."""
+        self._memories: dict[tuple[int, int], _Memory] = {}
+        """On the CPU, by address and size: NumPy's views have storages of their own."""
 
     def reducer_override(self, value: Any) -> Any:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -50,12 +56,13 @@ class PortablePickler(cloudpickle.Pickler):
             return super().reducer_override(value)
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
             return _same, (value.module,)
+        if isinstance(value, _Memory):
+            self._note(value.buffer)
+            return _storage, (value.buffer,)
         if isinstance(value, torch.Tensor):
-            here = _here(value)
+            here = self._here(value)
             if _is_plain(here):
-                make, (memory, *rest) = _reduced(here)
-                self._note(memory)
-                return make, (memory, *rest)
+                return _tensor, (self._memory(here), *_made_of(here))
             if here is not value:
                 return here.__reduce_ex__(_PROTOCOL)
         return super().reducer_override(value)
@@ -66,6 +73,45 @@ class PortablePickler(cloudpickle.Pickler):
         if isinstance(memory, pickle.PickleBuffer) and self._note(memory):
             return _array, (make, memory, *rest), *state
         return reduced
+
+    def _memory(self, tensor: Any) -> "_Memory":
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        return self._memories.setdefault(place, _Memory(storage))
+
+    def _here(self, tensor: Any) -> Any:
+        """A tensor on the CPU, without the rest of its storage: itself, if it is so."""
+        import torch
+
+        is_part = _is_part(tensor)
+        if tensor.device.type in ("cpu", "meta") and not is_part:
+            return tensor
+        if _is_dense(tensor):
+            here = self._copy(tensor, is_part)
+        else:
+            here = tensor.detach().cpu()
+        here.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            here = torch.nn.Parameter(here.detach(), tensor.requires_grad)
+        return here
+
+    def _copy(self, tensor: Any, is_part: bool) -> Any:
+        """Of a dense tensor, over the same memory as any other copy of this memory or
+        of this part of it."""
+        import torch
+
+        storage, size, stride = tensor.untyped_storage(), tensor.size(), tensor.stride()
+        place = (tensor.device, storage.data_ptr(), storage.nbytes())
+        extent = (tensor.dtype, tensor.storage_offset(), size, stride)
+        key = (*place, *extent) if is_part else place
+        if key not in self._copies:
+            copied = tensor.detach().to("cpu", copy=True) if is_part else storage.cpu()
+            self._copies[key] = storage, copied
+        _, copied = self._copies[key]
+        if is_part:
+            return copied.detach()
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return empty.set_(copied, tensor.storage_offset(), size, stride)
 
     def _note(self, memory: pickle.PickleBuffer) -> bool:
         """Whether it follows the pickle. What is read-only stays so within it."""
@@ -81,22 +127,8 @@ _WRITE_BYTES = 2**26
 """What a bar waits for."""
 
 
-def _here(tensor: Any) -> Any:
-    """A tensor on the CPU, without the rest of its storage: itself, if it is so."""
-    import torch
-
-    if tensor.device.type in ("cpu", "meta") and not _is_part(tensor):
-        return tensor
-    here = tensor.detach()
-    here = here.clone() if _is_part(tensor) else here.cpu()
-    here.requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, torch.nn.Parameter):
-        here = torch.nn.Parameter(here.detach(), tensor.requires_grad)
-    return here
-
-
 def _is_part(tensor: Any) -> bool:
-    """Whether a tensor on the CPU is a part of a storage that has more."""
+    """Whether a tensor is a part of a storage that has more."""
     return (
         _is_dense(tensor)
         and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
@@ -104,40 +136,48 @@ def _is_part(tensor: Any) -> bool:
 
 
 def _is_dense(tensor: Any) -> bool:
+    """Whether its values are in memory as they are."""
     import torch
 
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_nested
+        and tensor.device.type != "meta"
+        and not (tensor.is_nested or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether it is nothing but memory, of which there is some."""
+    """Whether it is nothing but memory of the CPU, of which there is some."""
     return (
         _is_dense(tensor)
+        and tensor.device.type == "cpu"
         and tensor.untyped_storage().nbytes() > 0
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not tensor.__dict__
     )
 
 
-def _reduced(tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """How pickle makes it again: from its whole memory."""
+def _made_of(tensor: Any) -> tuple[Any, ...]:
+    """What `_tensor` makes it again of, besides its whole memory."""
     import torch
 
     torch.utils.hooks.warn_if_has_hooks(tensor)
-    return _tensor, (
-        pickle.PickleBuffer(_memory(tensor.untyped_storage())),
+    return (
         *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         *(tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)),
     )
 
 
+def _storage(memory: Any) -> Any:
+    import torch
+
+    byte = torch.uint8
+    return torch.UntypedStorage.from_buffer(memory, byte_order="native", dtype=byte)
+
+
 def _tensor(
-    memory: Any,
+    storage: Any,
     dtype: Any,
     offset: int,
     size: Any,
@@ -147,8 +187,6 @@ def _tensor(
 ) -> Any:
     import torch
 
-    byte = torch.uint8
-    storage = torch.UntypedStorage.from_buffer(memory, byte_order="native", dtype=byte)
     # On the CPU, whatever torch.set_default_device says.
     empty = torch.empty(0, dtype=dtype, device="cpu")
     tensor = empty.set_(storage, offset, size, stride)
@@ -157,12 +195,17 @@ def _tensor(
     return tensor.requires_grad_(requires_grad)
 
 
-def _memory(storage: Any) -> Any:
-    """A buffer. That of `Tensor.numpy` would be one, after which no tensor of this
-    storage could be resized."""
-    memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-    memory.storage = storage  # for as long as it is used
-    return memory
+class _Memory:
+    """That of tensors, which is pickled once for all of them.
+
+    The buffer of `Tensor.numpy` would be one, after which no tensor of this storage
+    could be resized.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+        memory.storage = storage  # for as long as it is used
+        self.buffer = pickle.PickleBuffer(memory)
 
 
 def _array(make: Callable[..., Any], *arguments: Any) -> Any:

@@ -243,6 +243,41 @@ def test_a_view_travels_without_the_rest_of_its_storage(
     assert first.requires_grad == view.requires_grad
 
 
+def test_tensors_over_the_same_memory_stay_so() -> None:
+    weight = torch.randn(200, 100)
+    tied = nn.Sequential(nn.Linear(100, 200), nn.Linear(100, 200))
+    tied[1].weight = tied[0].weight
+    array = np.zeros(2**14)
+    values = {
+        "as rows": [weight, weight.view(-1), weight.T],
+        "a part": [weight[1:3], weight[1:3]],
+        "tied": [tied.state_dict()[f"{n}.weight"] for n in range(2)],
+        "of an array": [torch.from_numpy(array), torch.from_numpy(array)],
+    }
+    sent = serialization.dumps(values)
+    assert len(sent) < 2 * weight.nbytes + array.nbytes + 20_000
+    found = serialization.loads(sent)
+    for name, (first, *others) in found.items():
+        for copy, original in zip(found[name], values[name], strict=True):
+            assert torch.equal(copy, original), name
+        for other in others:
+            assert other.data_ptr() == first.data_ptr(), name
+    of_one = torch.from_numpy(array), torch.from_numpy(array[:9])
+    assert [len(each) for each in round_trip(of_one)] == [2**14, 9]
+
+
+def test_memory_of_what_is_made_while_pickling_is_nobody_elses() -> None:
+    class Passing:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __reduce__(self) -> Any:  # its tensor is gone in a moment
+            return list, (torch.full((20_000,), self.number),)
+
+    found = round_trip([Passing(number) for number in range(20)])
+    assert [each[0] for each in found] == [*range(20)]
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -218,6 +218,37 @@ def test_pulled_tensors_and_models_are_plain(lab: Lab) -> None:
     torch.testing.assert_close(lab.pull("tensor", 1), torch.ones(2))
 
 
+def test_a_sharded_tensor_that_is_not_gathered_is_the_part_of_its_rank(
+    lab: Lab, capsys: Captured
+) -> None:
+    run(
+        lab,
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        mesh = init_device_mesh("cpu", (world_size,))
+        parts = {"x": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
+        whole = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+        split = torch.nn.Linear(1, 4, bias=False)
+        split.weight = torch.nn.Parameter(
+            distribute_tensor(split.weight, mesh, [Shard(0)])
+        )
+        """,
+    )
+    for rank, values in enumerate([[0.0, 1.0], [2.0, 3.0]]):
+        found = lab.pull("parts", rank)["x"]
+        assert type(found) is torch.Tensor
+        assert found.tolist() == values
+        said = f"parts is sharded, and what was copied is the part of rank {rank} alone"
+        assert said in capsys.readouterr().err
+    assert lab.pull("whole").tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert capsys.readouterr().err == ""
+    with pytest.raises(
+        ValueError, match=r"parameters are sharded over ranks; .*--full"
+    ):
+        lab.pull("split")
+
+
 def test_full_gathers_a_sharded_tensor_and_a_state_dict(lab: Lab) -> None:
     run(
         lab,

@@ -89,7 +89,7 @@ def pull(
         else:
             begun = begin(ranks=ranks)
         _check_found(name, ranks, [answer is not None for answer in begun])
-        return _payloads(cluster, begun, ranks)
+        found = _payloads(cluster, [(size, first) for size, first, _ in begun], ranks)
     except BaseException:
         _drop_parts(cluster, ranks)  # of those that could pickle theirs
         raise
@@ -97,6 +97,15 @@ def pull(
         # Of ranks that have died, too.
         for path in cluster.folder.glob(f"{file.name}-*"):
             path.unlink(missing_ok=True)
+    if parts := [
+        rank for rank, (*_, is_part) in zip(ranks, begun, strict=True) if is_part
+    ]:
+        print(
+            f"labkit: {name} is sharded, and what was copied is the part of "
+            f"{format_ranks(parts)} alone; --full gathers it whole",
+            file=sys.stderr,
+        )
+    return found
 
 
 def _payloads(

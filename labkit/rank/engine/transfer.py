@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def is_sharded(name: str) -> bool:
     return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
 
+def has_shards(values: Iterable[Any]) -> bool:
+    """Whether one of them is a tensor of which this rank has but a part."""
+    return any(
+        isinstance(each, DTensor)
+        and not all(place.is_replicate() for place in each.placements)
+        for each in values
+    )
+
+
 def has_stages(value: Any) -> bool:
     """Whether layers of it, or parameters in it, are on other ranks."""
     if isinstance(value, nn.Module):
@@ -116,10 +126,11 @@ def pull(
     file_bytes: int,
     memory_bytes: int,
     part_bytes: int,
-) -> tuple[int, bytes | str] | None:
+) -> tuple[int, bytes | str, bool] | None:
     """How long the pickled value of `name` is, and its first part; for one of more than
     `file_bytes` the file with all of it, where there is room: one in memory up to
-    `memory_bytes`, which `drop_parts` closes, or else `file` and the rank.
+    `memory_bytes`, which `drop_parts` closes, or else `file` and the rank. And whether
+    tensors in it are but this rank's shards, as plain tensors.
 
     With `full` it is gathered whole, a collective; None on a rank that only takes part
     in that, being none of `ranks`, and where there is no such variable.
@@ -137,12 +148,21 @@ def pull(
             f"{name} cannot be sent to another process: its layers are in stages on "
             f"several ranks; {instead}"
         )
+    if isinstance(value, nn.Module) and has_shards(value.parameters()):
+        raise ValueError(
+            f"{name} cannot be sent to another process: its parameters are sharded "
+            f"over ranks; {instead}"
+        )
+    is_part = has_shards(tree_leaves(value))
+    if not isinstance(value, nn.Module):
+        # In another process a DTensor would have no group.
+        value = tree_map_only(DTensor, lambda each: each.detach().to_local(), value)
     payload = serialization.pickled(value, name, instead)
     drop_parts()
     if file_bytes < len(payload) <= memory_bytes:
         with contextlib.suppress(OSError):
             _files.append(serialization.MemoryFile(payload))
-            return len(payload), str(_files[0].path)
+            return len(payload), str(_files[0].path), is_part
     if len(payload) > file_bytes:
         path = Path(f"{file}-{runner().placement.rank}")
         try:
@@ -150,11 +170,11 @@ def pull(
         except OSError:  # the disk is full
             path.unlink(missing_ok=True)
         else:
-            return len(payload), str(path)
+            return len(payload), str(path), is_part
     whole = bytes(payload)
     if len(whole) > part_bytes:
         _outgoing.append(whole)
-    return len(whole), whole[:part_bytes]
+    return len(whole), whole[:part_bytes], is_part
 
 
 def pull_part(start: int, num_bytes: int) -> bytes:
