@@ -211,7 +211,7 @@ def test_a_grid_has_a_row_where_layers_can_be_split_so() -> None:
     says = forecast(model, device_bytes=enough, **options)[1]  # type: ignore[arg-type]
     assert "tensor --mesh dp=4,tp=2 or dp=2,tp=4 fit. " in says
     _, says = forecast(ResNet(), torch.zeros(4, 1, 8, 8), **limits(2))
-    assert "ResNet says nothing of how its layers are to be split." in says
+    assert "ResNet has no plan for how to split its layers." in says
 
 
 def limits(*world_sizes: int) -> dict[str, Any]:

@@ -237,6 +237,16 @@ def test_a_name_that_only_the_notebook_has_is_explained(kernel: Kernel) -> None:
     assert "%dist_push" not in "\n".join(reply.error["traceback"])
 
 
+def test_a_name_that_only_other_ranks_have_is_explained(kernel: Kernel) -> None:
+    kernel.run("%%dist 0\nof_rank_0 = 1")
+    reply = kernel.run("%%dist\nof_rank_0")
+    lines = "\n".join(reply.error["traceback"])
+    assert "rank 0 went past this line. If of_rank_0 is there, the cell that" in lines
+    assert "%%dist 1 at the top of that cell runs it there alone" in lines
+    lines = "\n".join(kernel.run("%%dist\nof_no_rank").error["traceback"])
+    assert "went past" not in lines
+
+
 def test_status_is_a_table_by_rank(kernel: Kernel) -> None:
     text = kernel.run("%dist_status").result["text/plain"]
     assert re.search(r"^0 .*cpu +idle +\d+ MiB +[\d.]+ GiB", text, re.MULTILINE)

@@ -965,7 +965,7 @@ def test_a_static_graph_of_ddp_cannot_be_accumulated(lab: Lab) -> None:
         ("ddp", {"clip": 0}, "clip is 0; it must be a positive number"),
         ("ddp", {"clip": float("nan")}, "clip is nan"),
         ("ddp", {"config": [1]}, "config is a list; give a dict"),
-        ("ddp", {"config": {1: 2}}, "with names for keys"),
+        ("ddp", {"config": {1: 2}}, "a dict whose keys are names"),
         ("raw", {"accumulate": 2}, "--accumulate is for the cell to do"),
         ("raw", {"clip": 1.0}, "--clip is for the cell to do"),
         ("raw", {"precision": "bf16"}, "--precision is for the cell to do"),

@@ -366,7 +366,7 @@ def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:
         (
             "model = torch.nn.Sequential(torch.nn.Linear(4, 4))",
             {},
-            "Sequential says nothing of how",
+            "Sequential has no plan for how",
         ),
     ],
 )

@@ -19,6 +19,7 @@ LOST_CONNECTION = re.compile(
 )
 """In an error of a collective: the process at the other end has gone."""
 UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+LINE = re.compile(r"line (\d+)")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 FRAME = re.compile(r"^(?:Cell|File) .*", re.MULTILINE)
 """The head of each frame of a traceback, as IPython renders it."""
@@ -54,7 +55,7 @@ class RankError(_Sent, RuntimeError):
         self.rank = first.rank
         self.outcomes = list(outcomes)
         self._first = first
-        self._hint = in_notebook(first)
+        self._hint = [*in_notebook(first), *on_others(first, self.outcomes)]
         lines = [self._headline(), *self._memory(), *self._hint, *self._others()]
         super().__init__("\n".join(lines))
 
@@ -151,6 +152,29 @@ def in_notebook(first: Outcome) -> list[str]:
         f"the notebook has {name}, and ranks have variables of their own: %dist_push "
         f"{name} copies it to them" + where * (", in " in frames[-1])
     ]
+
+
+def on_others(first: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+    """What to say of a name that one rank does not find, where others seem to have it:
+    it may have been restarted, or a cell for some ranks has made it."""
+    undefined = UNDEFINED.search(first.evalue)
+    if first.ename != "NameError" or undefined is None or "restarted" in first.evalue:
+        return []
+    line = _line(first)
+    have = [each.rank for each in outcomes if each.status == "ok" or _line(each) > line]
+    if not have:
+        return []
+    return [
+        f"{format_ranks(have)} went past this line. If {undefined[1]} is there, the "
+        f"cell that made it has not run on rank {first.rank}, or not since its "
+        f"restart: %%dist {first.rank} at the top of that cell runs it there alone"
+    ]
+
+
+def _line(outcome: Outcome) -> int:
+    """The line of the cell at which it ended; 0 where that is not known."""
+    found = LINE.match(outcome.where)
+    return int(found[1]) if found else 0
 
 
 def in_one_line(error: BaseException) -> str:

@@ -127,8 +127,8 @@ def check_options(
     check_values(options)
     if options.precision == "fp16" and device == "cpu":
         raise ValueError(
-            "fp16 needs a GPU: CPUs have no fast arithmetic in it; choose bf16, which "
-            "has fp32's range and needs no loss scaling"
+            "fp16 needs a GPU, for CPUs have no fast fp16 arithmetic; choose bf16, "
+            "which has fp32's range and needs no loss scaling"
         )
     if options.checkpoint is None:
         for name in ("every", "keep", "resume", "elastic"):

@@ -139,7 +139,7 @@ def find_plan(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Styles]:
     if not found:
         sequence = " for sequence parallelism" if config.get("sequence") else ""
         raise UnsupportedLoopError(
-            f"{type(model).__name__} says nothing of how its layers are to be split"
+            f"{type(model).__name__} has no plan for how to split its layers"
             f"{sequence}: give a plan, options = "
             '{"plan": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}} in a '
             "notebook cell and --config options on the magic line, or use fsdp"
