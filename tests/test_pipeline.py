@@ -1005,6 +1005,19 @@ def test_layers_may_be_compiled_by_the_user(lab: Lab) -> None:
     assert_equals_single(lab, NET + compiled + LOOP_NET)
 
 
+def test_what_the_loop_compiles_as_one_graph_runs_eagerly(lab: Lab) -> None:
+    """Between layers it cannot be traced; in one, to trace it is to read gradients."""
+    compiled = '@torch.compile(fullgraph=True, backend="eager")\n'
+    twice = f"{compiled}def twice(x):\n    return 2 * x\n\nclass Net("
+    mix = f"return self.mix(x)\n    {compiled}    def mix(self, x):\n        return x +"
+    code = (
+        NET.replace("class Net(", twice)
+        .replace("self.head(x)", "self.head(twice(x))")
+        .replace("return x +", mix)
+    )
+    assert_equals_single(lab, code + LOOP_NET)
+
+
 def test_a_checkpoint_in_forward_is_refused(lab: Lab) -> None:
     """By all ranks at the same layer, so that none waits for another."""
     code = NET.replace(

@@ -592,6 +592,16 @@ def load_compiler() -> None:
     importlib.import_module("torch._dynamo")
 
 
+def eagerly() -> contextlib.AbstractContextManager[None]:
+    """Have what the loop has compiled run as if it were not, also with `fullgraph=True`
+    (`torch.compiler.set_stance`)."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[None]
+    stance = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 # ---- modules ----
 
 

@@ -61,10 +61,11 @@ def check_supported(
                 "sparse=True, or use ddp"
             )
     if not strategy.takes_compiled and is_compiled(model):
+        later = ", and compile the one that it returns or use --compile"
         raise UnsupportedLoopError(
             f"the model comes from torch.compile, and {strategy.name} cannot partition "
-            "what is inside of that; give prepare the plain model, and compile the one "
-            "that it returns or use --compile"
+            "what is inside of that; give prepare the plain model"
+            f"{'' if 'pp' in strategy.axes else later}"
         )
     if strategy.variant.get("stage") == 3:
         check_compiled_parts(model, strategy.name)

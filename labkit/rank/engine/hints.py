@@ -109,6 +109,11 @@ FORWARD_MODE_ON_SHARDS = (
     "in functions that forward-mode AD (dual_level) does not take; use torch.func.jvp, "
     "or ddp, zero1 or zero2"
 )
+WHOLE_GRAPH = (
+    "a layer that is prepared under this strategy does more in its forward pass than a "
+    "compiler can put into one graph: leave out fullgraph=True, or use ddp or fsdp, or "
+    "compile only functions that call no layer"
+)
 NEW_PARAMETER = (
     "a parameter of the model did not exist yet in prepare, for example after "
     "remove_parametrizations, and this strategy has parts only of those that did. Make "
@@ -227,6 +232,8 @@ HINTS = {
 """What is found in an error's message -> what is added to it. One without a message
 stands for itself: its kind, and the module that raised it."""
 
+VALUE = r"'(\w*Tensor|\w*Parameter|float|int)'"
+
 OF_STRATEGIES = {
     r"aten\.(_foreach_\w+|stack)\S* got mixed torch.Tensor and DTensor": MIXED_LIST,
     "All operands in aten.* must have the same mesh": MIXED_LIST,
@@ -248,7 +255,8 @@ OF_STRATEGIES = {
     "PreBackwardFunctionForModuleBackward returned an invalid": RETURNED_PARAMETER,
     "ForZeroStage3Backward returned an invalid gradient": WITHIN_A_PASS,
     "appears to not have been used in the graph": WITHIN_A_PASS,
-    r"unsupported operand type\(s\) for .*'NoneType'": PARTIAL_SUMS,
+    rf"unsupported operand .*('NoneType' and {VALUE}|{VALUE} and 'NoneT)": PARTIAL_SUMS,
+    r"Skip calling `torch.compiler.disable\(\)`d function": WHOLE_GRAPH,
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
     r"vars\(\) argument must have __dict__ attribute": UNKNOWN_OUTPUT,

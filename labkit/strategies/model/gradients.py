@@ -167,7 +167,7 @@ class PartitionedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         gradients = _of.get(id(self))
-        if gradients is None or gradients.depth > 0:
+        if gradients is None or gradients.depth > 0 or is_of_compiler(sys._getframe(1)):
             found: torch.Tensor | None = _grad.__get__(self)
             return found
         return gradients.get(self)
@@ -342,6 +342,13 @@ def leaves_of(values: Iterable[Any]) -> Iterator[Any]:
             yield value
         elif value is not None:
             yield from tree_leaves(value)
+
+
+def is_of_compiler(frame: Any) -> bool:
+    """Whether this is code that looks at tensors to trace what computes with them:
+    on each rank for itself, for one may compile again where others do not."""
+    module: str = frame.f_globals.get("__name__", "")
+    return module.startswith(("torch._dynamo.", "torch._subclasses."))
 
 
 def is_of_cell(frame: Any) -> bool:

@@ -13,6 +13,7 @@ from labkit.compat.torch import tree_map_only
 from labkit.strategies.mesh.collectives import is_collective
 from labkit.strategies.model.gradients import PartitionedParameter
 from labkit.strategies.model.gradients import is_of_cell
+from labkit.strategies.model.gradients import is_of_compiler
 from labkit.strategies.model.gradients import owner_of
 from labkit.strategies.relay.elsewhere import COLLECTIVE
 from labkit.strategies.relay.elsewhere import Elsewhere
@@ -75,7 +76,9 @@ class StagedParameter(PartitionedParameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if is_of_cell(sys._getframe(1)) and not is_within_backward():
+        frame = sys._getframe(1)
+        is_cell = is_of_cell(frame) and not is_of_compiler(frame)
+        if is_cell and not is_within_backward():
             return super().grad
         found: torch.Tensor | None = _grad.__get__(self)
         return found

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import ranks_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
+from labkit.compat.torch import eagerly
 from labkit.compat.torch import held_by
 from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
@@ -262,7 +263,8 @@ class Relay:
             if is_first:
                 # Of nothing that another pass or replica may add up to.
                 self._seed = hash((torch.initial_seed(), self.num_passes))
-                with self._seeded(self._seed):
+                # Dynamo cannot trace what is on other ranks.
+                with self._seeded(self._seed), eagerly():
                     yield
             else:
                 yield
