@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupt_when
 
 from labkit import Lab
 from labkit import serialization
@@ -173,6 +174,28 @@ def test_a_pull_from_a_rank_that_dies_leaves_no_file(lab: Lab) -> None:
         lab.pull("large", "all")
     assert files_of(lab) == []
     assert lab.restart() == [1]
+
+
+def test_an_interrupted_pull_leaves_no_file(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Though the rank writes it after the interrupt."""
+    monkeypatch.setattr(transfer, "MEMORY_BYTES", 0)
+    began = tmp_path / "began"
+    lab.run(
+        "import time\nfrom pathlib import Path\n"
+        "class Slow:\n"
+        "    def __reduce__(self):\n"
+        f"        Path({str(began)!r}).touch()\n"
+        "        time.sleep(1)\n"
+        "        return bytes, (2**18,)\n"
+        "slow = [Slow(), bytes(2**18)]"
+    )
+    with pytest.raises(KeyboardInterrupt), interrupt_when(began.exists):
+        lab.pull("slow")
+    lab.run("pass")  # it begins when the rank has done what was asked before
+    assert files_of(lab) == []
+    assert lab.pull("slow")[1] == bytes(2**18)
 
 
 def test_an_interrupted_push_leaves_no_file(

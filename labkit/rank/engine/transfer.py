@@ -55,6 +55,9 @@ _outgoing: list[bytes] = []
 """The payload that goes in parts, if one does."""
 _files: list[serialization.MemoryFile] = []
 """The payload that goes by way of a file in memory, if one does."""
+_written: list[Path] = []
+"""The file on disk that another goes by way of, if one does: the notebook removes it,
+unless it was interrupted before it was there."""
 
 
 def push_part(part: bytes, is_first: bool) -> None:
@@ -77,6 +80,8 @@ def drop_parts() -> None:
     _outgoing.clear()
     while _files:
         _files.pop().close()
+    while _written:
+        _written.pop().unlink(missing_ok=True)
 
 
 def missing(names: list[str]) -> list[str]:
@@ -165,6 +170,7 @@ def pull(
             return len(payload), str(_files[0].path), is_part
     if len(payload) > file_bytes:
         path = Path(f"{file}-{runner().placement.rank}")
+        _written.append(path)
         try:
             payload.write_to(path)
         except OSError:  # the disk is full
