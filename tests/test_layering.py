@@ -84,6 +84,7 @@ ROOMS = [
     [
         *("strategies.mesh", "strategies.autograd", "strategies.model"),
         *("strategies.communication", "strategies.relay", "strategies"),
+        "strategies.optimizers",
         *("strategies.fsdp", "strategies.zero", "strategies.tensor"),
         *("strategies.pipeline", "strategies.parameter_server"),
     ],

@@ -1,6 +1,9 @@
 """What is refused, or brought into shape, before a strategy has changed anything."""
 
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +14,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit.checks import UnsupportedLoopError
 from labkit.strategies import STRATEGIES
-from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.fsdp.sharding import called_ones
 from labkit.strategies.fsdp.sharding import check_calls
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import parameter_names
+from labkit.strategies.optimizers.elementwise import check_elementwise
+from labkit.strategies.optimizers.kept import HOOKED
+from labkit.strategies.optimizers.kept import IDS
+from labkit.strategies.optimizers.kept import MODULES
+from labkit.strategies.optimizers.kept import PARAMETERS
+from labkit.strategies.optimizers.kept import check_kept
 from labkit.strategies.prepared import check_masks
 from labkit.strategies.unsupported import check_supported
 
@@ -351,3 +359,46 @@ def test_optimizers_are_tried_on_parts(
     assert getattr(optimizer, "num_steps", 0) == 0
     assert num_steps == counted
     assert history == {"steps": []}
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 2)
+    model.register_forward_pre_hook(lambda module, args: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("keep", "kinds"),
+    [
+        (lambda model: list(model.parameters()), [PARAMETERS]),
+        (lambda model: {"decayed": {model.weight}}, [PARAMETERS]),
+        (lambda model: {p: n for n, p in model.named_parameters()}, [PARAMETERS]),
+        (lambda model: {id(p): n for n, p in model.named_parameters()}, [IDS]),
+        (lambda model: SimpleNamespace(model=model), [MODULES]),
+        (lambda model: Plain(model.parameters()), []),
+        (lambda model: [p.detach().clone() for p in model.parameters()], []),
+        (lambda model: [nn.Linear(4, 2), 7, {"beta": 0.9}], []),
+    ],
+)
+def test_what_an_optimizer_keeps_besides_its_groups(
+    keep: Callable[[nn.Module], Any], kinds: list[str]
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = Plain(model.parameters())
+    optimizer.kept = keep(model)
+    for kind in (PARAMETERS, IDS, MODULES, HOOKED):
+        refused = pytest.raises(
+            UnsupportedLoopError, match=re.escape(f"Plain keeps {kind}")
+        )
+        with refused if kind in kinds else nullcontext():
+            check_kept(optimizer, "fsdp", [kind])
+    optimizer.kept = {hooked(): 1}
+    check_kept(optimizer, "parameter_server", [MODULES, HOOKED])  # of another model
+
+
+def test_layers_with_hooks_that_an_optimizer_keeps() -> None:
+    model = hooked()
+    optimizer = Plain(model.parameters())
+    optimizer.kept = [model]
+    with pytest.raises(UnsupportedLoopError, match="layers of the model that have"):
+        check_kept(optimizer, "parameter_server", [HOOKED])

@@ -237,6 +237,27 @@ def shard_of(part: Any) -> Any:
     return part.sharded_param
 
 
+@GATE.needs(
+    f"{_FSDP}._fsdp_param:ParamModuleInfo",
+    f"{_PARAM}._sharded_post_forward_param",
+)
+def is_in_place(part: Any) -> bool:
+    """Whether the model has in a parameter's place what `fully_shard` has put there."""
+    place = part._module_info
+    held = place.module._parameters.get(place.param_name)
+    return held is not None and (
+        held is part.sharded_param
+        or held is whole_of(part)  # where it is gathered
+        # Between two passes it may be a part that is of fewer ranks.
+        or held is getattr(part, "_sharded_post_forward_param", None)
+    )
+
+
+def replaced_of(group: Any) -> Any:
+    """The first parameter of a group that is not in its place, or None."""
+    return next((part for part in group.fsdp_params if not is_in_place(part)), None)
+
+
 @GATE.needs(f"{_PARAM}._orig_size")
 def whole_size(part: Any) -> int:
     """The elements of the whole parameter."""

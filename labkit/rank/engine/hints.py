@@ -291,7 +291,9 @@ OF_STRATEGIES = {
     r"Expected out tensor to have dtype \S+, but got": OTHER_DTYPE,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
     "expected device .* but got meta": ON_OTHER_STAGES,
-    "[Tt]ensor on device meta is not on the expected device": ON_OTHER_STAGES,
+    r"ensor on device (meta is not on|\S+ is not on the expected device meta)": (
+        ON_OTHER_STAGES
+    ),
     "on meta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
 }
 """As `HINTS`, where a strategy of labkit's may have prepared the model."""

@@ -16,6 +16,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import choose_reducing
 from labkit.compat.data_parallel import memory_of
+from labkit.compat.data_parallel import replaced_of
 from labkit.compat.data_parallel import take_moved
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
@@ -61,13 +62,16 @@ class Block:
         *,
         route: Route,
         writes: Writes,
+        on_replaced: Callable[[Any], None],
         model: nn.Module,
     ) -> None:
-        """`parts` are the group's parameters, by name."""
+        """`parts` are the group's parameters, by name. `on_replaced(part)` is called
+        where the model has another parameter in the place of one of them."""
         self._number = number
         self._group = group
         self._tensors = partial(whole_ones, parts)
         self._writes = writes
+        self._on_replaced = on_replaced
         self._kept = Kept(model, self._tensors)
         self._given: Given | None = None
         """Of the pass under way, if it is looked at."""
@@ -131,6 +135,7 @@ class Block:
 
     def _begin(self, block: nn.Module, *args: Any) -> Any:
         take_moved(self._group, self._memory)
+        self._check_places()
         called_with, self._called_with = self._called_with, None
         self._own = holders_of(*called_with) if may_hold(*args) else []
         self._inputs = []
@@ -147,7 +152,12 @@ class Block:
             self._writes.begin(self._number, block.training, self._tensors)
         return found
 
+    def _check_places(self) -> None:
+        if (part := replaced_of(self._group)) is not None:
+            self._on_replaced(part)
+
     def _end(self, block: nn.Module, inputs: Any, output: Any) -> Any:
+        self._check_places()
         if self._writes.before:
             self._writes.end(self._number, self._tensors)
         given, self._given = self._given, None

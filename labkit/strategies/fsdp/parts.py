@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from labkit.compat.c10d import local_part
+from labkit.compat.data_parallel import replaced_of
 from labkit.compat.data_parallel import shard_of
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import num_changes
@@ -32,10 +33,12 @@ class Parts:
         route: Route,
         on_trained: Callable[[], None],
         on_written: Callable[[Any], None],
+        on_replaced: Callable[[Any], None],
     ) -> None:
         """`group` is the root's, and has this number on the route. `on_trained()` is
         called after a call with gradients, for whose backward pass the parameters stay
-        gathered; `on_written(part)` where a call without has changed one of them.
+        gathered; `on_written(part)` where a call without has changed one of them;
+        `on_replaced(part)` where another parameter is in the place of one.
         """
         self._root = root
         self._group = group
@@ -43,6 +46,7 @@ class Parts:
         self._route = route
         self._on_trained = on_trained
         self._on_written = on_written
+        self._on_replaced = on_replaced
         self._is_over = False
         self._open: list[bool] = []
         """Of each call under way, whether they were gathered for it; none within a call
@@ -75,6 +79,8 @@ class Parts:
         has_gradients = torch.is_grad_enabled()
         if not self._group.is_sharded or (has_gradients and self._is_over):
             return
+        if (part := replaced_of(self._group)) is not None:
+            self._on_replaced(part)
         if has_gradients:
             self._route.add(self._number)
         # What is gathered in inference mode could be part of no backward pass.

@@ -26,6 +26,7 @@ from labkit.compat.data_parallel import choose_hooked
 from labkit.compat.data_parallel import drop_whole_gradient
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
+from labkit.compat.data_parallel import is_in_place
 from labkit.compat.data_parallel import reduce_at_end
 from labkit.compat.data_parallel import reset_step
 from labkit.compat.data_parallel import set_reduction
@@ -39,7 +40,6 @@ from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.structures import replaced
-from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.fsdp.blocks import Block
 from labkit.strategies.fsdp.blocks import computed_in
 from labkit.strategies.fsdp.blocks import reduce_filled
@@ -56,6 +56,10 @@ from labkit.strategies.model.shards import shapes_of_parts
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.writes import Writes
 from labkit.strategies.model.writes import refuse
+from labkit.strategies.optimizers.elementwise import check_elementwise
+from labkit.strategies.optimizers.kept import IDS
+from labkit.strategies.optimizers.kept import PARAMETERS
+from labkit.strategies.optimizers.kept import check_kept
 from labkit.strategies.prepared import DROPPED
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
@@ -76,6 +80,12 @@ SET_WHILE_WHOLE = (
     "the loop has set or moved {name} after a forward pass with gradients that had no "
     "backward pass yet: until then fully_shard has it gathered, and what is set there "
     "is lost. Set it after optimizer.step(), or call the model under torch.no_grad()"
+)
+REPLACED = (
+    "{name} was replaced in its layer since prepare, or removed, and fully_shard puts "
+    "its own there for each pass: the change would be lost. Give the parameter that is "
+    "there other values, after optimizer.step() and under torch.no_grad(), or replace "
+    "it before prepare; or use zero1 or zero2"
 )
 
 
@@ -107,6 +117,7 @@ class FSDP(Prepared):
 
     def wrap(self) -> None:
         check_elementwise(self.optimizer)
+        check_kept(self.optimizer, self.strategy.name, [PARAMETERS, IDS])
         check_fused(self.optimizer)
         check_masks(self.optimizer)
         check_calls(self.module)
@@ -147,7 +158,7 @@ class FSDP(Prepared):
         self._edges: dict[int, Any] = {}
         self._used: set[int] = set()
         """Ids of the whole parameters that this backward pass reaches on any rank."""
-        self._whole: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        self._whole: list[tuple[Any, torch.Tensor, tuple[int, int]]] = []
         """What is gathered since a forward pass, with its version then."""
         self._freed: list[Any] = []
         """Groups that were gathered, as the graph of that pass may need them."""
@@ -168,6 +179,7 @@ class FSDP(Prepared):
                 {self._names_of_parts[id(part)]: part for part in group.fsdp_params},
                 route=self.route,
                 writes=writes,
+                on_replaced=self._refuse_replaced,
                 model=self.module,
             )
             self._undo.append(block.restore)
@@ -194,8 +206,12 @@ class FSDP(Prepared):
                     route=self.route,
                     on_trained=self._note_whole,
                     on_written=lambda part: written(self._names_of_parts[id(part)]),
+                    on_replaced=self._refuse_replaced,
                 )
                 self._undo.append(parts.end_run)
+
+    def _refuse_replaced(self, part: Any) -> None:
+        raise UnsupportedLoopError(REPLACED.format(name=self._names_of_parts[id(part)]))
 
     def begin_microbatch(self, *, is_last: bool) -> None:
         super().begin_microbatch(is_last=is_last)
@@ -214,7 +230,7 @@ class FSDP(Prepared):
     def _note_whole(self) -> None:
         """What is gathered for a backward pass; the loop is not to set it."""
         self._whole = [
-            (self._names_of_parts[id(part)], whole, version_of(whole))
+            (part, whole, version_of(whole))
             for group in self._groups
             if group.is_unsharded
             for part in group.fsdp_params
@@ -231,8 +247,9 @@ class FSDP(Prepared):
 
     def _check_whole(self) -> None:
         """UnsupportedLoopError if the loop has set what is gathered."""
-        for name, whole, version in self._whole:
-            if version_of(whole) != version:
+        for part, whole, version in self._whole:
+            if version_of(whole) != version or not is_in_place(part):
+                name = self._names_of_parts[id(part)]
                 raise UnsupportedLoopError(SET_WHILE_WHOLE.format(name=name))
 
     def check_hook(self, name: str) -> None:

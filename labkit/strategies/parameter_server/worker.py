@@ -22,7 +22,6 @@ from labkit.records import ModelFacts
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.mesh.channel import Words
 from labkit.strategies.model.fingerprints import fingerprints
 from labkit.strategies.model.states import Named
@@ -30,6 +29,10 @@ from labkit.strategies.model.states import Restore
 from labkit.strategies.model.states import Source
 from labkit.strategies.model.states import parameters_of
 from labkit.strategies.model.states import separate_buffers
+from labkit.strategies.optimizers.elementwise import check_elementwise
+from labkit.strategies.optimizers.kept import HOOKED
+from labkit.strategies.optimizers.kept import IDS
+from labkit.strategies.optimizers.kept import check_kept
 from labkit.strategies.options import BatchNorm
 from labkit.strategies.parameter_server.optimizers import OFFER
 from labkit.strategies.parameter_server.optimizers import Entry
@@ -83,6 +86,8 @@ class Worker(Prepared):
                 "--precision fp16 skips the steps in which any gradient overflows, and "
                 "a worker knows only its own gradients; use --precision bf16, or ddp"
             )
+        # The servers have copies, of which nothing is called.
+        check_kept(self.optimizer, self.strategy.name, [IDS, HOOKED])
         self._servers = self.roles.servers
         self.num_shards = len(self._servers)
         if self.num_shards > 1:

@@ -25,6 +25,9 @@ from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import parts
 from labkit.strategies.model.materialize import release
 from labkit.strategies.model.shards import hand_to_optimizer
+from labkit.strategies.optimizers.kept import IDS
+from labkit.strategies.optimizers.kept import PARAMETERS
+from labkit.strategies.optimizers.kept import check_kept
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import check_masks
 from labkit.strategies.prepared import units
@@ -194,6 +197,7 @@ class Split:
         check_backend(device)
         check_fused(optimizer)
         check_masks(optimizer)
+        check_kept(optimizer, "tensor", [PARAMETERS, IDS])
         quiet_redistribution()
         plan = checked_plan(model, self._mesh.size(), mine)
         self._experts = experts_left_whole(model, mine)

@@ -12,10 +12,10 @@ from labkit.compat.c10d import local_part
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.elementwise import check_elementwise
 from labkit.strategies.model.shards import check_parts
 from labkit.strategies.model.shards import patch_dtensor
 from labkit.strategies.model.shards import shapes_of_parts
+from labkit.strategies.optimizers.elementwise import check_elementwise
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
 from labkit.strategies.prepared import Prepared

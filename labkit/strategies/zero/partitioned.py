@@ -31,8 +31,6 @@ from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
-from labkit.strategies.elementwise import check_elementwise
-from labkit.strategies.elementwise import check_zero_grad
 from labkit.strategies.model.gradients import CellGradients
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.states import Held
@@ -44,6 +42,12 @@ from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import optimizer_states
 from labkit.strategies.model.states import plain_shape
 from labkit.strategies.model.states import set_hyperparameters
+from labkit.strategies.optimizers.elementwise import check_elementwise
+from labkit.strategies.optimizers.elementwise import check_zero_grad
+from labkit.strategies.optimizers.kept import IDS
+from labkit.strategies.optimizers.kept import MODULES
+from labkit.strategies.optimizers.kept import PARAMETERS
+from labkit.strategies.optimizers.kept import check_kept
 from labkit.strategies.prepared import DROPPED
 from labkit.strategies.prepared import Closure
 from labkit.strategies.prepared import Norm
@@ -127,6 +131,7 @@ class ZeRO(Prepared):
         """A parameter at a time, in `wrap`."""
 
     def wrap(self) -> None:
+        check_kept(self.optimizer, self.name, [PARAMETERS, IDS, MODULES])
         check_elementwise(self.optimizer, self.device)
         check_zero_grad(self.optimizer)
         config = deepspeed_config(

@@ -1,0 +1,1 @@
+"""What an optimizer has to be like where it gets parts, or copies, of parameters."""
