@@ -21,6 +21,7 @@ from marks import long_but
 from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
+from labkit.checks import UserError
 from labkit.host.exit_cause import OTHER_COLLECTIVES
 from labkit.host.exit_cause import abort_text
 from labkit.host.exit_cause import crash_line
@@ -827,6 +828,16 @@ def test_a_restart_of_all_that_was_interrupted_goes_on_with_the_next(
             use()
     assert lab.restart() == [0, 1]
     lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_restart_of_all_that_cannot_be_ends_no_rank(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(UserError, match="the working directory has been deleted"):
+        lab.restart(everyone=True)
     assert_all_is_well(lab)
 
 

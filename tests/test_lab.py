@@ -337,6 +337,18 @@ def test_a_timeout_that_is_none_is_refused(lab: Lab, timeout: float) -> None:
 
 
 @pytest.mark.long
+def test_status_tells_of_a_rank_that_cannot_say_more(lab: Lab) -> None:
+    lab.run(
+        "import os, psutil\nfiles, memory = [], psutil.virtual_memory\n"
+        "def full(): raise OSError(24, os.strerror(24))\n"
+        "if rank == 1: psutil.virtual_memory = full"
+    )
+    status = lab.status()
+    lab.run("psutil.virtual_memory = memory")
+    assert list(status["state"]) == ["idle", "does not answer"]
+    assert "rank 1 cannot answer 'describe': OSError: " in status["cause"][1]
+
+
 def test_two_labs_do_not_disturb_each_other(lab: Lab, capsys: Captured) -> None:
     lab.run("mine = 'first'")
     with Lab(num_ranks=1) as other:

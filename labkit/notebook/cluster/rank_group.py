@@ -14,6 +14,7 @@ from functools import partial
 
 from labkit import timeouts
 from labkit.checks import UserError
+from labkit.checks import absolute
 from labkit.notebook.cluster.engines import Cluster
 from labkit.notebook.cluster.engines import LabEngines
 from labkit.notebook.cluster.engines import Part
@@ -432,6 +433,7 @@ class LabRanks(RankGroup):
     def restart_all(self) -> list[int]:
         """End all ranks and start them again, with the controller; the ranks."""
         with self._exclusive(), interrupts.held():
+            absolute(".")  # none could start: what runs is to stay
             self._is_whole = False
             self._end_cluster()
             self._begin(lambda text: None)

@@ -11,6 +11,7 @@ import pandas as pd
 from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.cluster.rank_group import RankGroup
+from labkit.notebook.cluster.reach import CallError
 
 
 def status_table(
@@ -20,7 +21,7 @@ def status_table(
     its ranks have taken: not all of the lab, where it has grown since."""
     cluster = group.cluster
     answers = [cluster.ask(rank, "describe") for rank in group.everyone]
-    facts = {}
+    facts, failures = {}, {}
     deadline = time.monotonic() + timeouts.ANSWER_S
     for rank, answer in enumerate(answers):
         # A rank may be dead, die while it is asked, or be deep in native code.
@@ -28,8 +29,12 @@ def status_table(
             not answer.done() and cluster.is_alive(rank) and time.monotonic() < deadline
         ):
             wait([answer], timeouts.POLL_S)
-        with contextlib.suppress(CancelledError, TimeoutError):
+        try:
             facts[rank] = answer.result(0)
+        except CallError as error:  # as one that can open no file
+            failures[rank] = str(error)
+        except (CancelledError, TimeoutError):
+            pass
     rows = []
     for placement in group.placements:
         rank = placement.rank
@@ -40,7 +45,7 @@ def status_table(
             "pid": cluster.pids[rank],
             "state": state,
             **facts.get(rank, {}),
-            "cause": cause,
+            "cause": cause or failures.get(rank, ""),
         }
         if placement.host:  # as the user calls it
             row["host"] = placement.host
@@ -64,7 +69,7 @@ def device_bytes_of(group: RankGroup) -> float:
     deadline = time.monotonic() + timeouts.ANSWER_S
     found: list[float] = []
     for place, answer in zip(group.placements, asked, strict=True):
-        with contextlib.suppress(CancelledError, TimeoutError):
+        with contextlib.suppress(CancelledError, TimeoutError, CallError):
             told = answer.result(max(deadline - time.monotonic(), 0))
             shares = place.num_local if place.device == "cpu" else 1
             found.append(told["memory_total"] / shares)
