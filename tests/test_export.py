@@ -476,6 +476,8 @@ def test_a_file_that_cannot_be_is_said_before(lab: Lab, tmp_path: Path) -> None:
     run = lab.train("single", "x = 1", live=False)
     with pytest.raises(ValueError, match="it is a folder"):
         run.export(tmp_path)
+    with pytest.raises(ValueError, match="a script is no notebook"):
+        run.export(tmp_path / "train.ipynb")
     file = tmp_path / "train.py"
     file.write_text("mine")
     with pytest.raises(ValueError, match="is there already"):

@@ -569,6 +569,21 @@ def test_a_cell_that_waits_in_two_groups_at_once_ends(lab: Lab) -> None:
         lab.run(textwrap.dedent(code), hang_after=2)
 
 
+def test_a_cell_that_waits_in_the_reducer_of_ddp_ends(lab: Lab) -> None:
+    code = """
+        m = torch.nn.Linear(2, 1)
+        o = torch.optim.SGD(m.parameters(), lr=0.1)
+        m, o, loader = prepare(m, o, torch.randn(8, 2), batch_size=2)
+        for x in loader:
+            m(x).mean().backward()
+            o.step()
+            if rank == 0:
+                dist.barrier()
+        """
+    with pytest.raises(UserError, match=r"rank 0 waits in barrier .* in broadcast"):
+        lab.train("ddp", textwrap.dedent(code), hang_after=2, live=False)
+
+
 def test_a_dump_begins_at_the_cell() -> None:
     dump = (
         "Current thread 0x00007f (most recent call first):\n"

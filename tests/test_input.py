@@ -600,7 +600,7 @@ WRONG_IN_A_CELL = {
     "prepare(m, o, d, batch_size=4, weigh=1)": "weigh is 1; give a function of a",
     "prepare(m, o, d, batch_size=4, reduction=1)": "choose one of: mean, sum",
     "prepare(torch.nn.LazyLinear(2), o, d, batch_size=4)": "call model(x) once before",
-    "prepare(None, o, d, batch_size=4)": "model is NoneType None; prepare takes",
+    "prepare(None, o, d, batch_size=4)": "model is None; prepare takes a torch.nn.Mod",
     "prepare(m, 'sgd', d, batch_size=4)": "optimizer is str 'sgd'; make one",
     "prepare(m, o, d, batch_size=4, shuffle='x')": "shuffle is 'x'; it must be True",
     "prepare(m, o, d, batch_size=10**30)": "from 1 to 2,147,483,648",

@@ -51,7 +51,9 @@ def script_of(run: RunFacts, file_name: str, style: str | None = None) -> Script
                     f"{run.name} cannot be written in plain PyTorch: {error}; "
                     "leave out --style plain, and the script imports labkit.train"
                 ) from None
-            notes.append(f"It imports labkit.train and is not plain PyTorch: {error}")
+            notes.append(
+                f"The script imports labkit.train and is not plain PyTorch: {error}"
+            )
         else:
             check(text)
             return Script(text, notes)
@@ -138,6 +140,10 @@ def check_script_file(path: str | os.PathLike[str], *, force: bool) -> Path:
     if file.is_dir() or not file.parent.is_dir():
         what = "it is a folder" if file.is_dir() else f"there is no {file.parent}"
         raise ValueError(f"{file}: {what}; name a file, such as train.py")
+    if file.suffix == ".ipynb":
+        raise ValueError(
+            f"{file}: a script is no notebook; name a file, such as train.py"
+        )
     if file.exists() and not force:
         raise ValueError(
             f"{file} is there already; name another file, or add --force (force=True) "

@@ -122,6 +122,8 @@ def functions_of_fit(
 
 def type_and_value(value: Any) -> str:
     """A value in few words, for an error message: the same ones on every rank."""
+    if value is None:
+        return "None"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, type):

@@ -43,6 +43,7 @@ _TORCH_DATA = str(Path(_TORCH, "utils", "data"))
 _OURS = "labkit-"
 """What the names of labkit's own threads begin with, which call no collectives."""
 _LABKIT = str(Path(__file__).parents[2])
+_COMPAT = str(Path(_LABKIT, "compat")) + os.sep
 _STORE = str(Path(_LABKIT, "rank", "group", "store.py"))
 _LIBRARIES = [
     *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")},
@@ -171,6 +172,8 @@ def _may_wait_for_ranks(innermost: FrameType) -> bool:
     file = innermost.f_code.co_filename
     if file.startswith(_TORCH):
         return not file.startswith(_TORCH_DATA)
+    if file.startswith(_COMPAT):  # torch's own, in C++: DDP rebuilds its buckets
+        return True
     # As work.wait(), which has no frame.
     line = linecache.getline(file, innermost.f_lineno)
     return re.search(r"\bwait\b", line) is not None
