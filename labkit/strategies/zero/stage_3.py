@@ -171,7 +171,7 @@ class ZeRO3(ZeRO):
             land_parameters(self.engine)
         absent = [parameter for parameter in kept if is_absent(parameter)]
         if absent:
-            absent[0].all_gather(absent)
+            for_any_pass(absent[0].all_gather, absent)
         if not self._has_said_so and self.peers.rank == 0:
             self._has_said_so = True
             print(
@@ -332,6 +332,16 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
     return [*hooks, partial(setattr, module, "post_bwd_fn", own)]
 
 
+def for_any_pass(gather: Callable[..., None], *args: Any) -> None:
+    """Gather parameters that may stay for a later pass: of what is made in inference
+    mode they could be part of no backward pass."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False), torch.no_grad():
+            gather(*args)
+    else:
+        gather(*args)
+
+
 def begin_watched(
     route: Route,
     numbers: Mapping[int, int],
@@ -346,7 +356,7 @@ def begin_watched(
     if is_transformed():  # a parameter that is gathered there ends the process
         raise UnsupportedLoopError(TRANSFORMED)
     route.add(numbers.get(id(module), -1))
-    run(module)
+    for_any_pass(run, module)
     kind = id(module), module.training, torch.is_grad_enabled()
     if writes.before or kind not in writes.done:
         begin(kind[0], module.training, partial(own_whole, names, module))
