@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import multiprocessing.process
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -707,6 +708,13 @@ def sampler_of(iterator: Any) -> Any:
 def dataset_of(iterator: Any) -> Any:
     """What an iterator of a DataLoader draws from."""
     return iterator._dataset
+
+
+def keep_sockets_of_workers_in(folder: str) -> None:
+    """Have multiprocessing make its sockets here: DataLoader workers that are killed
+    cannot remove a folder of their own."""
+    process: Any = multiprocessing.process.current_process()
+    process._config.update(tempdir=folder)
 
 
 # ---- extensions in C++ ----

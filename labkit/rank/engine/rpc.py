@@ -4,7 +4,6 @@ import faulthandler
 import gc
 import importlib
 import linecache
-import multiprocessing.process
 import os
 import sys
 from pathlib import Path
@@ -95,9 +94,7 @@ def install(places: dict[tuple[str, int], tuple[Placement, str]]) -> list[str]:
     _runner = CellRunner(get_ipython(), placement)
     use_working_directory()
     dump_on_signal(stack_file)
-    # Of DataLoader workers: those that are killed cannot remove a folder of their own.
-    sockets = {"tempdir": str(Path(stack_file).parent)}
-    multiprocessing.process.current_process()._config.update(sockets)  # type: ignore[attr-defined]
+    torch.keep_sockets_of_workers_in(str(Path(stack_file).parent))
     # A crash in native code writes its stack to the engine's log.
     faulthandler.enable(ipython.stderr_fd())
     return _runner.notes
