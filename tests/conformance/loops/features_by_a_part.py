@@ -1,4 +1,4 @@
-"""After each step a part of the model alone computes features, in inference mode."""
+"""After each step a part of the model, then the whole, is run in inference mode."""
 
 inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(2))
 dataset = torch.utils.data.TensorDataset(inputs, inputs.sin())
@@ -15,6 +15,7 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
     with torch.inference_mode():
-        features = model[2](inputs[:4].to(device))
+        features = model[0](inputs[:4].to(device))
+        guessed = model(inputs[:4].to(device))
 with torch.no_grad():
     result = model(inputs[:4].to(device))
