@@ -17,6 +17,7 @@ from labkit.strategies import STRATEGIES
 from labkit.strategies.fsdp.sharding import called_ones
 from labkit.strategies.fsdp.sharding import check_calls
 from labkit.strategies.model.materialize import move
+from labkit.strategies.model.materialize import release
 from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import parameter_names
 from labkit.strategies.optimizers.elementwise import check_elementwise
@@ -402,3 +403,27 @@ def test_layers_with_hooks_that_an_optimizer_keeps() -> None:
     optimizer.kept = [model]
     with pytest.raises(UnsupportedLoopError, match="layers of the model that have"):
         check_kept(optimizer, "parameter_server", [HOOKED])
+
+
+def test_a_parameter_that_the_model_no_longer_has() -> None:
+    model = nn.Linear(4, 2)
+    held = list(model.parameters())
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    release(held, model)
+    weight, bias = held
+    assert weight.__class__ is not nn.Parameter
+    assert "before prepare" in repr(weight)
+    assert {weight: 1}[weight] == 1
+    nn.utils.clip_grad_norm_([bias], 1.0)
+    refused = pytest.raises(UnsupportedLoopError, match="taken from the model before")
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(held, 1.0),
+        lambda: weight.requires_grad_(False),
+        lambda: setattr(weight, "requires_grad", False),
+        lambda: weight.data.clamp_(0, 1),
+        lambda: sum(p.numel() for p in held),
+        lambda: torch.zeros(2, 4).lerp_(weight, 0.5),
+        lambda: torch.optim.SGD(held).zero_grad(),
+    ):
+        with refused:
+            use()

@@ -54,7 +54,8 @@ class Parts:
         self._before: list[tuple[int, int]] = []
         own = {id(shard_of(part)) for part in group.fsdp_params}
         for module in root.modules():
-            held = map(id, module.parameters(recurse=False))
+            # A class may have a parameters() of its own, as in MAML.
+            held = (id(each) for _, each in module.named_parameters(recurse=False))
             if not isinstance(module, FSDPModule) and own.intersection(held):
                 module.register_forward_pre_hook(self._begin, prepend=True)
                 module.register_forward_hook(self._end, always_call=True)

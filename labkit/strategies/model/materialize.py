@@ -31,6 +31,13 @@ FROM_META = (
     "self.apply(initialize), is not done; move it into reset_parameters()"
 )
 
+TAKEN_BEFORE = (
+    "the loop uses a parameter that it has taken from the model before prepare, which "
+    "under this strategy has put parts in its place: to clip, set, freeze or penalize "
+    "it would change nothing. Take parameters after prepare, for example params = "
+    "list(model.parameters()), or use ddp, zero1 or zero2"
+)
+
 Part = tuple[nn.Module, list[torch.Tensor]]
 
 
@@ -284,8 +291,22 @@ def move(tensor: torch.Tensor, device: torch.device) -> None:
 
 def release(tensors: list[torch.Tensor], part: nn.Module) -> None:
     """Free the memory of parameters that `part` no longer has: others may still hold
-    them, as the user's optimizer does."""
-    there = {id(parameter) for parameter in part.parameters()}
+    them, as the user's optimizer does, and a list of the loop's own."""
+    there = {id(parameter) for _, parameter in part.named_parameters()}
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and id(tensor) not in there:
             tensor.data = tensor.detach().new_empty(0)
+            if type(tensor) is nn.Parameter:
+                tensor.__class__ = Replaced
+
+
+class Replaced(nn.Parameter):
+    """A parameter that the model no longer has."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__repr__:
+            return "of the model before prepare"
+        raise UnsupportedLoopError(TAKEN_BEFORE)

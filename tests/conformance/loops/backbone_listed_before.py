@@ -1,0 +1,29 @@
+"""A backbone's parameters in a list that is made before prepare, by which they are
+frozen after the first epoch."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.randn(24, 6)
+y = (x[:, 0] > x[:, 1]).long()
+
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+backbone = list(model[0].parameters())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+
+for epoch in range(2):
+    for p in backbone:
+        p.requires_grad_(epoch == 0)
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+
+with torch.no_grad():
+    result = model(x[:4].to(device))
