@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -48,6 +49,7 @@ from labkit.rank_spec import format_ranks
 from labkit.rank_spec import parse_ranks
 from labkit.records import CellSpec
 from labkit.records import ScriptSpec
+from labkit.step_folders import alone_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -470,6 +472,8 @@ class Lab:
         self._wait_for_the_last_run()
         with contextlib.ExitStack() as work:
             work.enter_context(group.working())
+            folder = None if plan is None else Path(plan.directory)
+            work.enter_context(alone_in(folder))
             run = training.begin(on_run=self.runs.append)
             some = group.in_lab if len(group.in_lab) < self.world_size else None
             run.before = self._past.note_run(code_or_function, strategy, some)

@@ -1,6 +1,10 @@
 """Where checkpoints of steps are kept: read by the notebook, too, and without torch."""
 
+import contextlib
+import fcntl
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
@@ -72,3 +76,44 @@ def last_in(directory: Path) -> Path | None:
     """
     found = all_in(directory)
     return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path | None) -> Iterator[None]:
+    """For as long as a run keeps checkpoints there: ValueError where another one does,
+    of this kernel's or of another's on this host.
+
+    The folder itself is locked, so that the end of a kernel, however it went, frees it.
+    """
+    is_new = directory is not None and not directory.exists()
+    folder = None if directory is None else _locked(directory)
+    try:
+        yield
+    finally:
+        if directory is not None and folder is not None:
+            if is_new:
+                with contextlib.suppress(OSError):  # it is not empty, or gone
+                    directory.rmdir()
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child of the kernel's may have it
+            os.close(folder)
+
+
+def _locked(directory: Path) -> int | None:
+    """The folder, open and locked; None where that cannot be, as on a file system
+    without locks. Why it cannot be made the ranks say, when they save."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(folder)
+        if not isinstance(error, BlockingIOError):
+            return None
+        raise ValueError(
+            f"--checkpoint {directory}: another run is writing its checkpoints there "
+            "now; wait for its end, stop it, or name another folder"
+        ) from None
+    return folder

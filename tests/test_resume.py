@@ -25,6 +25,7 @@ from labkit.notebook.execution.options import plan_checkpoints
 from labkit.rank.training.resume import random_state
 from labkit.rank.training.resume import set_random_state
 from labkit.step_folders import all_in
+from labkit.step_folders import alone_in
 from labkit.step_folders import step_folder
 from labkit.strategies import find_strategy
 
@@ -616,3 +617,25 @@ for x in loader:
     run = lab.train("ddp", code, live=False, timeout=60, **kept)
     assert run.state == "finished"
     lab.run("del left", 0)
+
+
+def test_two_runs_at_a_time_do_not_write_into_one_folder(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    with (
+        alone_in(kept),  # as another kernel's run
+        pytest.raises(ValueError, match="another run is writing its checkpoints there"),
+    ):
+        train("ddp", loop(epochs=1))
+    assert not kept.exists()
+    with pytest.raises(RankError):
+        train("ddp", "1 / 0")
+    assert not kept.exists()
+    train("ddp", loop(epochs=1))
+    with (
+        alone_in(kept),
+        pytest.raises(ValueError, match="another run is writing its checkpoints there"),
+    ):
+        train("ddp", loop(epochs=1), resume=True)
+    assert all_in(kept)
