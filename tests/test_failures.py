@@ -174,6 +174,29 @@ def test_what_fails_in_fit_is_said_under_the_users_line(
     assert not re.search(r"File .*labkit", text)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "pipeline"])
+def test_what_fails_in_forward_is_shown_without_what_has_called_it(
+    lab: Lab, strategy: str
+) -> None:
+    code = """
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / int("none")
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), Fails(3, 1))
+sgd = torch.optim.SGD(model.parameters())
+data = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.ones(4, 1))
+model, sgd, loader = prepare(model, sgd, data, batch_size=4)
+for x, y in loader:
+    model(x)
+"""
+    with pytest.raises(RankError) as caught:
+        lab.train(strategy, code, live=False)
+    text = errors.COLOUR.sub("", "\n".join(caught.value._render_traceback_()))
+    assert "in Fails.forward(self, x)" in text
+    assert "model(x)" in text
+    assert not re.search(r"File .*labkit/strategies", text)
+
+
 def test_variables_that_a_failed_function_has_kept_stay(lab: Lab) -> None:
     code = """
 def fail(value):

@@ -39,6 +39,8 @@ LIBRARIES = {"labkit", "torch", "deepspeed"}
 FIT = "Session.fit"
 CALLS_OF_FIT = ("Scores.__call__", "Prepared.train_batch")
 """Where it calls what is the user's."""
+PASS_ON = ("__torch_dispatch__", "__torch_function__")
+"""Methods that see an operation, and have it done."""
 
 
 class TextOnlyError(Exception):
@@ -192,6 +194,7 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
     begins = next((at for at, each in enumerate(every) if is_of_scripts(each)), 0)
     every = every[begins:]  # and not the cell's one line, which is ours too
     every = without_fit([each for each in every if not passes_on(each)])
+    every = without_ours(every)
     inner = [not is_machinery(each) for each in every]
     every = [
         each
@@ -247,9 +250,8 @@ def is_machinery(frame: TracebackType) -> bool:
 
 
 def passes_on(frame: TracebackType) -> bool:
-    """Whether it is of a mode of ours, which sees each operation and has it done."""
-    is_mode = frame.tb_frame.f_code.co_name == "__torch_dispatch__"
-    return is_mode and package_of(frame) == "labkit"
+    """Whether it is of a mode of ours, or a kind of tensor."""
+    return frame.tb_frame.f_code.co_name in PASS_ON and package_of(frame) == "labkit"
 
 
 def without_fit(every: list[TracebackType]) -> list[TracebackType]:
@@ -267,6 +269,18 @@ def without_fit(every: list[TracebackType]) -> list[TracebackType]:
     if end < len(every) and package_of(every[end]) != "labkit":
         return every[:begin] + every[end:]
     return every
+
+
+def without_ours(every: list[TracebackType]) -> list[TracebackType]:
+    """Frames without those of labkit that have led on to a line of the user's: what
+    fails there is no fault of ours. What that line calls of labkit stays."""
+    users = [
+        at
+        for at, each in enumerate(every)
+        if not is_machinery(each) and package_of(each) not in LIBRARIES
+    ]
+    last = max(users, default=0)
+    return [e for at, e in enumerate(every) if at > last or package_of(e) != "labkit"]
 
 
 def clear_frames(error: BaseException, shell: Any) -> None:
