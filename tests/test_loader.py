@@ -990,3 +990,33 @@ def test_what_cannot_be_dealt_out_is_explained(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         all_ranks(source, 2, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_a_pass_has_the_samples_that_there_are_when_it_begins(as_loader: bool) -> None:
+    dataset = Squares(8)
+    source: Any = DataLoader(dataset, 4) if as_loader else dataset
+    loaders = all_ranks(source, 2, batch_size=None if as_loader else 4)
+    assert [len(loader) for loader in loaders] == [2, 2]
+    assert list(chain(*joined(one_epoch(loaders)))) == list(range(8))
+    for num_samples in (14, 14, 5):
+        dataset.num_samples = num_samples
+        assert {len(loader) for loader in loaders} == {-(-num_samples // 4)}
+        assert list(chain(*joined(one_epoch(loaders)))) == list(range(num_samples))
+
+
+def test_samples_that_one_rank_alone_has_got_are_refused() -> None:
+    are_alike = [True]
+
+    class Doubting(Trusting):
+        def agree_on(self, value: int, *, apart: bool = False) -> bool:
+            return are_alike[0]
+
+    dataset = Squares(8)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 0}
+    loader = Announced(*shard_dataset(dataset, Dealer(Doubting(0, 2, CPU)), **options))
+    are_alike[0] = False
+    assert len(list(loader)) == 2  # they are compared where they are others
+    dataset.num_samples = 9
+    with pytest.raises(UnsupportedLoopError, match="has 9 samples, and had 8 before"):
+        list(loader)

@@ -481,9 +481,10 @@ def order_of(
         )
         if is_shuffled or type(sampler) is SequentialSampler:
             return PlainOrder(
-                len(sampler),
+                sampler.data_source,
                 loader.batch_size,
                 shuffle=is_shuffled,
+                peers=peers,
                 drop_last=drop_last,
                 seed=seed,
             )

@@ -6,6 +6,7 @@ import random
 import zlib
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 from typing import Protocol
@@ -28,6 +29,12 @@ MOST_SKIPPED = 10_000_000
 """Global batches of a pass that is drawn only to be skipped."""
 MOST = 10_000
 """Global batches that are drawn at once from a sampler of the user's own."""
+OTHER_LENGTH = (
+    "the dataset has {now} samples, and had {before} before, and another rank has got "
+    "others: prepare deals one dataset out to all of them. Add the same samples on all "
+    "ranks, in the same order: gather what a rank has found for itself, with "
+    "dist.all_gather_object, or use %%dist_train raw"
+)
 
 
 class Order(Protocol):
@@ -54,27 +61,32 @@ class Order(Protocol):
 
 class PlainOrder:
     """All samples by their number, or shuffled: another order in every epoch, which
-    the seed decides."""
+    the seed decides. A dataset may have got more of them, or fewer, when a pass begins,
+    as in active learning."""
 
     def __init__(
         self,
-        num_samples: int,
+        dataset: Sized,
         batch_size: int,
         *,
         shuffle: bool,
+        peers: Peers,
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
-        self.num_samples = num_samples
+        self.dataset = dataset
+        self.num_samples = self._num_known = len(dataset)
+        self.peers = peers
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = seed
 
     def __len__(self) -> int:
+        num_samples = len(self.dataset)
         if self.drop_last:
-            return self.num_samples // self.batch_size
-        return -(-self.num_samples // self.batch_size)
+            return num_samples // self.batch_size
+        return -(-num_samples // self.batch_size)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -82,18 +94,29 @@ class PlainOrder:
         return {name: getattr(self, name) for name in names}
 
     def batches(self, epoch: int) -> Iterator[tuple[np.ndarray, int]]:
+        num_samples = len(self.dataset)
+        if num_samples != self._num_known:
+            self._check_alike(num_samples)
         if self.shuffle:
             # The same order on every rank and for every number of ranks.
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            order = torch.randperm(self.num_samples, generator=generator).numpy()
+            order = torch.randperm(num_samples, generator=generator).numpy()
         else:
-            order = np.arange(self.num_samples, dtype=np.int64)
+            order = np.arange(num_samples, dtype=np.int64)
         for number in range(len(self)):
             first = number * self.batch_size
             yield order[first : first + self.batch_size], 0
 
     def skip(self, epoch: int) -> None:
         pass
+
+    def _check_alike(self, num_samples: int) -> None:
+        """UnsupportedLoopError unless all ranks have got the same. Collective."""
+        if not self.peers.agree_on(fingerprint_of(self.dataset), apart=True):
+            raise UnsupportedLoopError(
+                OTHER_LENGTH.format(now=num_samples, before=self._num_known)
+            )
+        self._num_known = num_samples
 
 
 class DrawnOrder:
