@@ -179,6 +179,13 @@ def test_a_progress_bar_never_covers_a_label(capsys: Captured) -> None:
     assert states == ["[rank 0] 10%", "[rank 0] 20%", "[rank 0] done", ""]
 
 
+def test_a_line_in_place_of_a_longer_one_covers_all_of_it(capsys: Captured) -> None:
+    merge([out("\r100 of 300\r"), out("done\nnext\n")])
+    assert capsys.readouterr().out.split("\r")[-1] == (
+        "[rank 0] done      \n         next\n"
+    )
+
+
 def test_other_messages_than_output_are_ignored(capsys: Captured) -> None:
     merge([("status", {"execution_state": "idle"}), ("execute_input", {"code": "1"})])
     captured = capsys.readouterr()
@@ -421,6 +428,36 @@ def test_lines_that_only_begin_differently_are_kept_apart(
     say_and_wait(clock, merger, "", "c")
     merger.finish()
     assert capsys.readouterr().out == "[rank 0] a\n[rank 1] bc\n"
+
+
+def test_lines_that_differ_are_not_cut_where_they_begin_to(
+    clock: Clock, capsys: Captured
+) -> None:
+    merger = OutputMerger([0, 1])
+    say_and_wait(clock, merger, "loss 0.5", "loss 0.75")
+    merger.finish()
+    assert capsys.readouterr().out == "[rank 0] loss 0.5\n[rank 1] loss 0.75\n"
+
+
+def test_progress_bars_that_differ_take_one_line_and_end_on_two(
+    clock: Clock, capsys: Captured
+) -> None:
+    merger = OutputMerger([0, 1])
+    say_and_wait(clock, merger, "\rr0: 10%", "\rr1: 10%")
+    say_and_wait(clock, merger, "", "")
+    say_and_wait(clock, merger, "\rr0: 50%\rr0: 60%", "\rr1: 20%")
+    say_and_wait(clock, merger, "\rr0: 99%", "")
+    merger.add_message(0, *out("\n"))
+    merger.add_message(1, *out("\rr1: 99%\n"))
+    merger.finish()
+    shown = capsys.readouterr().out
+    *states, first, second = shown.split("\r")
+    assert states == [
+        *("[ranks 0-1] ", "[rank 0] r0: 10%", "[rank 1] r1: 10%"),
+        *("[rank 0] r0: 50%", "[rank 0] r0: 60%", "[rank 1] r1: 20%"),
+    ]
+    assert first == "[rank 0] r0: 99%"
+    assert second == "[rank 0] r0: 99%\n[rank 1] r1: 99%\n"
 
 
 def test_a_display_ends_a_line_that_only_begun(

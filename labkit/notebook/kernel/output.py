@@ -115,9 +115,15 @@ class OutputMerger:
         self._has_said_why = False
         self._queues: dict[int, list[Item]] = {rank: [] for rank in ranks}
         self._partial: dict[tuple[int, str], str] = {}
+        self._rewrites: set[tuple[int, str]] = set()
+        """Where the line that has begun takes the place of the one before."""
+        self._states: dict[tuple[int, str], str] = {}
+        """Of such a line, what is shown already, as it is if another follows."""
         self._oldest: float | None = None
         self._oldest_partial: float | None = None
         self._label = ""
+        self._widths: dict[str, int] = {}
+        """Of the line in each stream that the next one takes the place of."""
         self._open_stream: Any = None
         """Where the last line written has no end yet."""
 
@@ -175,32 +181,52 @@ class OutputMerger:
 
     def _add_text(self, rank: int, stream: str, text: str) -> None:
         # A shell command on a pseudo-terminal ends its lines with "\r\n".
-        text = (self._partial.pop((rank, stream), "") + text).replace("\r\n", "\n")
+        key = rank, stream
+        text = (self._partial.pop(key, "") + text).replace("\r\n", "\n")
+        shown = self._states.pop(key, None)
         end = 0
         for match in _LINE_END.finditer(text):
-            self._append_text(rank, stream, text[end : match.end()])
-            end = match.end()
+            line = text[end : match.end()]
+            if line != shown:
+                self._append_text(rank, stream, line)
+            end, shown = match.end(), None
+            self._rewrites.discard(key)
+            if line.endswith("\r"):
+                self._rewrites.add(key)
         if end < len(text):
-            self._partial[rank, stream] = text[end:]
+            self._partial[key] = text[end:]
             self._oldest_partial = self._oldest_partial or time.monotonic()
 
     def _take_partial_lines(self) -> None:
         """Queue lines that have only begun: what all ranks have said of them so far,
-        or, where they differ, what each has."""
+        or, where they differ, what each has. A progress bar that differs takes a line
+        with those of other ranks, and one of its own when it ends."""
         for stream in ("stdout", "stderr"):
             said = {
-                rank: self._partial.pop((rank, stream), "") for rank in self._queues
+                rank: self._partial.get((rank, stream), "") for rank in self._queues
             }
             common = common_beginning(list(said.values()))
+            if len(common) < min(map(len, said.values())):
+                common = ""  # and not a word of which some ranks have the first letter
             for rank, text in said.items():
+                key = rank, stream
+                if text and not common and key in self._rewrites:
+                    state = text.removesuffix("\r") + "\r"
+                    if state != self._states.get(key):
+                        self._append_text(rank, stream, state)
+                    self._states[key] = state
+                    continue
+                self._partial.pop(key, None)
+                self._states.pop(key, None)
                 if text:
                     self._append_text(rank, stream, common or text)
                 if common and text != common:
-                    self._partial[rank, stream] = text[len(common) :]
+                    self._partial[key] = text[len(common) :]
         self._oldest_partial = time.monotonic() if self._partial else None
 
     def _end_partial_lines(self, rank: int) -> None:
         for stream in ("stdout", "stderr"):
+            self._states.pop((rank, stream), None)
             if rest := self._partial.pop((rank, stream), ""):
                 end = "" if rest.endswith("\r") else "\n"
                 self._append_text(rank, stream, rest + end)
@@ -283,13 +309,22 @@ class OutputMerger:
                 gutter = ""
             else:
                 self._end_open_line()
-            stream.write(gutter + item.text)
+            stream.write(self._covering(gutter + item.text, item.stream))
             # A line that will be rewritten keeps its label, so that it stays there.
             self._label = "" if item.text.endswith("\r") else speaker
             self._open_stream = None
             if not item.text.endswith(("\n", "\r")):
                 self._open_stream = stream
                 stream.flush()
+
+    def _covering(self, text: str, stream: str) -> str:
+        """A line that takes the place of a longer one, with spaces over its rest."""
+        line = text.rstrip("\r\n")
+        end = text[len(line) :]
+        width, self._widths[stream] = self._widths.get(stream, 0), 0
+        if end == "\r":
+            self._widths[stream] = max(width, len(line))
+        return line.ljust(width) + end if end else text
 
     def _end_open_line(self) -> None:
         if self._open_stream:
