@@ -175,6 +175,15 @@ def test_a_cell_that_a_rank_has_left_too_early_ends(lab: Lab) -> None:
     assert_next_cell_works(lab)
 
 
+def test_a_cell_on_one_rank_that_waits_for_another_ends(lab: Lab) -> None:
+    with pytest.raises(UserError, match="rank that does not run the cell") as caught:
+        lab.run("dist.all_reduce(torch.ones(2**18))", ranks="0", hang_after=2)
+    told = r"rank 0: all_reduce #(\d+) of 1 MiB at line 1: .*\n" + LEFT
+    assert re.search(told, str(caught.value)), caught.value
+    assert "%%dist without numbers" in str(caught.value)
+    assert_next_cell_works(lab)
+
+
 @pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp"], "fsdp"))
 def test_a_loop_that_ends_by_its_own_loss_is_told_to_decide_together(
     lab: Lab, strategy: str

@@ -28,6 +28,19 @@ DEADLOCK = (
     "dist.all_reduce, or use ddp, zero1 or zero2"
 )
 
+LEFT_CELL = (
+    "has left the cell",
+    "Every rank must take part in each collective. If a loop ends early on a value "
+    "that differs between ranks, such as the loss, make all ranks decide together: "
+    "if stop_early(loss): break, or dist.all_reduce the value first",
+)
+NOT_IN_CELL = (
+    "does not run the cell",
+    "Every rank must take part in each collective; a model under zero3, fsdp, hsdp, "
+    "tensor or pipeline calls some. Run the cell on all ranks: %%dist without numbers",
+)
+"""Where the rank is, and what to do."""
+
 
 class HangDetector:
     """Watches one cell; says where its ranks are once nothing happens any more.
@@ -35,7 +48,7 @@ class HangDetector:
     What ranks send is a sign of life, and costs nothing. When nothing arrives for a
     while they are asked every few seconds how many steps and collectives they have
     done. It ends nothing, but raises UserError where that cannot come right any more:
-    where ranks wait in a collective for one that has left the cell, where two wait for
+    where ranks wait in a collective for one that is not in the cell, where two wait for
     each other in different groups, and where one has outlasted the timeout of its group
     and the backend does not end that.
     """
@@ -84,7 +97,9 @@ class HangDetector:
         if self._request is not None:
             if self._request.is_complete():
                 request, self._request = self._request, None
-                ended = self._ranks.difference(running)
+                # Of several cells at a time, each has ranks of its own.
+                all_ranks = self._ranks if self._label else self._cluster.ranks
+                ended = frozenset(all_ranks).difference(running)
                 self._take_stacks(request.result(), ended, now - self._last_sign)
         elif now >= max(self._next_question, self._last_sign + self._interval_s):
             self._next_question = now + self._interval_s
@@ -127,13 +142,9 @@ class HangDetector:
         # Ranks are not asked at the same instant: what is so still is so.
         if left and left == self._left:
             lines = "\n".join(stacks.lines(self._in_cell))
-            raise UserError(
-                f"ranks wait for a rank that has left the cell:\n{lines}\n"
-                "Every rank must take part in each collective. If a loop ends early on "
-                "a value that differs between ranks, such as the loss, make all ranks "
-                "decide together: if stop_early(loss): break, or dist.all_reduce the "
-                "value first"
-            )
+            was_there = waits_for(stacks.positions, self._ranks.intersection(ended))
+            where, advice = LEFT_CELL if was_there else NOT_IN_CELL
+            raise UserError(f"ranks wait for a rank that {where}:\n{lines}\n{advice}")
         self._left = left
         dead = deadlocks(stacks.positions)
         if dead and dead == self._dead:
