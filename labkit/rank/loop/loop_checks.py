@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from labkit.checkpoint.atomic_file import replacing
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
+from labkit.compat.torch import held_by
 from labkit.compat.torch import tree_leaves
 from labkit.rank.loop.arguments import WITH_ITS_WEIGHTS
 from labkit.rank.loop.arguments import check_prepared
@@ -65,6 +66,14 @@ ALREADY = (
     "For another phase (a new optimizer, layers unfrozen or added), build the model "
     "again with its weights, on all ranks, and prepare that with an optimizer of its "
     f"own: {WITH_ITS_WEIGHTS}"
+)
+
+IN_LAYERS = (
+    "{kind}, which was not passed to prepare, trains tensors that the model has as "
+    "attributes and not as parameters. Where the model's forward computes with them, "
+    "each rank has the gradient of its own layers alone under {strategy}, unlike one "
+    "process. Make them torch.nn.Parameter and give prepare one optimizer with a "
+    "parameter group for each part, or use single"
 )
 
 of_former_runs: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
@@ -340,8 +349,10 @@ class LoopChecks:
         is_whole = all(
             each.peers.size == 1 and each.division is None for each in self._prepared()
         )
-        if is_whole and self._options.accumulate == 1:
-            return  # every rank has whole batches
+        if is_whole and self._options.accumulate == 1:  # every rank has whole batches
+            if self._strategy.has_whole_parameters and self._holds_trained(optimizer):
+                self._note(IN_LAYERS.format(kind=kind, strategy=strategy))
+            return
         is_plain = self._options.accumulate == 1 and self._options.precision != "fp16"
         if is_plain and optimizer in of_former_runs:
             return  # its gradients are whole
@@ -356,6 +367,17 @@ class LoopChecks:
             "With its part of a batch that is unlike one process: call prepare once "
             "for each model and its optimizer. With the same data on all ranks the "
             "copies are alike"
+        )
+
+    def _holds_trained(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a prepared model has what this optimizer trains as plain attributes
+        of its layers."""
+        trained = set(map(id, parameters_of(optimizer)))
+        return any(
+            id(value) in trained
+            for each in self._prepared()
+            for module in each.module.modules()
+            for value in held_by(module)
         )
 
     def check_gradients_of(self, inputs: Roots, create_graph: bool) -> None:
