@@ -334,8 +334,11 @@ def test_what_cannot_continue_fails_with_the_cause(
     # A cell that needs what another one made, on a rank that is new.
     lab.run("learned_before = 1")
     again = "learned_before\n        die_once(rank == 0 and epoch == 2, 'gone')"
-    with pytest.raises(RankError, match=r"NameError: .*rank 0 died and was restarted"):
+    told = r"NameError: .*rank 0 died and was restarted"
+    with pytest.raises(RankError, match=told) as caught:
         lab.train("ddp", cell(again), every=3, **{**options, "resume": True})
+    shown = "\n".join(caught.value._render_traceback_())
+    assert "rank 0 died and was restarted with nothing but this cell" in shown
     assert lab.pull("learned_before", 1) == 1
 
 

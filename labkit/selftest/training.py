@@ -179,11 +179,16 @@ def compare(found: list[float], right: list[float], what: str) -> float:
     return worst
 
 
+def closeness(worst: float) -> str:
+    """How close losses are whose greatest difference is this."""
+    return f"to within {worst:.0e}" if worst else "to the last digit"
+
+
 def strategy(name: str, bench: Bench) -> Measured:
     """The losses of a strategy are those of one process."""
     right = reference(bench)
     worst = compare(train(bench, name, DATA + LOOP), right, name)
-    return Measured(f"the same losses in {NUM_STEPS} steps, to within {worst:.0e}")
+    return Measured(f"the same losses in {NUM_STEPS} steps, {closeness(worst)}")
 
 
 def shared_gpu(bench: Bench) -> Measured:
@@ -221,7 +226,7 @@ def checkpoint(bench: Bench) -> Measured:
     compare(saved, right[:half], "fsdp")
     found = train(bench, "zero1", DATA + f"load_checkpoint({folder!r})\n" + after)
     worst = compare(found, right[half:], "zero1, from a checkpoint of fsdp")
-    return Measured(f"saved under fsdp, trained on under zero1, to within {worst:.0e}")
+    return Measured(f"saved under fsdp, trained on under zero1, {closeness(worst)}")
 
 
 MEMORY = """

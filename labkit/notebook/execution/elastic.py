@@ -154,9 +154,17 @@ class Elastic:
     def _add(
         self, execution: CellExecution, ranks: set[int], why: str
     ) -> list[Outcome]:
-        """The outcomes, with `why` at the end of what is said of `ranks`."""
+        """The outcomes, with `why` at the end of what is said of `ranks`, and below the
+        traceback, which a notebook shows in place of that."""
+        line = [why.removeprefix("; ")]
         execution.outcomes = [
-            replace(each, evalue=each.evalue + why) if each.rank in ranks else each
+            replace(
+                each,
+                evalue=each.evalue + why,
+                traceback=each.traceback and [*each.traceback, *line],
+            )
+            if each.rank in ranks
+            else each
             for each in execution.outcomes
         ]
         return sorted(execution.outcomes, key=lambda outcome: outcome.rank)

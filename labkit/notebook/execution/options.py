@@ -43,7 +43,7 @@ class RunOptions(TrainOptions):
 
     name: str | None = option(
         None,
-        "what to call the run; a name that is taken gets a number",
+        "what to call the run; a name that this lab has used gets a number",
         check_run_name,
         metavar="NAME",
         default_text="run-1, run-2, ...",
