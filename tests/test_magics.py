@@ -104,6 +104,10 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%%dist_train ddp --epochs 3\n1", "--epochs 3: the code that trains sets ep"),
         ("%%dist_train ddp -n 2\n1", "-n 2: %dist_start -n N starts the ranks"),
         ("%%dist_train --strategy ddp\n1", "a word of its own, as in %%dist_train ddp"),
+        (
+            "%dist_start 3",
+            "unrecognized arguments: 3 (did you mean -n 3?); %dist_start?",
+        ),
         ("%dist_start --num 3", "--num 3 (did you mean --num-ranks?); "),
         ("%%dist 0 1\n1", "%%dist takes RANKS (0, or 0,2, or 1-3; all ranks by"),
         ("%%dist_train ddp --save-every 9\n1", "mean --average-every or --every?); "),

@@ -179,6 +179,9 @@ def what_it_takes(parser: Any, error: str) -> str:
     unknown = re.search(r"(?<!\S)--?[a-z][\w-]*", error)
     if unknown and (near := alike(unknown[0], flags)):
         return f" (did you mean {' or '.join(near)}?)"
+    number = re.fullmatch(r"unrecognized arguments: (\d+)", error)
+    if number and parser.prog in ("dist_start", "dist_check"):
+        return f" (did you mean -n {number[1]}?)"
     if unknown and "STRATEGY" in words:
         for flags_of_code, hint in OF_THE_CELL.items():
             if unknown[0] in flags_of_code:
