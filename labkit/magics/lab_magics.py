@@ -580,9 +580,9 @@ def print_causes(table: "pd.DataFrame") -> None:
 
 
 def to_read(table: "pd.DataFrame") -> "pd.DataFrame":
-    """A table of runs as words: numbers of three digits, bytes in a unit that suits
-    most of them, what is optional (parts of a rank's memory, theory) only where it is
-    there."""
+    """A table of runs as words: numbers of three digits, all memory in one unit and
+    all that is sent in one, what is optional (parts of a rank's memory, theory) only
+    where it is there."""
     in_bytes = [
         name
         for name in (*COMPONENTS, "wire_bytes", "wire_bytes_theory")
@@ -591,7 +591,10 @@ def to_read(table: "pd.DataFrame") -> "pd.DataFrame":
     optional = {*COMPONENTS, "wire_bytes_theory"}.intersection(table.columns)
     shown = table.drop(columns=optional.difference(in_bytes)).astype(object)
     for name in in_bytes:
-        unit, called = memory_unit(float(table[name].max()))
+        alike = [
+            each for each in in_bytes if (each in COMPONENTS) == (name in COMPONENTS)
+        ]
+        unit, called = memory_unit(float(table[alike].max().max()))
         shown[name] = [three_digits(value / unit) for value in table[name]]
         shown = shown.rename(
             columns={name: name.replace("wire_bytes", "sent") + f" ({called})"}
