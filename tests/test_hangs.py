@@ -114,8 +114,14 @@ def assert_next_cell_works(lab: Lab) -> None:
             r"the ranks do not agree: rank 0 waits in new_group, "
             r"rank 1 in recv from rank 0",
         ),
+        (
+            "import tempfile\nfrom torch.utils.file_baton import FileBaton\n"
+            "kept_file = tempfile.NamedTemporaryFile()\n"
+            "FileBaton(kept_file.name).wait()",
+            r"ranks 0-1: waits for another process to build a C\+\+ ext.* line 4",
+        ),
     ],
-    ids=["loop", "reducer", "new_group"],
+    ids=["loop", "reducer", "new_group", "build"],
 )
 def test_a_note_says_where_every_rank_stands(
     lab: Lab, code: str, noted: str, until_noted: Callable[..., str]

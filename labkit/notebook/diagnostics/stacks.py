@@ -347,7 +347,7 @@ def _place(position: Position) -> str:
         call = position.call
         size = f" of {_size(call)}" if call.num_bytes else ""
         return f"{call.name}{size} {at}".rstrip()
-    waits = _waits_for_workers(position.frames)
+    waits = _waits_for_workers(position.frames) or _waits_for_build(position.frames)
     if not position.started:  # from a dump, which says no more than the place
         return at
     does = waits or "not in a collective" + (", computing" if position.is_busy else "")
@@ -358,6 +358,16 @@ def _waits_for_workers(frames: Sequence[Frame]) -> str:
     names = {each.function for each in frames if "utils/data/dataloader" in each.place}
     if names & {"_try_get_data", "_get_data"}:
         return "waits for a worker of its DataLoader"
+    return ""
+
+
+def _waits_for_build(frames: Sequence[Frame]) -> str:
+    if any("torch/utils/file_baton" in each.place for each in frames):
+        return (
+            "waits for another process to build a C++ extension (if none does, as "
+            "after a kill: delete the file `lock` in the extension's folder, below "
+            "~/.cache/torch_extensions or TORCH_EXTENSIONS_DIR)"
+        )
     return ""
 
 
