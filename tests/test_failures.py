@@ -421,6 +421,18 @@ def test_an_interrupt_ends_the_cell_and_keeps_state(
     assert_all_is_well(lab)
 
 
+@pytest.mark.parametrize(
+    "how",
+    ["signal(signal.SIGINT, signal.SIG_IGN)", "pthread_sigmask(signal.SIG_BLOCK, [2])"],
+)
+def test_an_interrupt_comes_though_an_earlier_cell_wanted_none(
+    lab: Lab, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.run(f"import signal; signal.{how};")
+    interrupt_cell(lab, "print('here')\nimport time; time.sleep(60)", monkeypatch)
+    assert_all_is_well(lab)
+
+
 def test_an_interrupt_that_python_drops_comes_again(lab: Lab, capsys: Captured) -> None:
     """Raised as a generator that a loop has left is closed, it reaches nobody."""
     code = """

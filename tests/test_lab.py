@@ -336,7 +336,6 @@ def test_a_timeout_that_is_none_is_refused(lab: Lab, timeout: float) -> None:
         lab.run("1", timeout=timeout)
 
 
-@pytest.mark.long
 def test_status_tells_of_a_rank_that_cannot_say_more(lab: Lab) -> None:
     lab.run(
         "import os, psutil\nfiles, memory = [], psutil.virtual_memory\n"
@@ -349,6 +348,7 @@ def test_status_tells_of_a_rank_that_cannot_say_more(lab: Lab) -> None:
     assert "rank 1 cannot answer 'describe': OSError: " in status["cause"][1]
 
 
+@pytest.mark.long
 def test_two_labs_do_not_disturb_each_other(lab: Lab, capsys: Captured) -> None:
     lab.run("mine = 'first'")
     with Lab(num_ranks=1) as other:
@@ -615,6 +615,18 @@ def test_a_port_that_another_process_takes_does_not_fail_the_start(
     with Lab(num_ranks=1) as lab:
         lab.run("x = 1")
         assert lab.pull("x") == 1
+
+
+def test_a_controller_that_does_not_come_up_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def late(self: Any) -> None:
+        raise TimeoutError("no connection files in 60 s")
+
+    monkeypatch.setattr("ipyparallel.Cluster.connect_client", late)
+    said = "controller did not start: no connection files in 60 s; it printed:"
+    with pytest.raises(RuntimeError, match=said):
+        Lab(num_ranks=1)
 
 
 def test_nothing_of_the_notebooks_wing_is_on_a_rank(lab: Lab) -> None:

@@ -238,14 +238,16 @@ class Cluster(LabEngines):
         ipyparallel looks for free ports, and listens on them a moment later: another
         process may have one by then. The controller runs on without that part.
         """
+        return _TAKEN in self._controller_log()
+
+    def _controller_log(self) -> str:
         launcher = self._cluster.controller
         if launcher is None:
-            return False
+            return ""
         try:
-            said = Path(launcher.output_file).read_text(errors="replace")
+            return Path(launcher.output_file).read_text(errors="replace")
         except OSError:  # it has ended, and ipyparallel has taken what it printed
-            said = launcher.get_output()
-        return _TAKEN in said
+            return str(launcher.get_output())
 
     def _write_controller_config(self) -> None:
         """Have the controller encrypt its channels, sign its messages, and do little.
@@ -272,7 +274,7 @@ class Cluster(LabEngines):
         self, ranks: Sequence[int], on_progress: Callable[[str], None]
     ) -> None:
         if self._client is None:
-            self._client = self._cluster.connect_client_sync()
+            self._client = self._connected()
             compat.keep_listening(self._client)
         self._starter.prepare(self._cluster, on_progress)
         on_progress(f"starting {len(ranks)} engines")
@@ -289,6 +291,16 @@ class Cluster(LabEngines):
             self._engines[rank] = each
             self._engine_ids[rank] = engine_of[each.key]
             self._registered[engine_of[each.key]] = each
+
+    def _connected(self) -> Any:
+        try:
+            return self._cluster.connect_client_sync()
+        except (TimeoutError, RuntimeError) as error:
+            said = self._controller_log().strip() or "(nothing)"
+            words = "\n".join(said.splitlines()[-15:])
+            raise UserError(
+                f"ipyparallel's controller did not start: {error}; it printed:\n{words}"
+            ) from error
 
     def _look(self) -> None:
         """In a thread, now and then: ask how engines are elsewhere, and have the

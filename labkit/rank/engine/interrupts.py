@@ -77,6 +77,7 @@ class CellInterrupts:
         """The cell's code is about to run."""
         self._enter(Phase.RUNNING)
         signal.signal(signal.SIGINT, self._on_sigint)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         if signal.getsignal(signal.SIGTERM) == self._sigterm_when_idle:
             # ipykernel's waits for the end of the cell; within one, end the process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
