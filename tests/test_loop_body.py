@@ -57,6 +57,59 @@ def test_a_number_of_rounds_is_found() -> None:
     assert extra_work(PREPARE + loop) == "line 2: for step in range(9):"
 
 
+TRAINER = """
+class Trainer:
+    def train(self, num_epochs):
+        for self.epoch in range(num_epochs):
+            for self.number, (x, y) in enumerate(self.train_loader):
+                self.loss = self.loss_fn(self.model(x), y)
+                self.optimizer.zero_grad()
+                self.loss.backward()
+                self.optimizer.step()
+                self.total_loss += self.loss.item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "found"),
+    [
+        ("pass", None),
+        ("self.ema.update(self.model)", "line 11: self.ema.update(self.model)"),
+        ("if self.number == 9: break", "line 11: break"),
+        (
+            "for g in self.optimizer.param_groups: g['lr'] *= 0.9",
+            "line 11: g['lr'] *= 0.9",
+        ),
+    ],
+)
+def test_other_work_in_a_class_that_has_the_loader(
+    work: str, found: str | None
+) -> None:
+    assert extra_work(TRAINER + 16 * " " + work) == found
+
+
+def test_a_phase_of_an_epoch_is_no_other_work() -> None:
+    loop = (
+        "for x, y in loaders[phase]:\n"
+        "    loss = loss_fn(model(x), y)\n"
+        "    if phase == 'train':\n"
+        "        loss.backward()\n"
+        "        optimizer.step()\n"
+    )
+    assert extra_work(loop) is None
+    ema = "line 6: ema.update(model)"
+    assert extra_work(loop + "        ema.update(model)") == ema
+
+
+def test_parts_of_a_batch_that_the_loop_cuts_itself_are_no_other_work() -> None:
+    loop = (
+        "for x, y in self.loader:\n"
+        "    for part, target in zip(x.chunk(2), y.chunk(2)):\n"
+        "        loss_fn(model(part), target).backward()\n"
+    )
+    assert extra_work(loop) is None
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -111,10 +111,13 @@ def extra_work(code: str) -> str | None:
     for node in ast.walk(tree):
         if id(node) in evaluating:
             continue
-        if isinstance(node, ast.For | ast.While) and takes_batches(node, loaders):
-            goes_over = isinstance(node, ast.For) and names_in(node.iter, loaders)
+        if not isinstance(node, ast.For | ast.While):
+            continue
+        goes_over = isinstance(node, ast.For) and names_in(node.iter, loaders)
+        is_trained_in = trains_on_each(node)
+        if takes_batches(node, loaders) or is_trained_in:
             is_zipped = goes_over and "zip(" in ast.unparse(node).splitlines()[0]
-            is_counted = is_zipped or not goes_over
+            is_counted = is_zipped or not (goes_over or is_trained_in)
             found = node if is_counted else next(unusual(node.body, models), None)
             if found is not None:
                 first = ast.unparse(found).splitlines()[0]
@@ -161,6 +164,26 @@ def takes_batches(loop: ast.For | ast.While, loaders: set[str]) -> bool:
     )
 
 
+def trains_on_each(loop: ast.For | ast.While) -> bool:
+    """Whether it goes over something, by whatever name, as a class Trainer has its
+    loader, with a backward pass for each of what there is."""
+    if not isinstance(loop, ast.For) or ast.unparse(loop.iter).startswith("range("):
+        return False
+    within = [each for statement in loop.body for each in ast.walk(statement)]
+    return has_backward(loop.body) and not any(
+        isinstance(each, ast.For | ast.While) and has_backward(each.body)
+        for each in within
+    )
+
+
+def has_backward(body: list[ast.stmt]) -> bool:
+    return any(
+        isinstance(each, ast.Call) and getattr(each.func, "attr", "") == "backward"
+        for statement in body
+        for each in ast.walk(statement)
+    )
+
+
 def names_in(node: ast.AST, names: set[str]) -> bool:
     return any(
         isinstance(each, ast.Name) and each.id in names for each in ast.walk(node)
@@ -181,9 +204,9 @@ def unusual(body: list[ast.stmt], models: set[str]) -> Iterator[ast.stmt]:
     """Statements that do more than compute values for this batch."""
     for statement in body:
         is_loop = isinstance(statement, ast.For | ast.While)
-        if (is_loop or isinstance(statement, ast.If)) and ".step(" in ast.unparse(
-            statement
-        ):
+        is_one = isinstance(statement, ast.If) and is_phase(statement)
+        may_step = is_loop or (isinstance(statement, ast.If) and not is_one)
+        if may_step and ".step(" in ast.unparse(statement):
             yield statement  # it accumulates by itself, or steps several times
         elif isinstance(statement, ast.For | ast.While):
             inner = unusual([*statement.body, *statement.orelse], models)
@@ -206,10 +229,22 @@ def unusual(body: list[ast.stmt], models: set[str]) -> Iterator[ast.stmt]:
                 yield statement
         elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = getattr(statement, "targets", None) or [statement.target]  # type: ignore[union-attr]
-            if not all(isinstance(each, ast.Name | ast.Tuple) for each in targets):
+            if not all(map(is_variable, targets)):
                 yield statement
         elif not isinstance(statement, ast.Pass | ast.Expr | ast.Assert):
             yield statement
+
+
+def is_phase(statement: ast.If) -> bool:
+    """Whether it has all of a training step, for epochs that train."""
+    return "train" in ast.unparse(statement.test) and has_backward(statement.body)
+
+
+def is_variable(target: ast.expr) -> bool:
+    """Whether this is set in the loop, or in the class that has it, and in nothing that
+    they train with."""
+    is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    return is_own or isinstance(target, ast.Name | ast.Tuple)
 
 
 def use_of_batch_size(code: str) -> str | None:
