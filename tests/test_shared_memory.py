@@ -1,5 +1,6 @@
 """What workers send through /dev/shm, and what happens where that is full."""
 
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from labkit import Lab
 from labkit.rank.data.workers import Sendable
 
 pytestmark = pytest.mark.timeout(120)
@@ -128,3 +130,15 @@ def test_what_a_worker_cannot_send_is_an_error(kind: str) -> None:
         (AttributeError, ValueError), match=r"local object|a tensor with a graph"
     ):
         next(iter(loader))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they have no sockets")
+def test_workers_send_though_the_folder_of_their_lab_was_tidied_up() -> None:
+    """As of /tmp: by whom, and after how many days, the system's settings say."""
+    with Lab(num_ranks=1) as lab:
+        shutil.rmtree(lab._ranks.cluster.folder)
+        lab.run(
+            "from torch.utils.data import DataLoader\n"
+            "for batch in DataLoader(torch.ones(9, 9), num_workers=1): pass",
+            timeout=60,
+        )

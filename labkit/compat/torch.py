@@ -4,6 +4,8 @@ import contextlib
 import functools
 import importlib
 import multiprocessing.process
+import multiprocessing.util
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -712,9 +714,19 @@ def dataset_of(iterator: Any) -> Any:
 
 def keep_sockets_of_workers_in(folder: str) -> None:
     """Have multiprocessing make its sockets here: DataLoader workers that are killed
-    cannot remove a folder of their own."""
+    cannot remove a folder of their own.
+
+    Made again where it is gone: what tidies up /tmp may have removed it, and a worker
+    without it would send nothing, and be waited for.
+    """
+
+    def in_folder() -> str:
+        os.makedirs(folder, 0o700, exist_ok=True)  # noqa: PTH103
+        return folder
+
     process: Any = multiprocessing.process.current_process()
-    process._config.update(tempdir=folder)
+    process._config.update(tempdir=folder)  # of those that are not forked
+    multiprocessing.util.get_temp_dir = in_folder
 
 
 # ---- extensions in C++ ----
