@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 import pytest
+from interrupts import interrupt_when
 from kernels import Kernel
 from kernels import running_kernel
 from kernels import wait_until
@@ -13,6 +14,7 @@ from kernels import wait_until
 from labkit import Lab
 from labkit import RankError
 from labkit import Run
+from labkit.notebook.kernel.background import Job
 
 # Trains until the file is there.
 LOOP = """
@@ -185,6 +187,21 @@ def test_the_picture_stays_under_the_cell_that_began_the_run(
     end.touch()
     ended = kernel.run("import labkit\nlabkit.current_lab().runs[-1].wait()")
     assert "finished" in ended.result["text/plain"], ended.error
+
+
+def test_an_interrupt_of_the_wait_for_a_job_does_not_end_it() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        over.wait(60)
+
+    job = Job(work, name="a job")
+    with pytest.raises(KeyboardInterrupt), interrupt_when(begun.is_set):
+        job.wait()
+    assert not job.join(0)
+    over.set()
+    assert job.wait(60)
 
 
 @pytest.mark.long

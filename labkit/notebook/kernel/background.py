@@ -12,12 +12,13 @@ class Job:
 
     def __init__(self, work: Callable[[], None], *, name: str) -> None:
         self._error: BaseException | None = None
+        # Python, before 3.13, takes a thread for ended whose `join` was interrupted.
+        self._has_ended = threading.Event()
         # The kernel keeps in the context which cell it is that prints.
         context = contextvars.copy_context()
-        self._thread = threading.Thread(
+        threading.Thread(
             target=context.run, args=(self._run, work), name=name, daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -25,11 +26,12 @@ class Job:
         except BaseException as error:
             self._error = error
             show_error(error)
+        finally:
+            self._has_ended.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Whether the work has ended, within `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._has_ended.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Like `join`, but raises what the work raised."""
