@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -862,6 +863,21 @@ def test_a_restart_of_all_that_was_interrupted_goes_on_with_the_next(
         with pytest.raises(RuntimeError, match=said):
             use()
     assert lab.restart() == [0, 1]
+    lab.run("kept = 100 + rank")
+    assert_all_is_well(lab)
+
+
+def test_a_lab_whose_folder_was_tidied_up_says_what_starts_ranks_again(
+    lab: Lab,
+) -> None:
+    shutil.rmtree(lab._ranks.cluster.folder)
+    assert_all_is_well(lab)
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        lab.run("import os\nif rank == 1: os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match=r"folder .* was removed, .* --all"):
+        lab.restart()
+    assert lab.pull("kept") == 100
+    assert lab.restart(everyone=True) == [0, 1]
     lab.run("kept = 100 + rank")
     assert_all_is_well(lab)
 

@@ -276,6 +276,12 @@ class Cluster(LabEngines):
         if self._client is None:
             self._client = self._connected()
             compat.keep_listening(self._client)
+        elif not (self.folder / "security").is_dir():  # ipyparallel would wait for it
+            raise UserError(
+                f"the lab's folder {self.folder} was removed, by what tidies up such "
+                "folders or by hand, and no rank can be started without it; "
+                "%dist_restart --all (lab.restart(everyone=True)) makes another"
+            )
         self._starter.prepare(self._cluster, on_progress)
         on_progress(f"starting {len(ranks)} engines")
         known = self.known()
