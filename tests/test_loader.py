@@ -125,7 +125,10 @@ def one_epoch(loaders: list[Announced]) -> list[list[list[int]]]:
             if number == len(batches):
                 batches.append([])
             num_samples = loader.shares[-1].num_samples
-            assert len(x) == (num_samples or 2)  # a stand-in, twice
+            if num_samples:
+                assert len(x) == num_samples
+            else:  # a stand-in: twice, but where the batch is one sample
+                assert len(x) in (1, 2)
             batches[number].append(x.long().tolist()[:num_samples])
     return batches
 
@@ -990,6 +993,11 @@ def test_what_cannot_be_dealt_out_is_explained(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         all_ranks(source, 2, batch_size=batch_size)
+
+
+def test_a_batch_of_one_sample_is_one_on_every_rank() -> None:
+    for loader in all_ranks(Squares(3), 2, batch_size=1):
+        assert [len(x) for x, _ in loader] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("as_loader", [False, True])

@@ -169,7 +169,10 @@ class Dealer:
 
 
 def stand_in(batch: Any) -> Any:
-    """The first sample, twice: BatchNorm takes no less of some shapes."""
+    """The first sample, twice: BatchNorm takes no less of some shapes. Where the batch
+    is one sample, that one: a loop may expect it, as one with `x.squeeze(0)` does."""
+    if len(batch) == 1:
+        return batch
     return batch[[0, 0]] if isinstance(batch, np.ndarray) else [batch[0], batch[0]]
 
 
