@@ -21,6 +21,7 @@ from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import living
 from labkit.strategies.autograd.backward import unfollow
 from labkit.strategies.mesh.peers import Peers
+from labkit.strategies.mesh.peers import Pending
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -116,7 +117,7 @@ def test_gradients_are_reduced_in_one_order() -> None:
     first, second, third, fourth = parameters
     reduced: list[nn.Parameter] = []
     queue = InOrder(reduced.append, parameters, Peers(0, 1, torch.device("cpu")))
-    queue.begin([first, second, third, fourth])
+    queue.begin(Pending(None, lambda: parameters))
     queue.add(second)  # waits for those after it
     assert reduced == []
     queue.add(fourth)
@@ -124,7 +125,7 @@ def test_gradients_are_reduced_in_one_order() -> None:
     queue.add(third)
     assert [id(p) for p in reduced] == [id(fourth), id(third), id(second)]
     assert [id(p) for p in queue.late()] == [id(first)]
-    queue.begin([second])  # another pass, that reaches no more
+    queue.begin(Pending(None, lambda: [second]))  # another pass, that reaches no more
     queue.add(second)
     assert reduced[-1] is second
     assert queue.late() == []

@@ -35,7 +35,7 @@ from labkit.strategies.autograd.agreement import STEP_SKIPPED
 from labkit.strategies.autograd.agreement import Course
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
-from labkit.strategies.autograd.agreement import agree
+from labkit.strategies.autograd.agreement import begin_agree
 from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
@@ -44,6 +44,7 @@ from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.mesh import worlds
 from labkit.strategies.mesh.device_mesh import part_of_model
+from labkit.strategies.mesh.peers import Pending
 from labkit.strategies.mesh.peers import peers_on
 from labkit.strategies.mesh.peers import team_on
 from labkit.strategies.mesh.roles import Roles
@@ -342,6 +343,12 @@ class Prepared:
         model, as where the facts in `alike` differ. What a loop does between the
         backward pass and the step is compared in the next pass. Collective.
         """
+        return self.begin_agree(used, alike).wait()
+
+    def begin_agree(
+        self, used: Sequence[bool] = (), alike: Sequence[bool] = ()
+    ) -> Pending[list[bool]]:
+        """As `agree`, which may be waited for, and raises, later. Collective."""
         facts = [
             self.course.num_batches,
             self.course.num_passes,
@@ -351,14 +358,17 @@ class Prepared:
             self.route.take(),
             zlib.crc32(bytes(alike)),
         ]
-        some, same = agree(used, facts, self.team)
-        is_same_batch, is_same_pass, is_same_step, *same = same
-        has_same_settings, had_same_settings, is_same_route, is_alike = same
+        return begin_agree(used, facts, self.team).then(self._check_alike)
+
+    def _check_alike(self, found: tuple[list[bool], list[bool]]) -> list[bool]:
+        some, same = found
+        is_same_batch, is_same_pass, is_same_step, *more = same
+        has_same_settings, had_same_settings, is_same_route, is_alike = more
         if not (is_same_batch or is_same_pass):
-            found = (
+            which = (
                 f"backward pass {self.course.num_passes} of a step begins on this one"
             )
-            raise UnsupportedLoopError(OTHER_PASSES.format(found=found))
+            raise UnsupportedLoopError(OTHER_PASSES.format(found=which))
         if not is_same_batch:
             raise UnsupportedLoopError(SKIPPED)
         if not is_same_step:

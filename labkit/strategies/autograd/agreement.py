@@ -4,7 +4,6 @@ import enum
 import operator
 import zlib
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.peers import Peers
+from labkit.strategies.mesh.peers import Pending
 
 SKIPPED = (
     "ranks are at different batches, because some skipped one: by `continue`, or by a "
@@ -66,13 +66,24 @@ def agree(
 ) -> tuple[list[bool], list[bool]]:
     """For each of `used`: whether it is so on any rank. For each of `facts`: whether it
     is the same on all of `peers`. Collective."""
-    found = peers.greatest([*used, *facts, *map(operator.neg, facts)])
-    some, most = found[: len(used)], found[len(used) : len(used) + len(facts)]
-    least = found[len(used) + len(facts) :]
-    return (
-        [bool(each) for each in some],
-        [one == -other for one, other in zip(most, least, strict=True)],
-    )
+    return begin_agree(used, facts, peers).wait()
+
+
+def begin_agree(
+    used: Sequence[bool], facts: Sequence[int], peers: Peers
+) -> Pending[tuple[list[bool], list[bool]]]:
+    """As `agree`, which may be waited for later. Collective."""
+
+    def read(found: list[int]) -> tuple[list[bool], list[bool]]:
+        some, most = found[: len(used)], found[len(used) : len(used) + len(facts)]
+        least = found[len(used) + len(facts) :]
+        return (
+            [bool(each) for each in some],
+            [one == -other for one, other in zip(most, least, strict=True)],
+        )
+
+    sent = [*used, *facts, *map(operator.neg, facts)]
+    return peers.begin_greatest(sent).then(read)
 
 
 class Event(enum.IntEnum):
@@ -408,11 +419,13 @@ class InOrder:
         self._waiting: list[int] = []
         """Of this pass, the next one to reduce at the end."""
         self._ready: dict[int, tuple[Any, ...]] = {}
+        self._used: Pending[list[nn.Parameter]] | None = None
+        """What this pass reaches, until the ranks are known to agree on it."""
 
-    def begin(self, used: Iterable[nn.Parameter]) -> None:
+    def begin(self, used: Pending[list[nn.Parameter]]) -> None:
         """A backward pass begins that reaches `used`, equal on all ranks."""
-        numbers = {self._number[id(parameter)] for parameter in used}
-        self._waiting = [each for each in reversed(self._order) if each in numbers]
+        self._used = used
+        self._waiting.clear()
         self._ready.clear()
         self._came.clear()
 
@@ -421,11 +434,22 @@ class InOrder:
         number = self._number[id(parameter)]
         self._came.append(number)
         self._ready[number] = parameter, *rest
+        # Not to wait for it: the pass goes on, and has more to compute.
+        if self._used is None or self._used.is_there():
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        """Those whose turn it is."""
+        if self._used is not None:
+            used, self._used = self._used.wait(), None
+            numbers = {self._number[id(parameter)] for parameter in used}
+            self._waiting = [each for each in reversed(self._order) if each in numbers]
         while self._waiting and self._waiting[-1] in self._ready:
             self._reduce(*self._ready.pop(self._waiting.pop()))
 
     def late(self) -> list[nn.Parameter]:
         """Parameters that the pass should reach and that have no gradient yet."""
+        self._reduce_ready()
         return [self._parameters[n] for n in self._waiting if n not in self._ready]
 
     def agree(self) -> None:

@@ -1,9 +1,12 @@
 """The ranks that share the samples of a batch."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
+from typing import Generic
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +24,9 @@ from labkit.strategies.mesh.worlds import ALONE
 from labkit.strategies.mesh.worlds import check_world
 from labkit.strategies.mesh.worlds import current_world
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 
 def _by(operation: Any) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
@@ -30,6 +36,31 @@ def _by(operation: Any) -> dist.AllreduceOptions:
 
 
 _GREATEST, _SUM = _by(dist.ReduceOp.MAX), _by(dist.ReduceOp.SUM)
+
+
+class Pending(Generic[T]):
+    """What ranks have begun to exchange, and go on meanwhile."""
+
+    def __init__(self, work: dist.Work | None, read: Callable[[], T]) -> None:
+        self._work, self._read = work, read
+        self._found: list[T] = []
+
+    def is_there(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> T:
+        """What has come of it: the same, however often it is asked for."""
+        if not self._found:
+            if self._work is not None:
+                with no_dispatch():
+                    self._work.wait()
+            self._found.append(self._read())
+        return self._found[0]
+
+    def then(self, function: Callable[[T], S]) -> "Pending[S]":
+        """What `function` makes of it, once that is waited for."""
+        return Pending(self._work, lambda: function(self.wait()))
 
 
 @dataclass(frozen=True)
@@ -81,7 +112,14 @@ class Peers:
         """The greatest of each number. Collective, and no part of what is measured of a
         step: it is no part of the strategy. What is sent `apart` meets nothing else,
         where ranks do not do the same."""
-        return self._reduced(np.array(numbers, np.int64), _GREATEST, apart=apart)
+        found: list[int] = self.begin_greatest(numbers, apart=apart).wait()
+        return found
+
+    def begin_greatest(
+        self, numbers: Sequence[int], *, apart: bool = False
+    ) -> "Pending[list[int]]":
+        """As `greatest`, whose result may be waited for later. Collective."""
+        return self._begin(np.array(numbers, np.int64), _GREATEST, apart=apart)
 
     def agree_on(self, value: int, *, apart: bool = False) -> bool:
         """Whether `value` is the same on all of these ranks. Collective."""
@@ -90,22 +128,22 @@ class Peers:
 
     def sum_apart(self, number: float) -> float:
         """The sum of these ranks' numbers. Collective, as `greatest`."""
-        total: float = self._reduced(np.array([number]), _SUM, apart=True)[0]
+        total: float = self._begin(np.array([number]), _SUM, apart=True).wait()[0]
         return total
 
-    def _reduced(self, numbers: Any, how: dist.AllreduceOptions, *, apart: bool) -> Any:
+    def _begin(
+        self, numbers: Any, how: dist.AllreduceOptions, *, apart: bool
+    ) -> "Pending[Any]":
         with no_dispatch():
             # In a step of some strategies: `torch.tensor` and `dist.all_reduce` take
             # twice as long.
-            sent = torch.from_numpy(numbers)
+            sent, work = torch.from_numpy(numbers), None
             if self.size > 1:
                 if self.group is None:
                     raise RuntimeError("the ranks have no process group any more")
                 group = (gloo_of if apart else control_of)(self.group)
                 work = group.allreduce([sent], how)
-                if work is not None:
-                    work.wait()
-            return sent.tolist()
+        return Pending(work, numbers.tolist)
 
 
 def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:

@@ -14,7 +14,7 @@ BUCKET_ELEMENTS = {"cpu": 2_000_000, "cuda": 50_000_000}
 collective of 2e6 elements, which gloo needs a millisecond for, takes NCCL no longer
 than to begin one."""
 
-LEAST_BUCKET_ELEMENTS = 65_536
+LEAST_BUCKET_ELEMENTS = 262_144
 """Of gradients, under stages 1 and 2: a smaller message takes longer to begin than to
 send."""
 

@@ -31,6 +31,7 @@ from labkit.strategies.autograd.agreement import InOrder
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.mesh.peers import Pending
 from labkit.strategies.model.gradients import CellGradients
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.states import Held
@@ -114,8 +115,6 @@ class ZeRO(Prepared):
     _has_noted_unused = False
     _in_order: InOrder | None = None
     """From stage 2 on, which reduces gradients in the backward pass."""
-    _anywhere: Sequence[nn.Parameter] = ()
-    """What any rank uses in this backward pass."""
     _casts: Sequence[RemovableHandle] = ()
 
     @property
@@ -196,6 +195,8 @@ class ZeRO(Prepared):
         self._requires_grad = [p.requires_grad for p in self._owned]
         self._trained = [p for p in self._owned if p.requires_grad]
         self._trained_ids = set(map(id, self._trained))
+        self._anywhere: Pending[list[nn.Parameter]] = Pending(None, list)
+        """What any rank uses in the newest backward pass."""
         of_cell = self.given_parameters if self.strategy.is_sharded else self._trained
         self._gradients = CellGradients(self, of_cell)
         vars(self.module)["__deepcopy__"] = partial(plain_copy, self.module)
@@ -248,13 +249,18 @@ class ZeRO(Prepared):
         """Of which parameters any rank has gradients in this pass. Collective."""
         ours = set(map(id, used))
         flags = [id(parameter) in ours for parameter in self._trained]
-        some = self.agree(flags, alike=flags if self.strategy.is_sharded else ())
-        self._anywhere = [
-            p for p, is_used in zip(self._trained, some, strict=True) if is_used
-        ]
-        self._used.update(map(id, self._anywhere))
+        is_sharded = self.strategy.is_sharded
+        agreeing = self.begin_agree(flags, alike=flags if is_sharded else ())
+        self._anywhere = agreeing.then(self._note_used)
+        if is_sharded:  # the pass itself gathers, on all ranks at once
+            self._anywhere.wait()
         if self._in_order is not None:
             self._in_order.begin(self._anywhere)
+
+    def _note_used(self, flags: Sequence[bool]) -> list[nn.Parameter]:
+        found = [*itertools.compress(self._trained, flags)]
+        self._used.update(map(id, found))
+        return found
 
     def _fill_up(self) -> None:
         """All gradients of a pass are there: those which only other ranks have are 0
@@ -262,7 +268,7 @@ class ZeRO(Prepared):
         if self._in_order is not None:
             late = self._in_order.late()
         else:
-            late = [p for p in self._anywhere if p.grad is None]
+            late = [p for p in self._anywhere.wait() if p.grad is None]
         for parameter in late:
             self._process_gradient(parameter)
 
@@ -274,7 +280,9 @@ class ZeRO(Prepared):
         self._gradients.end_pass()
         if has_failed:
             self._drop_gradients()
-        elif self._in_order is not None:
+            return
+        self._anywhere.wait()  # where no gradient has come
+        if self._in_order is not None:
             self._in_order.agree()
 
     def _drop_gradients(self) -> None:
