@@ -95,3 +95,34 @@ def test_several_dtypes_in_a_block_are_explained() -> None:
     )
     add_hint(error, CPU, is_prepared=True)
     assert "torch.view_as_real" in "".join(notes_of(error))
+
+
+@pytest.mark.parametrize(
+    ("use", "hint"),
+    [
+        (
+            lambda: torch.sparse.mm(
+                torch.eye(2).to_sparse(), torch.ones(2, 2, dtype=torch.bfloat16)
+            ),
+            "buffers, and the inputs of a part",
+        ),
+        (
+            lambda: torch.ones(2, dtype=torch.bfloat16).numpy(),
+            "write tensor.detach().float().cpu().numpy()",
+        ),
+    ],
+)
+def test_a_dtype_of_precision_is_explained(use: Callable[[], Any], hint: str) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as found:
+        use()
+    add_hint(found.value, CPU, is_prepared=True)
+    assert hint in "".join(notes_of(found.value))
+
+
+def test_a_tensor_of_another_stage_is_explained() -> None:
+    here, elsewhere = torch.ones(2, 2), torch.ones(2, 2, device="meta")
+    for tensors in ((elsewhere, here, here), (here, elsewhere, elsewhere)):
+        with pytest.raises(RuntimeError) as found:
+            torch.addmm(*tensors)
+        add_hint(found.value, CPU, is_prepared=True)
+        assert "under pipeline a tensor between" in "".join(notes_of(found.value))

@@ -59,6 +59,10 @@ NO_KERNEL = (
     "under ZeRO, fsdp and hsdp the layers compute in the dtype of --precision, and "
     "this device has no such function in that dtype: give it x.float(), or use ddp"
 )
+NO_NUMPY = (
+    "numpy has no such dtype, in which layers compute with --precision bf16, and ZeRO "
+    "keeps parameters: write tensor.detach().float().cpu().numpy()"
+)
 TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
     "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
@@ -287,6 +291,8 @@ OF_STRATEGIES = {
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
     r"must have the same dtype, but got (Float|float) and Half": OTHER_PRECISION,
     r"to have the same dtype, but got: .*(BFloat16|Half)": OTHER_PRECISION,
+    r"expected scalar type Float but found (BFloat16|Half)": OTHER_PRECISION,
+    "unsupported ScalarType BFloat16": NO_NUMPY,
     r"must have the same dtype, but got (Double|BFloat16|Half) and": OTHER_DTYPE,
     r"Expected out tensor to have dtype \S+, but got": OTHER_DTYPE,
     "Operator .* does not have a sharding strategy registered": IN_PARTS,
