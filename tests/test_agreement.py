@@ -131,6 +131,75 @@ def test_gradients_are_reduced_in_one_order() -> None:
     assert queue.late() == []
 
 
+def test_gradients_are_held_until_there_are_enough_to_send() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    first, second, third = parameters
+    reduced: list[nn.Parameter] = []
+    peers = Peers(0, 1, torch.device("cpu"))
+    queue = InOrder(reduced.append, parameters, peers, num_held=4)
+    for _ in range(2):
+        reduced.clear()
+        queue.begin(Pending(None, lambda: parameters))
+        queue.add(third)
+        assert reduced == []
+        queue.add(second)
+        assert [id(each) for each in reduced] == [id(third), id(second)]
+        queue.add(first)
+        assert reduced[-1] is first
+    queue.begin(Pending(None, lambda: parameters))
+    queue.add(third)
+    assert {id(each) for each in queue.late()} == {id(first), id(second)}
+
+
+LARGE = """
+import time
+import torch.distributed as dist
+from torch import nn
+def make():
+    layers = [nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 600), Shared()]
+    return nn.Sequential(*layers, nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 1))
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = torch.ones(())
+        dist.all_reduce(total)
+        return gradient * total
+
+class Shared(nn.Module):
+    def forward(self, x):
+        return Sum.apply(x)
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+prepared = []
+for model in (make(), make()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    prepared += prepare(model, optimizer, data, batch_size=8, shuffle=False)
+one, of_one, loader, other, of_other, _ = prepared
+for (x,) in loader:
+    loss = one(x).square().mean() + other(x).square().mean()
+    if dist.get_rank() == 0:
+        time.sleep(0.1)  # the others are far in their pass when it begins its own
+    loss.backward()
+    of_one.step(); of_one.zero_grad()
+    of_other.step(); of_other.zero_grad()
+"""
+
+
+def test_what_else_a_backward_pass_sends_meets_no_gradients(lab: Lab) -> None:
+    found = []
+    for strategy in ("ddp", "zero2"):
+        train(lab, strategy, LARGE)
+        found.append([lab.pull(name, full=True) for name in ("one", "other")])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_who_follows_twice_sees_each_backward_pass_once() -> None:
     class Follower:
         given_parameters = ()

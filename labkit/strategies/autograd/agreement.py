@@ -407,9 +407,13 @@ class InOrder:
         reduce: Callable[..., None],
         parameters: Sequence[nn.Parameter],
         peers: Peers,
+        num_held: int = 0,
     ) -> None:
+        """`num_held` elements of gradients come before a pass waits for what the ranks
+        agree on: as many as are sent at once."""
         self._reduce = reduce
         self._peers = peers
+        self._num_held = num_held
         self._parameters = parameters
         self._number = {id(each): number for number, each in enumerate(parameters)}
         self._order = [*reversed(range(len(parameters)))]
@@ -419,6 +423,8 @@ class InOrder:
         self._waiting: list[int] = []
         """Of this pass, the next one to reduce at the end."""
         self._ready: dict[int, tuple[Any, ...]] = {}
+        self._num_came = 0
+        """Elements of the gradients of this pass that are there."""
         self._used: Pending[list[nn.Parameter]] | None = None
         """What this pass reaches, until the ranks are known to agree on it."""
 
@@ -428,15 +434,22 @@ class InOrder:
         self._waiting.clear()
         self._ready.clear()
         self._came.clear()
+        self._num_came = 0
 
     def add(self, parameter: nn.Parameter, *rest: Any) -> None:
         """The gradient of `parameter` is there; `rest` is for `reduce`."""
         number = self._number[id(parameter)]
         self._came.append(number)
         self._ready[number] = parameter, *rest
-        # Not to wait for it: the pass goes on, and has more to compute.
-        if self._used is None or self._used.is_there():
-            self._reduce_ready()
+        if self._used is not None:
+            # Until there is enough to send, the pass goes on. By what has come, and not
+            # by whether the ranks agree already, which one sees earlier than another:
+            # what else the pass sends, of a layer or of a second model, would meet the
+            # gradients.
+            self._num_came += parameter.numel()
+            if self._num_came < self._num_held:
+                return
+        self._reduce_ready()
 
     def _reduce_ready(self) -> None:
         """Those whose turn it is."""

@@ -45,10 +45,6 @@ class Pending(Generic[T]):
         self._work, self._read = work, read
         self._found: list[T] = []
 
-    def is_there(self) -> bool:
-        """Whether `wait` returns at once."""
-        return self._work is None or self._work.is_completed()
-
     def wait(self) -> T:
         """What has come of it: the same, however often it is asked for."""
         if not self._found:

@@ -205,7 +205,8 @@ class ZeRO(Prepared):
         call_before_reduction(zero, partial(call, weakref.WeakMethod(self._fill_up)))
         if self.stage > 1:
             reduce = zero.reduce_ready_partitions_and_remove_grads
-            self._in_order = InOrder(reduce, self._trained, self.peers)
+            held = 0 if self.strategy.is_sharded else zero.reduce_bucket_size
+            self._in_order = InOrder(reduce, self._trained, self.peers, held)
             zero.reduce_ready_partitions_and_remove_grads = self._in_order.add
         follow(self)
         self._undo += in_one_precision(self.module)
