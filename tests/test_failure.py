@@ -249,3 +249,36 @@ def test_a_traceback_through_code_without_a_hash_is_shortened() -> None:
     frames = shortened(found.value.__traceback__)
     assert frames is not None
     assert len(list(traceback.walk_tb(frames))) <= 2 * SHOWN_FRAMES
+
+
+@pytest.mark.parametrize(
+    ("through", "shown"),
+    [
+        (
+            ["__main__", "labkit.rank", "torch.nn", "labkit.strategies", "mine.model"],
+            ["__main__", "torch.nn", "mine.model"],
+        ),
+        (["__main__", "labkit.rank", "json.decoder"], None),
+        (["__main__", "labkit.rank", "numpy.linalg"], None),
+        (["__main__", "labkit.rank"], None),
+        (["labkit.rank", "pathlib"], None),
+        (["__main__", "labkit.rank", "__main__", "json.decoder"], [0, 2, 3]),
+    ],
+)
+def test_a_traceback_has_labkit_where_it_may_be_at_fault(
+    through: list[str], shown: list[Any] | None
+) -> None:
+    call: Any = int
+    for name in reversed(through):
+        names: dict[str, Any] = {"__name__": name, "call": call}
+        exec("def run(*none):\n    call(*none or ['none'])", names)
+        call = names["run"]
+    with pytest.raises(ValueError, match="none") as found:
+        call()
+    assert found.value.__traceback__ is not None
+    frames = shortened(found.value.__traceback__.tb_next)  # without that of this test
+    found_in = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(frames)]
+    wanted = through if shown is None else shown
+    assert found_in == [
+        through[each] if isinstance(each, int) else each for each in wanted
+    ]

@@ -34,7 +34,11 @@ _SCRIPTS = "labkit.rank.scripts."
 """What runs a script, between the cell and the script's own lines."""
 LIBRARIES = {"labkit", "torch", "deepspeed"}
 """Which call us: a refusal comes out of their hooks."""
-
+CALLED = {
+    *("IPython", "PIL", "cloudpickle", "ipykernel", "ipyparallel", "matplotlib"),
+    *("numpy", "pandas", "psutil", "pyarrow", "safetensors", "zmq"),
+}
+"""Which we call: what fails there may be a fault of ours. So does Python's own."""
 
 FIT = "Session.fit"
 CALLS_OF_FIT = ("Scores.__call__", "Prepared.train_batch")
@@ -227,7 +231,7 @@ def end_at_users_line(error: BaseException) -> None:
     frames: TracebackType | None = error.__traceback__
     users: TracebackType | None = None
     while frames is not None:
-        if not is_machinery(frames) and package_of(frames) not in LIBRARIES:
+        if is_users(frames):
             users = frames
         frames = frames.tb_next
     if users is not None:
@@ -236,6 +240,13 @@ def end_at_users_line(error: BaseException) -> None:
 
 def package_of(frame: TracebackType) -> str:
     return str(frame.tb_frame.f_globals.get("__name__")).split(".")[0]
+
+
+def is_users(frame: TracebackType) -> bool:
+    """Whether it is of the notebook, or of a module or a library that it uses."""
+    package = package_of(frame)
+    is_ours = package in LIBRARIES or package in CALLED or is_machinery(frame)
+    return not is_ours and package not in sys.stdlib_module_names
 
 
 def is_of_scripts(frame: TracebackType) -> bool:
@@ -274,12 +285,7 @@ def without_fit(every: list[TracebackType]) -> list[TracebackType]:
 def without_ours(every: list[TracebackType]) -> list[TracebackType]:
     """Frames without those of labkit that have led on to a line of the user's: what
     fails there is no fault of ours. What that line calls of labkit stays."""
-    users = [
-        at
-        for at, each in enumerate(every)
-        if not is_machinery(each) and package_of(each) not in LIBRARIES
-    ]
-    last = max(users, default=0)
+    last = max((at for at, each in enumerate(every) if is_users(each)), default=-1)
     return [e for at, e in enumerate(every) if at > last or package_of(e) != "labkit"]
 
 
