@@ -304,6 +304,14 @@ def asking(answers: dict[int, "Future[Any]"]) -> Callable[[int], "Future[Any]"]:
     return ask
 
 
+def test_a_list_in_two_places_is_one_and_may_hold_itself(lab: Lab) -> None:
+    lab.run("inner = [1]; twice = [inner, inner]; own = {}; own['own'] = own")
+    first, second = lab.pull("twice")
+    assert first is second
+    own = lab.pull("own")
+    assert own["own"] is own
+
+
 def test_a_rank_is_silent_when_a_question_has_waited_long() -> None:
     answers: dict[int, Future[Any]] = {}
     clock = Clock(SilenceWatch([0, 1], asking(answers)))

@@ -104,7 +104,7 @@ def is_sharded(name: str) -> bool:
                 for part in itertools.chain(value.modules(), value.parameters())
             )
         )
-    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
+    return any(isinstance(leaf, DTensor) for leaf in leaves_of(value))
 
 
 def has_shards(values: Iterable[Any]) -> bool:
@@ -120,7 +120,15 @@ def has_stages(value: Any) -> bool:
     """Whether layers of it, or parameters in it, are on other ranks."""
     if isinstance(value, nn.Module):
         return pipeline_of(value) is not None
-    return any(isinstance(leaf, StagedParameter) for leaf in tree_leaves(value))
+    return any(isinstance(leaf, StagedParameter) for leaf in leaves_of(value))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What a value is made of; nothing of a list or a dict that holds itself."""
+    try:
+        return list(tree_leaves(value))
+    except RecursionError:
+        return []
 
 
 def pull(
@@ -158,9 +166,12 @@ def pull(
             f"{name} cannot be sent to another process: its parameters are sharded "
             f"over ranks; {instead}"
         )
-    is_part = has_shards(tree_leaves(value))
-    if not isinstance(value, nn.Module):
-        # In another process a DTensor would have no group.
+    leaves = leaves_of(value)
+    is_part = has_shards(leaves)
+    has_any = any(isinstance(leaf, DTensor) for leaf in leaves)
+    if has_any and not isinstance(value, nn.Module):
+        # In another process a DTensor would have no group. (Only where there is one: a
+        # list in two places would be two.)
         value = tree_map_only(DTensor, lambda each: each.detach().to_local(), value)
     payload = serialization.pickled(value, name, instead)
     drop_parts()
