@@ -120,8 +120,13 @@ def assert_next_cell_works(lab: Lab) -> None:
             "FileBaton(kept_file.name).wait()",
             r"ranks 0-1: waits for another process to build a C\+\+ ext.* line 4",
         ),
+        (
+            "import time\nfrom labkit.strategies.mesh.peers import Peers\n"
+            "if rank: time.sleep(60)\nPeers(rank, 2, device).agree_on(1, apart=True)",
+            r"rank 0: waits to compare with the other ranks .* line 4",
+        ),
     ],
-    ids=["loop", "reducer", "new_group", "build"],
+    ids=["loop", "reducer", "new_group", "build", "comparison"],
 )
 def test_a_note_says_where_every_rank_stands(
     lab: Lab, code: str, noted: str, until_noted: Callable[..., str]

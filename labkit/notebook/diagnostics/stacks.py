@@ -347,7 +347,11 @@ def _place(position: Position) -> str:
         call = position.call
         size = f" of {_size(call)}" if call.num_bytes else ""
         return f"{call.name}{size} {at}".rstrip()
-    waits = _waits_for_workers(position.frames) or _waits_for_build(position.frames)
+    waits = (
+        _waits_for_workers(position.frames)
+        or _waits_for_build(position.frames)
+        or _waits_to_compare(position.frames)
+    )
     if not position.started:  # from a dump, which says no more than the place
         return at
     does = waits or "not in a collective" + (", computing" if position.is_busy else "")
@@ -368,6 +372,12 @@ def _waits_for_build(frames: Sequence[Frame]) -> str:
             "after a kill: delete the file `lock` in the extension's folder, below "
             "~/.cache/torch_extensions or TORCH_EXTENSIONS_DIR)"
         )
+    return ""
+
+
+def _waits_to_compare(frames: Sequence[Frame]) -> str:
+    if any("labkit/strategies/mesh/peers" in each.place for each in frames):
+        return "waits to compare with the other ranks what the loop does"
     return ""
 
 
