@@ -186,6 +186,19 @@ def test_a_line_in_place_of_a_longer_one_covers_all_of_it(capsys: Captured) -> N
     )
 
 
+def test_an_empty_line_ends_one_that_was_to_be_replaced(
+    clock: Clock, capsys: Captured
+) -> None:
+    merger = OutputMerger([0, 1])
+    say_and_wait(clock, merger, "step 9\r", "step 9\r")
+    say_and_wait(clock, merger, "\n", "\n")
+    say_and_wait(clock, merger, "done\n", "done\n")
+    merger.finish()
+    line, after, _ = capsys.readouterr().out.split("\n")
+    assert line == "[ranks 0-1] step 9\r"
+    assert after == "            done"
+
+
 def test_other_messages_than_output_are_ignored(capsys: Captured) -> None:
     merge([("status", {"execution_state": "idle"}), ("execute_input", {"code": "1"})])
     captured = capsys.readouterr()

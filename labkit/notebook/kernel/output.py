@@ -309,6 +309,9 @@ class OutputMerger:
                 gutter = ""
             else:
                 self._end_open_line()
+            if item.text == "\n" and self._widths.get(item.stream):
+                gutter = ""  # the end of that line, which stays
+                self._widths[item.stream] = 0
             stream.write(self._covering(gutter + item.text, item.stream))
             # A line that will be rewritten keeps its label, so that it stays there.
             self._label = "" if item.text.endswith("\r") else speaker
