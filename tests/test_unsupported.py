@@ -414,6 +414,9 @@ def test_a_parameter_that_the_model_no_longer_has() -> None:
     assert weight.__class__ is not nn.Parameter
     assert "before prepare" in repr(weight)
     assert {weight: 1}[weight] == 1
+    assert sum(p.numel() for p in held if p.requires_grad) == 10
+    assert (weight.shape, weight.ndim, len(weight)) == ((2, 4), 2, 2)
+    assert weight.dtype == torch.float32
     nn.utils.clip_grad_norm_([bias], 1.0)
     refused = pytest.raises(UnsupportedLoopError, match="taken from the model before")
     for use in (
@@ -421,7 +424,7 @@ def test_a_parameter_that_the_model_no_longer_has() -> None:
         lambda: weight.requires_grad_(False),
         lambda: setattr(weight, "requires_grad", False),
         lambda: weight.data.clamp_(0, 1),
-        lambda: sum(p.numel() for p in held),
+        lambda: weight.device,
         lambda: torch.zeros(2, 4).lerp_(weight, 0.5),
         lambda: torch.optim.SGD(held).zero_grad(),
     ):

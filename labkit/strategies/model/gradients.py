@@ -215,7 +215,7 @@ class ShardedParameter(PartitionedParameter):
                 if type(leaf) is cls and is_fleeting(leaf)
             ]
             if fleeting:
-                if func in _SHAPES:
+                if func in SHAPES:
                     shape = torch.empty(plain_shape(args[0]), device="meta")
                     return func(shape, *args[1:], **kwargs)
                 if (gradients := _of.get(id(fleeting[0]))) is not None:
@@ -288,7 +288,7 @@ _HARMLESS = {
         )
     ),
 }
-_SHAPES = {
+SHAPES = {
     _tensor.dim,
     _tensor.nelement,
     _tensor.numel,
@@ -299,7 +299,7 @@ _SHAPES = {
 }
 _WITHOUT_VALUES = {
     *_HARMLESS,
-    *_SHAPES,
+    *SHAPES,
     _tensor.nbytes.__get__,
     _tensor.element_size,
     _tensor.stride,

@@ -20,10 +20,12 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
+from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import TorchDispatchMode
 from labkit.compat.torch import reset_of
 from labkit.compat.torch import schema_of
 from labkit.compat.torch import storage_key
+from labkit.strategies.model.gradients import SHAPES
 
 FROM_META = (
     "the model is built on the meta device: its modules' reset_parameters() give it "
@@ -295,13 +297,18 @@ def release(tensors: list[torch.Tensor], part: nn.Module) -> None:
     there = {id(parameter) for _, parameter in part.named_parameters()}
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and id(tensor) not in there:
+            shape = torch.empty(tensor.shape, device="meta")
             tensor.data = tensor.detach().new_empty(0)
             if type(tensor) is nn.Parameter:
                 tensor.__class__ = Replaced
+                vars(tensor)["shape_before"] = shape
 
 
 class Replaced(nn.Parameter):
-    """A parameter that the model no longer has."""
+    """A parameter that the model no longer has. A loop may still count it."""
+
+    shape_before: torch.Tensor
+    """Without values."""
 
     @classmethod
     def __torch_function__(
@@ -309,4 +316,16 @@ class Replaced(nn.Parameter):
     ) -> Any:
         if func is torch.Tensor.__repr__:
             return "of the model before prepare"
+        with DisableTorchFunctionSubclass():
+            if func in SHAPES:
+                return func(args[0].shape_before, *args[1:], **(kwargs or {}))
+            if func in _FACTS:
+                return func(*args)
         raise UnsupportedLoopError(TAKEN_BEFORE)
+
+
+_FACTS = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("dtype", "is_leaf", "layout", "requires_grad")
+}
+"""What it is like, as its successor. Not where: that may be on another device."""
