@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import gc
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from kernels import wait_until
 from marks import long_but
 
 from labkit import Lab
+from labkit.compat.torch import keep_sockets_of_workers_in
 from labkit.host import watchdog
 from labkit.host.processes import Host
 from labkit.notebook.cluster.engines import Cluster
@@ -216,13 +220,21 @@ except RuntimeError as error:
 }
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose paths may have 108 bytes: `tmp_path` has too many."""
+    made = tempfile.TemporaryDirectory(prefix="ends-", ignore_cleanup_errors=True)
+    with made as name:
+        yield Path(name)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
 @pytest.mark.parametrize("name", long_but(SCRIPTS, next(iter(SCRIPTS))))
-def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
-    environment = own_environment(tmp_path) | OTHER_LAUNCHERS
-    environment["TMPDIR"] = str(tmp_path)
+def test_a_script_leaves_nothing_behind(name: str, short_path: Path) -> None:
+    environment = own_environment(short_path) | OTHER_LAUNCHERS
+    environment["TMPDIR"] = str(short_path)
     del environment["HOME"]
-    folder = tmp_path / "Zoë's folder"
+    folder = short_path / "Zoë's folder"
     folder.mkdir()
     for name_of_library in ("torch", "random", "zmq"):  # which nothing may import
         (folder / f"{name_of_library}.py").write_text("raise ImportError")
@@ -243,19 +255,26 @@ def test_a_script_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         check=False,
+        timeout=3 * LIMIT_S,
     )
     assert done.returncode == 5, done.stderr
-    wait_until(lambda: not processes_of(tmp_path), LIMIT_S, "processes are left")
+    wait_until(lambda: not processes_of(short_path), LIMIT_S, "processes are left")
 
     def left() -> list[Path]:
         names = ("labkit-*", "torch-shm-*", "pymp-*")
-        return [path for name in names for path in tmp_path.glob(name)]
+        return [path for name in names for path in short_path.glob(name)]
 
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not left(), LIMIT_S, "a folder is left")
     assert left() == []
     shared = set(Path("/dev/shm").glob("torch_*")) - shared_before
     assert not [each for each in shared if is_orphan(each)]
+
+
+def test_sockets_of_workers_are_where_their_paths_are_not_too_long() -> None:
+    before = multiprocessing.util.get_temp_dir
+    keep_sockets_of_workers_in("/" + 100 * "x")
+    assert multiprocessing.util.get_temp_dir is before
 
 
 def is_orphan(shared: Path) -> bool:

@@ -712,13 +712,20 @@ def dataset_of(iterator: Any) -> Any:
     return iterator._dataset
 
 
+MOST_BYTES_OF_SOCKET = 103
+"""Of its path, on macOS; Linux takes 107."""
+
+
 def keep_sockets_of_workers_in(folder: str) -> None:
     """Have multiprocessing make its sockets here: DataLoader workers that are killed
     cannot remove a folder of their own.
 
     Made again where it is gone: what tidies up /tmp may have removed it, and a worker
-    without it would send nothing, and be waited for.
+    without it would send nothing, and be waited for. Nothing is done where a socket's
+    path would be longer than the system takes.
     """
+    if len(os.fsencode(folder)) + len("/listener-") + 8 > MOST_BYTES_OF_SOCKET:
+        return
 
     def in_folder() -> str:
         os.makedirs(folder, 0o700, exist_ok=True)  # noqa: PTH103
