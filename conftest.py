@@ -1,4 +1,5 @@
-"""Runs of tests, and of notebooks under nbval, go to a folder of their own."""
+"""Runs of tests, and of notebooks under nbval, go to a folder of their own. A test
+that is run again has a limit again, and how it failed is shown."""
 
 import os
 import shutil
@@ -6,6 +7,7 @@ import tempfile
 
 import nbval.kernel
 import pytest
+import pytest_timeout
 from kernels import LocalKernelManager
 
 from labkit import timeouts
@@ -19,6 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
     timeouts.FOLD_S = 5.0
     nbval.kernel.KernelManager = LocalKernelManager
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With `--reruns`: a test that is run again has its limit again. The plugin sets it
+    once, and a hang that was ended by it would be waited for without an end."""
+    if getattr(item, "execution_count", 1) > 1:
+        settings = pytest_timeout._get_item_settings(item)
+        item.ihook.pytest_timeout_set_timer(item=item, settings=settings)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
