@@ -357,6 +357,41 @@ def test_what_a_failed_pass_has_offloaded_is_not_added_to_the_next(
     torch.testing.assert_close(weights(lab), references[0])
 
 
+HALF = """
+from torch import nn
+torch.manual_seed(0)
+layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)]
+model = nn.Sequential(*layers)
+data = torch.utils.data.TensorDataset(torch.randn(48, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+for step, (x,) in enumerate(loader):
+    optimizer.zero_grad()
+    {passes}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        "(model(x) if step % 2 else model[:2](x)).square().mean().backward()",
+        "[f(x).square().mean().backward() for f in (model[:2], model)]",
+    ],
+)
+def test_what_a_step_has_offloaded_is_not_taken_for_the_next_one(
+    lab: Lab, strategy: str, passes: str
+) -> None:
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    found = []
+    for config in (None, offload):
+        code = HALF.format(passes=passes)
+        lab.train(strategy, code, config=config, live=False, timeout=60)
+        found.append(lab.pull("model", full=True))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("strategy", release_but(["zero1", "zero3"], "zero1"))
 def test_a_model_whose_backward_pass_was_interrupted_is_trained_on(
     lab: Lab, strategy: str, references: list[dict[str, Any]]

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -261,6 +262,48 @@ def forget_offloaded(zero: Any) -> None:
     zero.micro_step_id = -1
     if zero.cpu_offload:
         zero._offload_accumulated_param_ids = set()
+
+
+@GATE.needs(
+    f"{_STAGE_2}.async_accumulate_grad_in_cpu_via_gpu",
+    f"{_STAGE_2}.accumulated_grads_in_cpu",
+    f"{_STAGE_2}.micro_step_id",
+    f"{_STAGE_2}._offload_accumulated_param_ids",
+)
+def begin_sums_on_cpu(zero: Any) -> None:
+    """Have each sum of gradients on the CPU begin with 0 in a step: from the second
+    pass of it on, DeepSpeed adds to what is there of a parameter, which is the sum of
+    the step before where the first pass has not reached it."""
+    add = zero.async_accumulate_grad_in_cpu_via_gpu
+
+    def begin_or_add(parameter: Any) -> None:
+        number = zero.get_param_id(parameter)
+        former = zero.accumulated_grads_in_cpu.get(number)
+        is_first = number not in zero._offload_accumulated_param_ids
+        if is_first and zero.micro_step_id > 0 and former is not None:
+            former.zero_()
+        add(parameter)
+
+    if zero.cpu_offload:
+        zero.async_accumulate_grad_in_cpu_via_gpu = begin_or_add
+
+
+@GATE.needs(
+    f"{_STAGE_2}.params_in_partition",
+    f"{_STAGE_2}.grad_position",
+    f"{_STAGE_2}.norm_for_param_grads",
+    f"{_STAGE_2}.single_partition_of_fp32_groups",
+)
+def drop_offloaded(zero: Any, used: Container[int]) -> None:
+    """Have a step that is offloaded take a gradient of 0 for a parameter whose id is
+    not in `used`: DeepSpeed takes that of the last step that had one."""
+    for number, master in enumerate(zero.single_partition_of_fp32_groups):
+        for parameter in zero.params_in_partition[number]:
+            if id(parameter) not in used and master.grad is not None:
+                place = zero.get_param_id(parameter)
+                _, _, start, length = zero.grad_position[place]
+                master.grad.view(-1).narrow(0, start, length).zero_()
+                zero.norm_for_param_grads.pop(place, None)
 
 
 @GATE.needs(f"{_STAGE_2}._release_ipg_buffers")

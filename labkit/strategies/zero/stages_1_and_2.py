@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.compat.deepspeed import begin_sums_on_cpu
+from labkit.compat.deepspeed import drop_offloaded
 from labkit.compat.deepspeed import forget_offloaded
 from labkit.compat.deepspeed import release_buckets
 from labkit.strategies.prepared import Tensors
@@ -29,6 +31,7 @@ class ZeRO1And2(ZeRO):
         self._zero.process_gradients = partial(
             process_filled, self._zero.process_gradients
         )
+        begin_sums_on_cpu(self._zero)
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(self._zero.bit16_groups)
@@ -49,6 +52,8 @@ class ZeRO1And2(ZeRO):
                 zero.independent_gradient_partition_epilogue()  # there were none: zeros
             zero.finalize_gradient_accumulation_boundary()
         zero.set_gradient_accumulation_boundary(False)
+        if zero.cpu_offload:
+            drop_offloaded(zero, self._used)
         for number, carried in self._carried.items():
             for tensor, more in zip(
                 zero.averaged_gradients[number], carried, strict=True
