@@ -372,7 +372,7 @@ for step, (x,) in enumerate(loader):
 """
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
     "passes",
     [

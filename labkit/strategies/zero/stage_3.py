@@ -241,6 +241,10 @@ class ZeRO3(ZeRO):
         # Or a parameter that the next step does not use would have those of this one.
         if self._zero.grad_partitions_flat_buffer is not None:
             self._zero.grad_partitions_flat_buffer.zero_()
+        if self._zero.offload_optimizer:
+            for master in self._zero.fp32_partitioned_groups_flat:
+                if master.grad is not None:
+                    master.grad.zero_()
 
     def _gather_gradient(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = self._zero.get_fp32_grad_for_param(parameter)
