@@ -194,6 +194,7 @@ for number, batch in enumerate(loader):
         # A manager whose worker is killed before it has heard of it leaves its folder.
         dist.barrier()
         print("shared", flush=True)
+        if rank == 1: dist.barrier()  # its worker may be killed where it makes memory
 """
 
 SCRIPTS = {

@@ -217,7 +217,7 @@ HINTS = {
         SHARED_MEMORY
     ),
     "PytorchStreamReader failed|Ran out of input|unexpected EOF, expected|"
-    "load persistent id instruction": HALF_WRITTEN,
+    r"load persistent id instruction|is a zip archive \(did you": HALF_WRITTEN,
     "_cuda_setDevice": OTHER_DEVICE,
     "Torch not compiled with CUDA": OTHER_DEVICE,
     "Cannot access accelerator device when none": OTHER_DEVICE,
