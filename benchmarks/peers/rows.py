@@ -45,9 +45,8 @@ PREPARED = (
     "The script applies the strategy by hand, with no checks. After `prepare`, labkit "
     "checks in every step that the ranks do the same work, and draws the picture "
     "beside them. ZeRO's buckets hold an eighth of the model's elements, and at least "
-    "262,144 (65,536 until 29 November 2026, with a wait in each backward pass that is "
-    "gone since), so that the memory picture shows the stage; the script uses "
-    "DeepSpeed's default, one bucket here, which is quicker."
+    "262,144, so that the memory picture shows the stage; the script uses DeepSpeed's "
+    "default, one bucket."
 )
 FASTER_LAUNCH = (
     "`notebook_launcher` forks ranks from a kernel that has torch, and ends them with "
