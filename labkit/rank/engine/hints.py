@@ -236,7 +236,8 @@ HINTS = {
 """What is found in an error's message -> what is added to it. One without a message
 stands for itself: its kind, and the module that raised it."""
 
-VALUE = r"'(\w*Tensor|\w*Parameter|float|int)'"
+_TERM = r"'(\w*Tensor|\w*Parameter|float|int)'"
+"""What a gradient that is None is added to or multiplied by, as an error names it."""
 
 OF_STRATEGIES = {
     r"aten\.(_foreach_\w+|stack)\S* got mixed torch.Tensor and DTensor": MIXED_LIST,
@@ -259,7 +260,7 @@ OF_STRATEGIES = {
     "PreBackwardFunctionForModuleBackward returned an invalid": RETURNED_PARAMETER,
     "ForZeroStage3Backward returned an invalid gradient": WITHIN_A_PASS,
     "appears to not have been used in the graph": WITHIN_A_PASS,
-    rf"unsupported operand .*('NoneType' and {VALUE}|{VALUE} and 'NoneT)": PARTIAL_SUMS,
+    rf"unsupported operand .*('NoneType' and {_TERM}|{_TERM} and 'NoneT)": PARTIAL_SUMS,
     r"Skip calling `torch.compiler.disable\(\)`d function": WHOLE_GRAPH,
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
