@@ -4,12 +4,15 @@ import contextlib
 import fcntl
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
 """In a checkpoint's folder: what there is. It is written last."""
 
+_TRIED_BYTES = 4096
+"""So many are written to see whether a folder can be written to."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -81,39 +84,63 @@ def last_in(directory: Path) -> Path | None:
 @contextlib.contextmanager
 def alone_in(directory: Path | None) -> Iterator[None]:
     """For as long as a run keeps checkpoints there: ValueError where another one does,
-    of this kernel's or of another's on this host.
+    of this kernel's or of another's on this host, or where nothing can be written.
 
     The folder itself is locked, so that the end of a kernel, however it went, frees it.
     """
-    is_new = directory is not None and not directory.exists()
-    folder = None if directory is None else _locked(directory)
+    if directory is None:
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        with refused(directory):
+            is_new = not directory.exists()
+            directory.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_lock(directory))
+            if is_new:
+                held.callback(_remove_empty, directory)
+            # Only a file shows that a disk is full, or a quota used up.
+            with tempfile.NamedTemporaryFile(
+                dir=directory, prefix=".labkit-", buffering=0
+            ) as file:
+                file.write(bytes(_TRIED_BYTES))
+                os.fsync(file.fileno())
+        yield
+
+
+@contextlib.contextmanager
+def refused(directory: Path) -> Iterator[None]:
+    """What cannot be done where checkpoints are to be is a ValueError that says why."""
     try:
         yield
-    finally:
-        if directory is not None and folder is not None:
-            if is_new:
-                with contextlib.suppress(OSError):  # it is not empty, or gone
-                    directory.rmdir()
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child of the kernel's may have it
-            os.close(folder)
+    except OSError as error:
+        raise ValueError(
+            f"--checkpoint {directory}: nothing can be written there: "
+            f"{error.strerror or error}; change that, or name another folder"
+        ) from None
 
 
-def _locked(directory: Path) -> int | None:
-    """The folder, open and locked; None where that cannot be, as on a file system
-    without locks. Why it cannot be made the ranks say, when they save."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return None
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not empty, or gone
+        directory.rmdir()
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """The folder is locked, except on a file system without locks."""
+    folder = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
         os.close(folder)
-        if not isinstance(error, BlockingIOError):
-            return None
         raise ValueError(
             f"--checkpoint {directory}: another run is writing its checkpoints there "
             "now; wait for its end, stop it, or name another folder"
         ) from None
-    return folder
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # there are no locks
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child of the kernel's may have it
+        os.close(folder)

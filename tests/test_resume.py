@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -425,6 +426,21 @@ def test_wrong_options_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "under"):
         assert "is not a folder" in refused(tmp_path, checkpoint=path)
+    assert "File name too long" in refused(tmp_path, checkpoint="a" * 300)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as a disk that is full
+    try:
+        with pytest.raises(ValueError, match=r"File too large; .* name another folder"):
+            train("ddp", "1 / 0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not kept.exists()
 
 
 def test_checkpoints_that_are_there_are_not_trained_over(

@@ -21,6 +21,7 @@ from labkit.options import flag_of
 from labkit.options import option
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
+from labkit.step_folders import refused
 from labkit.step_folders import step_of
 from labkit.strategies import SPECIAL_OPTIONS
 from labkit.strategies import STRATEGIES
@@ -229,12 +230,18 @@ def plan_checkpoints(options: RunOptions) -> CheckpointPlan | None:
         return None
     path = absolute(options.checkpoint)
     plan = CheckpointPlan(str(path))
-    there = next(each for each in (path, *path.parents) if each.exists())
-    if not there.is_dir():
-        raise ValueError(f"--checkpoint {path}: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--checkpoint {path}: {there} cannot be written to")
-    last = last_in(path)
+    with refused(path):
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            raise ValueError(
+                f"--checkpoint {path}: {there} is not a folder; name another one"
+            )
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"--checkpoint {path}: {there} cannot be written to; change that, or "
+                "name another folder"
+            )
+        last = last_in(path)
     if last is not None and not options.resume:
         raise ValueError(
             f"{path} holds checkpoints, the last of step {step_of(last)}; add --resume "
