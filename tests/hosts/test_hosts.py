@@ -402,6 +402,18 @@ def test_mpiexec_starts_ranks(
         assert lab.pull("of_mpi", "all") == [[], []]
 
 
+def test_what_mpiexec_says_of_its_failure_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\necho the reason >&2\necho some advice >&2\nexit 3\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    said = r"exit code 3 and said:\n    the reason\n    some advice\nTry it in a term"
+    with pytest.raises(UserError, match=said):
+        Lab(launcher="mpi", hosts="localhost:1")
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_a_link_that_is_down_for_some_seconds_costs_no_rank(
     three: list[Namespace],

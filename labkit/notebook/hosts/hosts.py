@@ -247,7 +247,7 @@ class _Question:
                 "install the same environment at the same path"
             )
         return (
-            self._launcher.cannot_reach(self._host, self.code, last)
+            self._launcher.cannot_reach(self._host, self.code, errors)
             or last
             or f"Python there ended with exit code {self.code}"
         )

@@ -66,9 +66,9 @@ class HostLauncher(abc.ABC):
         """An address or a name that the resolver of this host knows."""
 
     @abc.abstractmethod
-    def cannot_reach(self, host: str, code: int, last: str) -> str:
-        """Why a program was not started, from the exit code and the last line of the
-        command line; "" where it was, and failed by itself."""
+    def cannot_reach(self, host: str, code: int, errors: str) -> str:
+        """Why a program was not started, from the exit code of the command line and
+        what it wrote to stderr; "" where it was, and failed by itself."""
 
     def check(self) -> None:
         """UserError where nothing can be started on the hosts any more."""

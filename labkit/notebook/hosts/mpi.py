@@ -1,11 +1,16 @@
 """Programs on hosts by mpiexec: Open MPI's, MPICH's or Intel's."""
 
+import re
+import shlex
 import shutil
 from collections.abc import Sequence
 
 from labkit.checks import UserError
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
+
+_LINES = 30
+"""So many of mpiexec's are shown."""
 
 
 class Mpi(HostLauncher):
@@ -26,7 +31,13 @@ class Mpi(HostLauncher):
     def address(self, host: str) -> str:
         return host
 
-    def cannot_reach(self, host: str, code: int, last: str) -> str:
-        # Its exit code does not say whether the program was started.
-        said = last or f"mpiexec ended with exit code {code}"
-        return f"{said}; try: mpiexec -n 1 --host {host} true"
+    def cannot_reach(self, host: str, code: int, errors: str) -> str:
+        # Its exit code does not say whether the program was started, and of what it
+        # prints the first lines explain, not the last ones.
+        lines = [line for line in errors.splitlines() if re.search(r"\w", line)]
+        said = "".join(f"\n    {line}" for line in lines[:_LINES])
+        tried = shlex.join(self.command(host, ["true"]))
+        return (
+            f"mpiexec ended with exit code {code}{said and ' and said:' + said}\n"
+            f"Try it in a terminal: {tried}"
+        )

@@ -251,7 +251,8 @@ class Slurm(HostLauncher):
     def address(self, host: str) -> str:
         return self._ask("node", host).get("NodeAddr", host)
 
-    def cannot_reach(self, host: str, code: int, last: str) -> str:
+    def cannot_reach(self, host: str, code: int, errors: str) -> str:
+        last = last_line(errors)
         return f"srun cannot start a program there ({last})" if "srun:" in last else ""
 
     def why_gone(self, said: str = "") -> str:

@@ -10,6 +10,7 @@ from labkit import timeouts
 from labkit.checks import UserError
 from labkit.notebook.hosts.launcher import HostLauncher
 from labkit.notebook.hosts.launcher import HostSpec
+from labkit.notebook.hosts.launcher import last_line
 
 OPTIONS = [
     *("-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeouts.CONNECT_S:.0f}"),
@@ -41,10 +42,11 @@ class Ssh(HostLauncher):
         names = re.findall(r"(?m)^hostname (.*)$", told.stdout)
         return names[0] if names else host
 
-    def cannot_reach(self, host: str, code: int, last: str) -> str:
+    def cannot_reach(self, host: str, code: int, errors: str) -> str:
         if code != _FAILED:
             return ""
+        said = last_line(errors) or f"exit code {code}"
         return (
-            f"ssh failed ({last or f'exit code {code}'}); run `ssh {host} true` in a "
-            "terminal: it has to succeed without a password or a question"
+            f"ssh failed ({said}); run `ssh {host} true` in a terminal: it has to "
+            "succeed without a password or a question"
         )

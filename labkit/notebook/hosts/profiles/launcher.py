@@ -189,7 +189,7 @@ class Profile(HostLauncher):
     def address(self, host: str) -> str:
         return self._addresses[host]
 
-    def cannot_reach(self, host: str, code: int, last: str) -> str:
+    def cannot_reach(self, host: str, code: int, errors: str) -> str:
         return ""
 
     def why_gone(self, said: str = "") -> str:
