@@ -44,6 +44,13 @@ STEP_TAKEN = "(step taken)"
 """The metric that notes an optimizer step for which no loss was noticed; the history
 has its memory alone."""
 
+NO_STEPS = (
+    "the loop has called backward(), and no optimizer of torch.optim has taken a step, "
+    "so there is nothing to plot. Call optimizer.step(); or, with updates of your own, "
+    "log(loss=loss.item())"
+)
+"""The note on a run that has noticed losses and neither steps nor what was logged."""
+
 LOSS_WEIGHT = "loss_weight"
 """The metric of what a rank's loss counts for in the mean over the ranks, where that is
 not the number of its samples."""

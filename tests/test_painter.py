@@ -28,8 +28,10 @@ from labkit.notebook.live.render_process import PictureRequest
 from labkit.notebook.live.render_process import paint
 from labkit.notebook.plots.run_plot import RunPlot
 from labkit.notebook.runs.run import Run
+from labkit.records import NO_STEPS
 from labkit.records import RECORD
 from labkit.records import Batch
+from labkit.records import Note
 from labkit.timeouts import EMPTY_AFTER_S
 from labkit.timeouts import LAST_PICTURE_S
 
@@ -161,6 +163,16 @@ def test_a_run_that_has_taken_no_step_is_seen_to_run(
     run.state = "finished"
     view.close()
     assert NO_RECORDS in capsys.readouterr().err
+
+
+def test_a_run_without_steps_has_one_note_that_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = LiveView(run := make_run({0: [], 1: []}))
+    run.state = "finished"
+    run.collector.add_report(0, Note(NO_STEPS))
+    view.close()
+    assert not capsys.readouterr().err
 
 
 def test_a_run_that_has_a_profile_is_not_said_to_show_nothing(

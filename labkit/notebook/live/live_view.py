@@ -25,6 +25,7 @@ from labkit.notebook.runs.progress import planned_steps
 from labkit.notebook.runs.progress import progress_line
 from labkit.notebook.runs.progress import remarks
 from labkit.notebook.runs.run import Run
+from labkit.records import NO_STEPS
 
 REFRESH_S = 0.5
 NO_RECORDS = (
@@ -89,7 +90,7 @@ class LiveView:
         if self._in_terminal and self._place.is_filled:
             print()
         is_empty = not self._num_records and not self.run.has_profile
-        if self.run.state == "finished" and is_empty:
+        if self.run.state == "finished" and is_empty and NO_STEPS not in self.run.notes:
             say(NO_RECORDS)
 
     def follow(self) -> None:

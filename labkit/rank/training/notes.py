@@ -29,11 +29,6 @@ GRADIENTS_BEFORE = (
     "the first step, and {strategy} has dropped. Call optimizer.zero_grad() before "
     "prepare"
 )
-NO_STEPS = (
-    "the loop has called backward(), and no optimizer of torch.optim has taken a step: "
-    "there are no steps by which to plot its losses and measure its memory. "
-    "log(loss=loss.item()) plots what it is given"
-)
 WRITES = (
     "the model's forward changes its parameter {name}: with --accumulate {count} it "
     "does so for each of the {count} parts of a batch, where one process with whole "

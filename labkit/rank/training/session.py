@@ -71,6 +71,7 @@ from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
 from labkit.records import BEST_FOLDER
 from labkit.records import CHECKPOINT
+from labkit.records import NO_STEPS
 from labkit.records import TRAINING_NAMES
 from labkit.records import CheckpointPlan
 from labkit.records import Note
@@ -233,7 +234,7 @@ class Session:
         """
         has_records = self._records.num_steps or self._records.has_logged
         if self._events.has_passed and not has_records:
-            self.note(notes.NO_STEPS)
+            self.note(NO_STEPS)
         for each in self.prepared():
             each.course.finish()
         self._keep_state(is_interrupted)
