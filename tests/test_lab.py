@@ -1,6 +1,7 @@
 """Cells, variables and state on a real engines, without magics."""
 
 import contextlib
+import errno
 import io
 import os
 import socket
@@ -615,6 +616,22 @@ def test_a_port_that_another_process_takes_does_not_fail_the_start(
     with Lab(num_ranks=1) as lab:
         lab.run("x = 1")
         assert lab.pull("x") == 1
+
+
+def test_too_few_free_ports_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [*range(3)]
+
+    class Socket(socket.socket):
+        def bind(self, address: Any) -> None:
+            if not left:
+                raise OSError(errno.EADDRINUSE, "Address already in use")
+            left.pop()
+
+    monkeypatch.setattr(engines.socket, "socket", Socket)
+    with pytest.raises(
+        RuntimeError, match=r"has 3 free TCP ports, and a lab may need 100"
+    ):
+        Lab(num_ranks=1)
 
 
 def test_a_controller_that_does_not_come_up_is_reported(

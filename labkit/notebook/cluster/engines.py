@@ -2,11 +2,13 @@
 
 import abc
 import contextlib
+import errno
 import itertools
 import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -60,6 +62,9 @@ _TAKEN = "Address already in use"
 _REGISTERED = "Completed registration"
 """What an engine says when the controller knows it."""
 _START_TRIES = 3
+_NUM_PORTS = 100
+"""As many as a lab takes and some more: its sockets listen on some 20, and among few that
+are free ipyparallel looks for one without end."""
 
 
 class PortTakenError(UserError):
@@ -72,8 +77,26 @@ class PortTakenError(UserError):
         )
 
 
+def check_free_ports() -> None:
+    """UserError unless this host has enough TCP ports that nobody uses."""
+    with contextlib.ExitStack() as files:
+        for number in range(_NUM_PORTS):
+            try:
+                files.enter_context(socket.socket()).bind(("", 0))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # it may be without so many files
+                    return
+                raise UserError(
+                    f"this host has {number} free TCP ports, and a lab may need "
+                    f"{_NUM_PORTS}: end programs that hold them (`ss -tanp` lists "
+                    "them), or let the system give out more (on Linux, `sysctl "
+                    "net.ipv4.ip_local_port_range` shows which). Nothing was started"
+                ) from None
+
+
 def start_cluster(placements: Sequence[Placement], **settings: Any) -> "Cluster":
     """A Cluster; with other ports, where another process has just taken some."""
+    check_free_ports()
     for _ in range(_START_TRIES - 1):
         with contextlib.suppress(PortTakenError):
             return Cluster(placements, **settings)

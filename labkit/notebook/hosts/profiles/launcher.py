@@ -134,8 +134,9 @@ class Profile(HostLauncher):
                 raise UserError(
                     f"profile {self._name} starts no engines: "
                     + "; ".join(filter(None, words))
-                    + f". Its settings are in {self._folder}/ipcluster_config.py; to "
-                    f"see it without labkit: `ipcluster start --profile={self._name} "
+                    + ". Its settings are in ipcluster_config.py and "
+                    f"ipcontroller_config.py of {self._folder}; to see it without "
+                    f"labkit: `ipcluster start --profile={self._name} "
                     "-n 1 --debug`, and Ctrl-C ends it"
                 )
             if state != (state := told.get("progress", "starting a controller")):
