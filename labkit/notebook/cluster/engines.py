@@ -63,8 +63,8 @@ _REGISTERED = "Completed registration"
 """What an engine says when the controller knows it."""
 _START_TRIES = 3
 _NUM_PORTS = 100
-"""As many as a lab takes and some more: its sockets listen on some 20, and among few that
-are free ipyparallel looks for one without end."""
+"""As many as a lab takes and some more: it listens on some 20, and among few that are
+free ipyparallel looks for one without end."""
 
 
 class PortTakenError(UserError):
