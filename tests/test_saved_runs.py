@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from labkit.notebook.kernel.pickled_function import source_of
 from labkit.notebook.runs import catalog
 from labkit.notebook.runs import persistence
 from labkit.notebook.runs import run_files
+from labkit.notebook.runs.comparison import compare_runs
+from labkit.notebook.runs.comparison import plot_comparison
 from labkit.rank.telemetry.journal import Journal
 from labkit.records import NOTICED_LOSS
 from labkit.records import RECORD
@@ -489,6 +492,27 @@ def test_runs_are_listed_newest_last(folder: Path) -> None:
     assert labkit.list_runs(own=[run]).index.tolist() == ["a", "b", "c"]
     with pytest.raises(ValueError, match="last is 0"):
         labkit.list_runs(last=0)
+
+
+def test_runs_of_one_name_are_listed_and_compared_by_folder(folder: Path) -> None:
+    begun = [new_run("again") for _ in range(2)]
+    for run in begun:
+        log(run, 0, ("loss", 1, 1.0))
+        end(run)
+    folders = [run.folder.name for run in begun if run.folder is not None]
+    listed = labkit.list_runs().index.tolist()
+    assert listed == [folders[0], "again"]
+    found = [labkit.load_run(name) for name in listed]
+    assert [run.folder for run in found] == [run.folder for run in begun]
+    # By its name a lab finds its own run before those on disk.
+    own = labkit.list_runs(own=begun[:1]).index.tolist()
+    assert own == ["again", folders[1]]
+    assert compare_runs(found).index.tolist() == folders
+    assert compare_runs(found[:1]).index.tolist() == ["again"]
+    legend = plot_comparison(found).axes[2].get_legend()
+    assert legend is not None
+    for each in legend.get_texts():
+        assert re.fullmatch(r"\d\d:\d\d:\d\d again", each.get_text())
 
 
 def test_a_run_that_has_ended_is_summarized_once(

@@ -170,8 +170,9 @@ def list_runs(
     Returns
     -------
     DataFrame
-        By run name: when, strategy, ranks, state, steps, last_loss, steps_per_s,
-        seconds, total_peak (bytes of the rank that has most), folder.
+        By run name, or by folder where another run is found by that name: when,
+        strategy, ranks, state, steps, last_loss, steps_per_s, seconds, total_peak
+        (bytes of the rank that has most), folder.
 
     Raises
     ------
@@ -198,6 +199,11 @@ def list_runs(
         except ValueError as error:
             warn_once(path, f"passed over a run that cannot be read: {error}")
     rows.sort(key=lambda row: (row["when"], row["folder"]))
+    found = {row["run"]: row["folder"] for row in rows}  # as `find_runs` does
+    found |= {run.name: "" if run.folder is None else run.folder.name for run in own}
+    for row in rows:
+        if row["folder"] != found[row["run"]]:
+            row["run"] = row["folder"]
     if strategy is not None:  # also one of a later version
         known_to = [*STRATEGIES, *(row["strategy"] for row in rows)]
         check_choice("strategy", strategy, dict.fromkeys(known_to))

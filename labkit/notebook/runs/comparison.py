@@ -1,5 +1,6 @@
 """Lays runs over each other: one table, one picture."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,16 +34,40 @@ _COLUMNS = (
 def compare_runs(runs: Sequence[Run]) -> pd.DataFrame:
     """One row a run: strategy, ranks, state, steps, last loss, steps/s, memory in bytes
     of the rank that has most, and bytes and seconds of collectives in a step."""
-    rows = [_row(run) for run in runs]
+    rows = [_row(run, name) for run, name in zip(runs, called(runs), strict=True)]
     return pd.DataFrame(rows, columns=[*_COLUMNS]).set_index("run")
 
 
-def _row(run: Run) -> dict[str, Any]:
+def called(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its own, or its folder's where two have the same."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 or run.folder is None else run.folder.name
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Short names for a picture: where two have the same, with the time before it."""
+    names = [run.name for run in runs]
+    return [
+        shorten(
+            run.name if names.count(run.name) == 1 else f"{_clock(run)} {run.name}", 16
+        )
+        for run in runs
+    ]
+
+
+def _clock(run: Run) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(run.info.get("began", 0.0)))
+
+
+def _row(run: Run, name: str) -> dict[str, Any]:
     memory, comm = run.memory, run.comm
     # Seconds that nobody measured stay unknown, and are not 0.
     by_rank = comm.groupby("rank")[["wire_bytes", "seconds"]].sum(min_count=1)
     row: dict[str, Any] = {
-        "run": run.name,
+        "run": name,
         "strategy": run.strategy,
         "ranks": run.world_size,
         "state": run.state,
@@ -72,12 +97,13 @@ def plot_losses(figure: RunFigure, runs: Sequence[Run]) -> None:
     by_step = figure.add_axes((0.065, 0.6, 0.225, 0.33))
     by_time = figure.add_axes((0.345, 0.6, 0.225, 0.33), sharey=by_step)
     by_bytes = figure.add_axes((0.625, 0.6, 0.225, 0.33), sharey=by_step)
+    labels = _labels(runs)
     for place, run in enumerate(runs):
         losses = run.mean_loss()
         losses["seconds"] -= losses["seconds"].min()
         for axes, column in ((by_step, "step"), (by_time, "seconds")):
             x, y = thin(losses[column].to_numpy(), losses["loss"].to_numpy())
-            axes.plot(x, y, lw=1.6, label=shorten(run.name, 16), **style_of(place))
+            axes.plot(x, y, lw=1.6, label=labels[place], **style_of(place))
     style_axes(by_step, "optimizer step", "loss")
     use_title(by_step, "loss by step")
     by_step.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -123,7 +149,7 @@ def plot_costs(figure: RunFigure, runs: Sequence[Run]) -> None:
         wire.legend(
             [lines], ["theory"], frameon=False, fontsize=SMALL, loc="upper left"
         )
-    labels = [shorten(run.name, 16) for run in runs]
+    labels = _labels(runs)
     for axes in (memory, speed, wire):
         axes.set_xticks(places, labels)
         axes.set_xlim(-0.6, len(runs) - 0.4)
