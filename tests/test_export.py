@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from kernels import Kernel
 from marks import in_suites
 from test_train_module import BODY
@@ -17,6 +19,7 @@ from test_train_module import losses_of
 
 from labkit import Lab
 from labkit import RankError
+from labkit.notebook.export import templates
 from labkit.notebook.export.cells import Before
 from labkit.notebook.export.cells import Ran
 from labkit.notebook.export.cells import pushed
@@ -252,6 +255,23 @@ def test_a_plain_script_is_one_that_readers_of_the_tutorials_know() -> None:
     assert '"stage": 2,' in partitioned
     assert "model.backward(loss)" in partitioned
     assert "zero_grad()" not in partitioned
+
+
+@pytest.mark.parametrize(
+    "code", [templates.EVEN_BATCHES, templates.UNEVEN_BATCHES], ids=["even", "uneven"]
+)
+def test_a_plain_script_stops_where_the_dataset_grows(code: str) -> None:
+    group = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2)
+    names: dict[str, Any] = {"dist": group, "torch": torch, "Sampler": object}
+    exec(code, names)
+    data = [*range(8)]
+    batches = names["RankBatches"](data, 4, shuffle=False, accumulate=1, seed=0)
+    assert list(batches) == [[2, 3], [6, 7]]
+    data += [8, 9, 10, 11]
+    with pytest.raises(
+        RuntimeError, match="12 samples, and had 8: export the run with"
+    ):
+        list(batches)
 
 
 @pytest.mark.parametrize(

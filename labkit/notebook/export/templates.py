@@ -11,6 +11,11 @@ _ORDER = """\
         return -(-self.num_samples // self.batch_size) * self.accumulate
 
     def __iter__(self):
+        if len(self.dataset) != self.num_samples:
+            raise RuntimeError(
+                f"the dataset has {len(self.dataset)} samples, and had "
+                f"{self.num_samples}: export the run with --style labkit"
+            )
         order = torch.arange(self.num_samples)
         if self.shuffle:  # in another order in each epoch, the same on all ranks
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -32,7 +37,8 @@ class RankBatches(Sampler):
 
     def __init__(self, dataset, batch_size, *, shuffle, accumulate, seed):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.num_samples, self.batch_size = len(dataset), batch_size
+        self.dataset, self.num_samples = dataset, len(dataset)
+        self.batch_size = batch_size
         self.shuffle, self.accumulate, self.seed = shuffle, accumulate, seed
         self.epoch = 0
         for size in (batch_size, self.num_samples % batch_size):
@@ -62,7 +68,8 @@ class RankBatches(Sampler):
 
     def __init__(self, dataset, batch_size, *, shuffle, accumulate, seed):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.num_samples, self.batch_size = len(dataset), batch_size
+        self.dataset, self.num_samples = dataset, len(dataset)
+        self.batch_size = batch_size
         self.shuffle, self.accumulate, self.seed = shuffle, accumulate, seed
         self.epoch = 0
         last = self.num_samples % batch_size or batch_size
