@@ -30,6 +30,7 @@ from labkit.strategies.autograd.structures import hand_back
 from labkit.strategies.autograd.structures import holders_in
 from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.autograd.structures import unflatten
+from labkit.strategies.model.shards import PART_OF_OPTIMIZER
 from labkit.strategies.zero.stage_3 import TRANSFORMED
 
 pytestmark = pytest.mark.timeout(120)
@@ -138,7 +139,7 @@ is_of_its_own = bool((kept(x) == 0).all()) and bool((model(x) != 0).any())
     assert lab.pull("is_of_its_own", ranks="all") == [True, True]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", "tensor", "pipeline"])
 def test_another_ranks_part_of_the_optimizer_is_refused(
     lab: Lab, strategy: str
 ) -> None:
@@ -149,11 +150,45 @@ for x, y in loader:
     optimizer.step()
 mine = optimizer.state_dict()
 optimizer.load_state_dict(mine)
-others = {**mine, "part": [1 - rank, *mine["part"][1:]]}
+[others] = [each for each in gathered(mine) if each["part"][0] != rank]
 optimizer.load_state_dict(others)
 """
-    with pytest.raises(RankError, match="part of the optimizer"):
-        lab.train(strategy, SET_UP + PREPARE + code, live=False)
+    gathered = """
+def gathered(mine):
+    found = [None] * world_size
+    dist.all_gather_object(found, mine)
+    return found
+"""
+    refused = "part of the optimizer's state under .*; this is rank"
+    with pytest.raises(RankError, match=refused):
+        lab.train(strategy, SET_UP + gathered + PREPARE + code, live=False)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "pipeline"])
+def test_a_plain_optimizer_takes_no_part_of_a_prepared_one(
+    lab: Lab, strategy: str
+) -> None:
+    code = """
+def step(optimizer):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+x, y = next(iter(loader))
+step(optimizer)
+mine = optimizer.state_dict()
+step(optimizer)
+plain = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+try:
+    plain.load_state_dict(mine)
+    said = ""
+except ValueError as error:
+    said = str(error)
+optimizer.load_state_dict(mine)
+"""
+    lab.train(strategy, SET_UP + PREPARE + code, live=False)
+    for rank, said in enumerate(lab.pull("said", ranks="all")):
+        wanted = PART_OF_OPTIMIZER.format(rank=rank, of=2, strategy=strategy)
+        assert said == wanted
 
 
 EXPORTS = {

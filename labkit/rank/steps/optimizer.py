@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -402,12 +403,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self.prepared.strategy.is_partitioned and part is None:
             self.prepared.load_optimizer(state_dict)  # of a plain optimizer
             return
+        if self.prepared.strategy.is_partitioned:
+            state_dict = {key: state_dict[key] for key in state_dict if key != "part"}
         with self.prepared.stepping_groups():
             self.prepared.optimizer.load_state_dict(state_dict)
 
     def _part(self) -> list[Any]:
-        peers = self.prepared.peers
-        return [peers.rank, peers.size, self.prepared.strategy.name]
+        # Of all ranks: those that share the layers of a model have parts of their own.
+        return [dist.get_rank(), dist.get_world_size(), self.prepared.strategy.name]
 
     def __repr__(self) -> str:
         return repr(self.prepared.optimizer)

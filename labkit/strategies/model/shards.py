@@ -27,14 +27,25 @@ EACH_ITS_OWN = (
 )
 
 
+PART_OF_OPTIMIZER = (
+    "the state dict holds rank {rank} of {of}'s part of the optimizer's state under "
+    "{strategy}, and an optimizer that is not prepared for that keeps whole states. "
+    "Call prepare first, and load it into the optimizer that prepare returns; or use "
+    "save_checkpoint(folder) and load_checkpoint(folder), which work across strategies "
+    "and numbers of ranks"
+)
+
+
 @contextlib.contextmanager
 def checking_loads() -> Iterator[None]:
-    """Have `load_state_dict` of a model refuse what is another rank's part of it.
+    """Have `load_state_dict` of models and optimizers refuse what is a part of one.
 
-    torch copies it without a word: a DTensor that was pickled has the shape and mesh
-    that this rank's has, and the values of the rank that saved it.
+    Of a model torch copies another rank's without a word: a DTensor that was pickled
+    has the shape and mesh that this rank's has, and the values of the rank that saved
+    it. Nor does an optimizer look at the shapes of the states that it is given.
     """
     load = nn.Module.load_state_dict
+    load_optimizer = torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)
     def checked_load(
@@ -49,11 +60,24 @@ def checking_loads() -> Iterator[None]:
                 )
         return load(self, state_dict, *args, **options)
 
+    @functools.wraps(load_optimizer)
+    def checked_load_optimizer(
+        self: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> None:
+        if isinstance(state_dict, Mapping) and "part" in state_dict:
+            rank, of, strategy = state_dict["part"]
+            raise UnsupportedLoopError(
+                PART_OF_OPTIMIZER.format(rank=rank, of=of, strategy=strategy)
+            )
+        load_optimizer(self, state_dict)
+
     nn.Module.load_state_dict = checked_load  # type: ignore[method-assign]
+    torch.optim.Optimizer.load_state_dict = checked_load_optimizer  # type: ignore
     try:
         yield
     finally:
         nn.Module.load_state_dict = load  # type: ignore[method-assign]
+        torch.optim.Optimizer.load_state_dict = load_optimizer  # type: ignore
 
 
 def is_of_another_rank(tensor: DTensor) -> bool:
